@@ -1,0 +1,18 @@
+# `make check` is what "done" means: lint, types, tests.
+.PHONY: check lint types test slow docs
+PYTHON ?= python
+
+check: lint types test
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types:
+	$(PYTHON) -m pyright
+
+test:
+	$(PYTHON) -m pytest
+
+slow:
+	$(PYTHON) -m pytest -m slow
