@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from areno.config.fields import Section, knob
 from areno.config.model_roles import ModelConfig, PolicyConfig, RefConfig
@@ -94,6 +95,11 @@ class PolicyExperimentConfig(ExperimentConfig):
 @dataclass(kw_only=True)
 class GRPOActorConfig(PolicyConfig):
     """The actor of GRPO (2402.03300)."""
+
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
+        "seq_mean_token_mean",
+        help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+    )
 
 
 @dataclass(kw_only=True)

@@ -98,10 +98,6 @@ class PolicyConfig(ModelConfig):
     c_clip: float | None = knob(
         None, help="dual clip (1912.09729): bound on the loss of negative advantages, > 1", gt=1, flag="--clip-ratio-c"
     )
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
-        "seq_mean_token_mean",
-        help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
-    )
     kl_ctl: float = knob(0.0, help="coefficient of the KL loss to ref; 0 = off", ge=0, flag="--kl-loss-coef")
     kl_estimator: Literal["k3"] = knob("k3", help="estimator of the KL loss (2402.03300 eq. 4)", flag="--kl-loss-type")
     adv_norm: NormConfig = knob(factory=NormConfig, help="reward to advantage")
