@@ -1,0 +1,80 @@
+"""Everything a worker needs to come up, in one picklable record, and what it reports back. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+
+
+@dataclass(kw_only=True)
+class EngineSpec:
+    """One engine: which model, on which devices, trained how.
+
+    devices: one entry per worker process, "cpu" or "cuda:<i>"; its length is the world size.
+    random_init: weights drawn from `seed` instead of read from the folder.
+    ref_path: "" for no reference, the model's own path for a copy of the starting actor, or another folder.
+    optimizer: None builds an engine that cannot train (and allocates nothing for it).
+    """
+
+    model_path: str
+    devices: list[str]
+    tp_size: int = 1
+    dtype: str = "float32"
+    random_init: bool = False
+    ref_path: str = ""
+    seed: int = 1
+    attn_backend: str = "auto"
+    gradient_checkpointing: bool = True
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+
+@dataclass(kw_only=True, frozen=True)
+class RolloutSpec:
+    """What a rollout phase needs: how many sequences at once, how long, and how the KV cache is sized.
+
+    max_running counts over all data-parallel ranks; max_len is prompt plus completion, in tokens.
+    """
+
+    max_running: int
+    max_len: int
+    max_prefill_tokens: int = 8192
+    mem_fraction: float = 0.6
+    max_kv_tokens: int | None = None
+    eager_decode: bool = False
+
+
+@dataclass(kw_only=True)
+class EngineInfo:
+    """What the first worker says about itself once the model is loaded."""
+
+    n_params: int
+    context_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    dtype: str
+    attn_backend: str
+    memory_gib: float
+
+
+@dataclass
+class RolloutStats:
+    """Counters of one data-parallel rank since its rollout phase began."""
+
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    cached_prompt_tokens: int = 0
+    graph_replays: int = 0

@@ -1,0 +1,213 @@
+"""One device: its models, its decoder, its train backend. The public methods are the commands a driver can send."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areno.config.model_roles import MicroBatchSpec
+from areno.engine.decoder.decoder import Decoder
+from areno.engine.parallel import Place
+from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.train.backend import LossFn, TrainBackend
+from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
+from areno.errors import EngineError
+from areno.kernels.attention import choose_backend
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights, save_weights
+
+KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
+
+
+class Worker:
+    """Holds the roles of one rank. Construction loads the weights and is the slow part."""
+
+    def __init__(self, spec: EngineSpec, place: Place):
+        self.spec, self.place = spec, place
+        self.dtype = getattr(torch, spec.dtype)
+        self.attn_backend = choose_backend(spec.attn_backend, place.device, self.dtype)
+        self.actor = self._load(spec.model_path, random_init=spec.random_init)
+        self.backend = TrainBackend(
+            self.actor,
+            spec.optimizer,
+            attn_backend=self.attn_backend,
+            recompute=spec.gradient_checkpointing,
+            dp=place.dp,
+        )
+        self.backends = {"actor": self.backend}
+        if spec.ref_path:
+            self.backends["ref"] = self._reference()
+        self.decoder: Decoder | None = None
+        self._decoder_spec: RolloutSpec | None = None
+        self._tokenizer: Any = None
+
+    def _load(self, path: str, *, random_init: bool) -> Transformer:
+        model = build_model(load_config(path), dtype=self.dtype, device=self.place.device, tp=self.place.tp)
+        if random_init:
+            model.init_weights(self.spec.seed)
+        else:
+            load_weights(model, path)
+        return model
+
+    def _reference(self) -> TrainBackend:
+        """A frozen model. One that equals the starting actor is copied from it instead of read again."""
+        spec = self.spec
+        if spec.ref_path == spec.model_path:
+            config = self.actor.config
+            model = build_model(config, dtype=self.dtype, device=self.place.device, tp=self.place.tp)
+            with torch.no_grad():
+                for mine, theirs in zip(model.parameters(), self.actor.parameters(), strict=True):
+                    mine.copy_(theirs)
+        else:
+            model = self._load(spec.ref_path, random_init=False)
+            if model.config.vocab_size != self.actor.config.vocab_size:
+                raise EngineError(
+                    f"ref.path has a vocabulary of {model.config.vocab_size} tokens, the actor one of "
+                    f"{self.actor.config.vocab_size}; both must use the same tokenizer"
+                )
+        return TrainBackend(model, None, attn_backend=self.attn_backend, recompute=False, dp=self.place.dp)
+
+    def info(self) -> EngineInfo:
+        """What was loaded."""
+        config = self.actor.config
+        return EngineInfo(
+            n_params=sum(p.numel() for p in self.actor.parameters()),
+            context_len=config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            eos_token_ids=tuple(config.eos_token_ids),
+            device=str(self.place.device),
+            dtype=self.spec.dtype,
+            attn_backend=self.attn_backend,
+            memory_gib=self.memory()["memory_gib"],
+        )
+
+    # -- rollout ---------------------------------------------------------------------------------------------------
+
+    def begin_rollout(self, spec: RolloutSpec) -> None:
+        """Make ready to decode. A decoder of the same shape is kept, with its graphs; its cached blocks are not."""
+        if self.decoder is not None and self._decoder_spec == spec:
+            self.decoder.reset_cache()
+            return
+        self.end_rollout(drop=True)
+        max_running = max(1, -(-spec.max_running // self.spec.dp_size))
+        self.decoder = Decoder(
+            self.actor,
+            n_blocks=self._kv_blocks(spec, max_running),
+            block_size=KV_BLOCK,
+            max_running=max_running,
+            max_prefill_tokens=spec.max_prefill_tokens,
+            eos_token_ids=self.actor.config.eos_token_ids,
+            use_graphs=self.place.device.type == "cuda" and not spec.eager_decode,
+            attn_backend=self.attn_backend,
+            detokenize=self._detokenize,
+        )
+        self._decoder_spec = spec
+
+    def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
+        """KV blocks: what `max_running` full-length sequences need, or what memory allows, whichever is less."""
+        config, tp = self.actor.config, self.place.tp
+        block_bytes = (
+            2 * config.num_layers * KV_BLOCK * (config.num_kv_heads // tp.size) * config.head_dim * self.dtype.itemsize
+        )
+        per_sequence = -(-spec.max_len // KV_BLOCK) + 1
+        blocks = max_running * per_sequence + 1
+        if spec.max_kv_tokens is not None:
+            return min(blocks, -(-spec.max_kv_tokens // KV_BLOCK) + 1)
+        affordable = int(_free_bytes(self.place.device) * spec.mem_fraction) // block_bytes
+        if affordable < per_sequence + 1:
+            raise EngineError(
+                f"the KV cache has room for {max(affordable, 0) * KV_BLOCK} tokens, one sequence may need {spec.max_len}: lower "
+                "gconfig.max_new_tokens or train_dataset.max_length, or raise rollout.mem_fraction"
+            )
+        fewest = torch.tensor([min(blocks, affordable)], device=self.place.device)
+        return int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
+
+    def _detokenize(self, tokens: list[int]) -> str:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.tokenizer_path or self.spec.model_path)
+        return self._tokenizer.decode(tokens)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests; they join the running batch at the next step."""
+        if self.decoder is None:
+            raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
+        for request in requests:
+            self.decoder.submit(request)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End requests early; their outputs say so."""
+        if self.decoder is not None:
+            for request_id in request_ids:
+                self.decoder.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.decoder is not None and self.decoder.has_work
+
+    def step(self) -> list[GenerationOutput]:
+        """One turn of the decoder; the samples that finished in it."""
+        assert self.decoder is not None
+        return self.decoder.step()
+
+    def rollout_stats(self) -> RolloutStats:
+        """Counters for progress lines."""
+        if self.decoder is None:
+            return RolloutStats()
+        return self.decoder.stats()
+
+    def end_rollout(self, drop: bool = False) -> None:
+        """Leave the rollout phase. `drop` gives KV cache and graphs back."""
+        if drop and self.decoder is not None:
+            self.decoder = self._decoder_spec = None
+            if self.place.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def train(self, rows: list[TrainSequence], loss_fn: LossFn, **how: Any) -> dict[str, float]:
+        """One call of TrainBackend.train on this rank's rows."""
+        stats = self.backend.train(rows, loss_fn, **how)
+        return {**stats, **self.memory()}
+
+    def logprobs(
+        self, role: str, token_rows: list[list[int]], temperature: float, mb_spec: MicroBatchSpec
+    ) -> list[list[float]]:
+        """Log-probability of every token given those before it, under a role's model."""
+        if role not in self.backends:
+            raise EngineError(f"there is no role {role!r}; loaded are: {', '.join(self.backends)}")
+        return self.backends[role].logprobs(token_rows, temperature, mb_spec)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Write the actor as a Hugging Face folder (every rank of the first model copy takes part)."""
+        if self.place.dp.rank == 0:
+            save_weights(self.actor, Path(folder), source=Path(self.spec.tokenizer_path or self.spec.model_path))
+
+    def memory(self) -> dict[str, float]:
+        """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""
+        if self.place.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+            return {"memory_gib": peak}
+        import resource
+
+        return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

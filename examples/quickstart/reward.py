@@ -1,0 +1,5 @@
+"""1 for the right sum, 0 for anything else."""
+
+
+def reward_fn(record):
+    return 1.0 if record.completion.strip() == record.solutions else 0.0
