@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, knob
+from areno.config.fields import Section, check, knob
 from areno.config.model_roles import ModelConfig, PolicyConfig, RefConfig
 from areno.config.run import (
     ClusterConfig,
@@ -42,11 +42,19 @@ class ExperimentConfig(Section):
     stats_logger: StatsLoggerConfig = knob(factory=StatsLoggerConfig, help="metrics")
     cluster: ClusterConfig = knob(factory=ClusterConfig, help="output folder")
 
-    def problems(self) -> Iterator[Problem]:
-        for name in ("experiment_name", "trial_name"):
-            value = getattr(self, name)
-            if value is not None and (not value or "/" in value or value in (".", "..")):
-                yield Problem(name, f"is {value!r}; a folder name without '/' is needed")
+    @check
+    def experiment_name_is_a_folder_name(self) -> Iterator[Problem]:
+        yield from _folder_name("experiment_name", self.experiment_name)
+
+    @check
+    def trial_name_is_a_folder_name(self) -> Iterator[Problem]:
+        if self.trial_name is not None:
+            yield from _folder_name("trial_name", self.trial_name)
+
+
+def _folder_name(key: str, value: str) -> Iterator[Problem]:
+    if not value.strip() or "/" in value or "\0" in value or value in (".", ".."):
+        yield Problem(key, f"is {value!r}; a folder name without '/' is needed")
 
 
 @dataclass(kw_only=True)
@@ -67,22 +75,34 @@ class PolicyExperimentConfig(ExperimentConfig):
     rollout: RolloutConfig = knob(factory=RolloutConfig, help="decoder")
     reward: RewardConfig = knob(help="reward function")
 
-    def problems(self) -> Iterator[Problem]:
-        yield from super().problems()
+    @check
+    def groups_are_groups(self) -> Iterator[Problem]:
         if self.gconfig.n_samples < 2 and "group" in (self.actor.adv_norm.mean_level, self.actor.adv_norm.std_level):
             yield Problem(
                 "gconfig.n_samples", f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples a prompt"
             )
+
+    @check
+    def kl_has_a_reference(self) -> Iterator[Problem]:
         if self.actor.kl_ctl > 0 and self.ref is None:
             yield Problem("actor.kl_ctl", f"is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
-        if self.actor.kl_ctl == 0 and self.ref is not None:
+
+    @check
+    def reference_is_used(self) -> Iterator[Problem]:
+        if self.ref is not None and self.actor.kl_ctl == 0:
             yield Problem("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
+
+    @check
+    def prompts_have_room(self) -> Iterator[Problem]:
         if self.gconfig.max_tokens is not None and self.gconfig.max_tokens <= self.gconfig.max_new_tokens:
             yield Problem(
                 "gconfig.max_tokens",
                 f"is {self.gconfig.max_tokens}, which leaves no room for a prompt beside "
-                f"max_new_tokens={self.gconfig.max_new_tokens}",
+                f"gconfig.max_new_tokens={self.gconfig.max_new_tokens}",
             )
+
+    @check
+    def minibatches_divide_the_batch(self) -> Iterator[Problem]:
         rows = self.train_dataset.batch_size * self.gconfig.n_samples
         if rows % self.actor.ppo_n_minibatches:
             yield Problem(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, knob
+from areno.config.fields import Section, check, knob
 from areno.errors import Problem
 
 
@@ -50,7 +50,7 @@ class MicroBatchSpec(Section):
 
 @dataclass(kw_only=True)
 class NormConfig(Section):
-    """Normalisation of rewards or advantages: (x - mean) / (std + eps), each over the group, the batch, or not at all."""
+    """Normalisation: (x - mean) / (std + eps), each of the two over the group, the batch, or not at all."""
 
     mean_level: Literal["batch", "group"] | None = knob("group", help="subtract the mean over this; null = no centring")
     std_level: Literal["batch", "group"] | None = knob(
@@ -102,11 +102,12 @@ class PolicyConfig(ModelConfig):
     kl_estimator: Literal["k3"] = knob("k3", help="estimator of the KL loss (2402.03300 eq. 4)", flag="--kl-loss-type")
     adv_norm: NormConfig = knob(factory=NormConfig, help="reward to advantage")
 
-    def problems(self) -> Iterator[Problem]:
+    @check
+    def one_way_to_cut_the_batch(self) -> Iterator[Problem]:
         if self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None:
             yield Problem(
                 "ppo_n_minibatches",
-                f"set {self.ppo_n_minibatches} together with gradient_accumulation_steps="
+                f"is {self.ppo_n_minibatches}, set together with gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}; both cut the batch into optimizer steps, set one of them",
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, knob
+from areno.config.fields import Section, check, knob
 from areno.errors import Problem
 
 
@@ -15,7 +15,7 @@ class DatasetConfig(Section):
     """Where rows come from and how many go into a step."""
 
     path: str = knob(
-        help="json, jsonl, parquet, csv, tsv or arrow file, save_to_disk folder, or hub reference repo[:config[:split]]",
+        help="json, jsonl, parquet, csv, tsv or arrow file, save_to_disk folder, or hub name repo[:config[:split]]",
         flag="--dataset-path",
     )
     loader: str | None = knob(
@@ -24,9 +24,7 @@ class DatasetConfig(Section):
         flag="--dataset-loader-fn",
     )
     split: str = knob("train", help="split, where the source has several")
-    batch_size: int = knob(
-        32, help="prompts (RL), rows (SFT) or pairs (DPO) for each step", gt=0, flag="--batch-size"
-    )
+    batch_size: int = knob(32, help="prompts (RL), rows (SFT) or pairs (DPO) for each step", gt=0, flag="--batch-size")
     shuffle: bool = knob(True, help="new order every epoch, from seed")
     drop_last: bool = knob(True, help="leave out the last batch of an epoch if it is not full")
     max_length: int = knob(
@@ -65,11 +63,15 @@ class GenerationConfig(Section):
     ignore_eos: bool = knob(False, help="go on to max_new_tokens")
     skip_special_tokens: bool = knob(True, help="leave special tokens out of the text that rewards and logs see")
 
-    def problems(self) -> Iterator[Problem]:
+    @check
+    def shortest_below_longest(self) -> Iterator[Problem]:
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
                 "min_new_tokens", f"is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it"
             )
+
+    @check
+    def top_k_keeps_something(self) -> Iterator[Problem]:
         if self.top_k == 0:
             yield Problem("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
 
@@ -92,9 +94,7 @@ class RolloutConfig(Section):
         None, help="size of the KV cache in tokens; null = what is needed, within mem_fraction", gt=0
     )
     eager_decode: bool = knob(False, help="no CUDA graphs", flag="--eager-decode")
-    drop_rollout_state: bool = knob(
-        False, help="free KV cache and graphs between steps", flag="--drop-rollout-state"
-    )
+    drop_rollout_state: bool = knob(False, help="free KV cache and graphs between steps", flag="--drop-rollout-state")
     enable_thinking: bool | None = knob(
         None, help="passed to the chat template; null = the template's own default", flag="--disable-thinking"
     )
@@ -169,9 +169,13 @@ class EngineConfig(Section):
     )
     dummy_load: bool = knob(False, help="random weights, for benchmarks; the folder needs no weight files")
 
-    def problems(self) -> Iterator[Problem]:
+    @check
+    def tensor_parallel_divides_world(self) -> Iterator[Problem]:
         if self.world_size is not None and self.world_size % self.tp_size:
             yield Problem("tp_size", f"is {self.tp_size}, which does not divide engine.world_size={self.world_size}")
+
+    @check
+    def inline_is_one_device(self) -> Iterator[Problem]:
         if self.workers == "inline" and (self.world_size or 1) > 1:
             yield Problem("workers", f"inline holds one device, but engine.world_size is {self.world_size}; use spawn")
 

@@ -1,0 +1,42 @@
+"""areno: reinforcement-learning post-training of language models. The public names, imported when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PolicyOnlyTrainer",
+    "SFTTrainer",
+    "SamplingParams",
+    "TrainSequence",
+    "Trainer",
+]
+
+if TYPE_CHECKING:
+    from areno.api.trainer import Trainer
+    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.api.trainers.sft import SFTTrainer
+    from areno.engine.types import SamplingParams, TrainSequence
+
+_HOME = {
+    "PolicyOnlyTrainer": "areno.api.trainers.policy_only",
+    "SFTTrainer": "areno.api.trainers.sft",
+    "SamplingParams": "areno.engine.types",
+    "TrainSequence": "areno.engine.types",
+    "Trainer": "areno.api.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'areno' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,32 @@
+"""Where files are: beside the user's working directory, or among those that come with areno."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areno.errors import ConfigError, Problem
+
+
+def root() -> Path:
+    """The folder that holds conf/, recipes/ and examples/: the repository in a clone, areno/_data in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    data = package / "_data"
+    return data if data.is_dir() else package.parent
+
+
+def existing_path(path: str | Path) -> Path | None:
+    """`path` as an absolute path, looked up from the working directory and then from `root()`; None if in neither."""
+    path = Path(path).expanduser()
+    for base in (Path.cwd(), root()):
+        if (base / path).exists():
+            return (base / path).absolute()
+    return None
+
+
+def find_file(path: str | Path, key: str = "") -> Path:
+    """Like `existing_path`, but a path that is in neither place is a ConfigError of the setting `key`."""
+    found = existing_path(path)
+    if found is None:
+        places = "" if Path(path).expanduser().is_absolute() else f", neither in {Path.cwd()} nor in {root()}"
+        raise ConfigError([Problem(key, f"there is no {str(path)!r}{places}")])
+    return found
