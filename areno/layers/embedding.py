@@ -1,0 +1,63 @@
+"""The vocabulary matrix, divided by rows over the tensor-parallel ranks: tokens to vectors, and vectors to logits.
+
+Shape letters: N tokens, K positions whose logits are wanted, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from areno.layers.parallel import TensorParallel
+from areno.layers.shard import Layout, Part
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One row for each token. A vocabulary that the ranks do not divide is padded with rows that are zero and stay so.
+
+    Rank r holds the tokens `first .. first + n_valid`; only the last ranks have padding below their valid rows.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
+    ):
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        rows = -(-vocab_size // tp.size)
+        self.first = min(tp.rank * rows, vocab_size)
+        self.n_valid = min(rows, vocab_size - self.first)
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
+        part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
+        self.layout: Layout = {"weight": (part,)}
+
+    def clear_padding(self) -> None:
+        """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
+        self.weight.detach()[self.n_valid :].zero_()
+
+    @property
+    def valid_weight(self) -> Tensor:
+        """(V_local, D): this rank's rows without padding; the parameter itself where there is none."""
+        return self.weight if self.n_valid == self.weight.shape[0] else self.weight[: self.n_valid]
+
+    def forward(self, tokens_N: Tensor) -> Tensor:
+        """int64 token ids to (N, D), the same on every rank."""
+        if self.tp.size == 1:
+            return F.embedding(tokens_N, self.weight)
+        local_N = tokens_N - self.first
+        elsewhere_N = (local_N < 0) | (local_N >= self.n_valid)
+        x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
+        return self.tp.reduce_out(x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0))
+
+    def logits(self, hidden_KD: Tensor) -> Tensor:
+        """(K, V) float32 on every rank, outside autograd under tensor parallelism.
+
+        The product is accumulated and kept in fp32 where the device can do so: logits rounded to bf16 would make
+        log-probabilities of rollout and training disagree.
+        """
+        if hidden_KD.is_cuda and hidden_KD.dtype != torch.float32 and not torch.is_grad_enabled():
+            local = torch.mm(hidden_KD, self.weight.t(), out_dtype=torch.float32)
+        else:
+            local = F.linear(hidden_KD, self.weight).float()
+        return self.tp.gather_last(local)[:, : self.vocab_size]

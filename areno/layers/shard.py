@@ -1,0 +1,60 @@
+"""Where a checkpoint tensor lives inside a parameter: what each layer declares, and loading and saving follow.
+
+A parameter may hold several checkpoint tensors one below the other (fused q, k, v) and only this rank's piece of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areno.layers.parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor's place inside a parameter.
+
+    full_shape: of the checkpoint tensor. offset: first row of the parameter that it fills.
+    dim: dimension that is divided over the tensor-parallel ranks, None where every rank holds all of it.
+    start, size: this rank's range along `dim`; `size` may be smaller on the last ranks (a padded vocabulary).
+    """
+
+    full_shape: tuple[int, ...]
+    offset: int = 0
+    dim: int | None = None
+    start: int = 0
+    size: int = 0
+
+    def cut(self, full: Any) -> Tensor:
+        """This rank's piece of the checkpoint tensor. `full` is a tensor or a safetensors slice, read only where needed."""
+        if self.dim is None:
+            return full[:]
+        piece = slice(self.start, self.start + self.size)
+        return full[piece] if self.dim == 0 else full[:, piece]
+
+    def region(self, parameter: Tensor) -> Tensor:
+        """The view of `parameter` that holds this rank's piece."""
+        rows = self.size if self.dim == 0 else self.full_shape[0]
+        return parameter.detach()[self.offset : self.offset + rows]
+
+    def gather(self, parameter: Tensor, tp: TensorParallel) -> Tensor:
+        """The full checkpoint tensor, on every rank. A collective call when `dim` is not None."""
+        piece = self.region(parameter)
+        if self.dim is None or tp.size == 1:
+            return piece
+        stride = -(-self.full_shape[self.dim] // tp.size)
+        padded_shape = list(self.full_shape)
+        padded_shape[self.dim] = stride
+        padded = piece.new_zeros(padded_shape)
+        padded.narrow(self.dim, 0, piece.shape[self.dim]).copy_(piece)
+        pieces = [torch.empty_like(padded) for _ in range(tp.size)]
+        dist.all_gather(pieces, padded, group=tp.group)
+        return torch.cat(pieces, dim=self.dim).narrow(self.dim, 0, self.full_shape[self.dim])
+
+
+Layout = dict[str, tuple[Part, ...]]  # parameter name inside its layer -> its parts, from the first row down

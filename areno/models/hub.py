@@ -1,0 +1,57 @@
+"""From what the user wrote in `path` to a local folder, downloading from the Hugging Face hub where needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from areno.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+TIMEOUT_S = 5.0  # for the one question asked before a download, so that a machine without network is told quickly
+
+
+def resolve(path: str | Path) -> Path:
+    """The local folder of a model: `path` itself if it is a folder, else the downloaded (or cached) hub repository.
+
+    CheckpointError where it is neither, or cannot be downloaded.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{path} is a file, expected a Hugging Face model folder (actor.path)")
+    if not HUB_ID.fullmatch(str(path)):
+        raise CheckpointError(
+            f"{path} does not exist; expected a local model folder or a hub id `owner/name` (actor.path)"
+        )
+    return _download(str(path))
+
+
+def _download(repo: str) -> Path:
+    # Imported here: a local folder needs none of it.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    api = HfApi()
+    try:
+        revision = api.model_info(repo, timeout=TIMEOUT_S).sha
+    except GatedRepoError as error:
+        raise CheckpointError(f"the hub refuses {repo}: accept its terms there and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        message = f"{repo} is neither a local folder nor a repository that the hub shows us; check actor.path"
+        raise CheckpointError(message) from error
+    except Exception as error:  # the client raises whatever its transport does
+        try:
+            return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
+        except Exception:
+            raise CheckpointError(
+                f"{repo} is not a local folder, is not in the local cache, and the hub cannot be reached "
+                f"({type(error).__name__}); pass a local path: actor.path=/path/to/model"
+            ) from error
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
+    except Exception as error:
+        message = f"download of {repo} failed: {error}; run again to continue it, or pass a local path (actor.path)"
+        raise CheckpointError(message) from error
