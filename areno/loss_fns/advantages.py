@@ -20,8 +20,8 @@ def group_advantages(
 ) -> np.ndarray:
     """(R - mean) / (std + eps), mean and std over the sample's group, over the batch, or left out (None).
 
-    Defaults are GRPO (arXiv 2402.03300 sec. 4.1.2); std_level None is Dr.GRPO (arXiv 2503.20783). The standard deviation
-    is that of the rewards about their own mean at `std_level`, divided by n, or by n - 1 when `std_unbiased`.
+    Defaults are GRPO (arXiv 2402.03300 sec. 4.1.2); std_level None is Dr.GRPO (arXiv 2503.20783). The deviation is
+    that of the rewards about their own mean at `std_level`; the variance divides by n, or n - 1 when `std_unbiased`.
 
     rewards: (B,); NaN marks a sample whose reward is unknown (timeout, error): it stays out of every mean and gets
     advantage 0. group_ids: (B,), equal for the samples of one prompt. Returns (B,) float64.

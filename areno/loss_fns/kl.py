@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from the trained policy to a reference, by the log-probabilities of sampled tokens."""
+"""Estimators of the KL divergence between the policy and a reference, from the log-probabilities of sampled tokens."""
 
 from __future__ import annotations
 
