@@ -13,6 +13,8 @@ from areno.errors import ConfigError, Problem
 
 T = TypeVar("T", bound=Section)
 
+MISSING = "missing"  # what the message of a required key without a value begins with
+
 
 def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) -> T:
     """The configuration that `data` (nested mappings, lists and scalars) describes; absent keys take their defaults.
@@ -87,7 +89,7 @@ def _examine(
             # A required section that is absent is looked into all the same: its required keys are what is missing.
             known[name] = _examine(setting.section, data.get(name, {}), f"{key}.", problems, all_keys)
         elif setting.required:
-            problems.append(Problem(key, f"missing ({setting.help})"))
+            problems.append(Problem(key, f"{MISSING} ({setting.help})"))
         else:
             known[name] = setting.default()
     view = View(cls, known)

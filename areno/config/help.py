@@ -1,0 +1,98 @@
+"""What `--help` prints: usage, the YAML files that can be named, and every setting of the recipe."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areno.config import library
+from areno.config.fields import Section, Setting, settings
+from areno.config.values import show
+
+_USAGE = """\
+usage: python -m {module} [--config-name NAME] [key=value ...]
+
+{what}
+
+  python -m {module}{name}
+  python -m {module}{name} actor.optimizer.lr=2e-6 seed=2    change settings
+  python -m {module}{name} -m seed=1,2,3                     one run for each value
+
+options:
+  --config-name, -cn NAME   task or experiment file (default: {default})
+  --config-dir, -cd DIR     folder of your own YAML files; it comes first on the search path
+  --multirun, -m            try every combination of the values given as a,b
+  --cfg, -c job             print the configuration instead of running (also: hydra, all; with --resolve, --package)
+  --info, -i [TOPIC]        what Hydra makes of the command line: defaults, searchpath, config, plugins, all
+  --version                 print the version
+  --help, -h                this text"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line about a setting. `default` is `required`, a YAML value, or empty for a section that is always there."""
+
+    key: str
+    setting: Setting
+    depth: int
+    default: str
+
+
+def rows(cls: type[Section], prefix: str = "", depth: int = 0) -> Iterator[Row]:
+    """Every setting of a section and of those inside it, in the order they are declared."""
+    for name, setting in settings(cls).items():
+        if setting.section and not setting.optional:
+            default = ""
+        else:
+            default = "required" if setting.required else show(setting.default())
+        yield Row(prefix + name, setting, depth, default)
+        if setting.section:
+            yield from rows(setting.section, f"{prefix}{name}.", depth + 1)
+
+
+def text(module: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
+    """The whole help text of a recipe."""
+    usage = _USAGE.format(
+        module=module, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
+    )
+    parts = [
+        usage,
+        _files("tasks (conf/)", library.tasks(config_dir)),
+        _files("experiments (recipes/)", library.experiments()),
+    ]
+    own = {row.key.replace(".", "/") for row in rows(cls)}
+    choices = {group: names for group, names in library.groups(config_dir).items() if group in own}
+    parts.append(_columns("groups (group=choice)", {group: ", ".join(names) for group, names in choices.items()}))
+    parts += _settings(cls)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _settings(cls: type[Section]) -> Iterator[str]:
+    """One block for the top-level settings and one for each section."""
+    found = list(rows(cls))
+    yield "settings\n" + "\n".join(_line(row) for row in found if row.depth == 0 and not row.setting.section)
+    for section in (row for row in found if row.depth == 0 and row.setting.section):
+        optional = f" (default: {section.default})" if section.default else ""
+        title = f"{section.key}: {section.setting.help}{optional}"
+        inside = [row for row in found if row.key.startswith(f"{section.key}.") and not row.setting.section]
+        yield title + "\n" + "\n".join(_line(row) for row in inside)
+
+
+def _line(row: Row) -> str:
+    kind = f"{row.setting.type_text}; {row.default if row.default == 'required' else f'default {row.default}'}"
+    body = textwrap.fill(f"{row.setting.help} [{kind}]", width=116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {row.key}\n{body}"
+
+
+def _files(title: str, files: dict[str, Path]) -> str:
+    return _columns(title, {name: library.headline(file) for name, file in files.items()})
+
+
+def _columns(title: str, lines: dict[str, Any]) -> str:
+    if not lines:
+        return ""
+    width = max(map(len, lines))
+    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {about}".rstrip() for name, about in lines.items())

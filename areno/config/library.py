@@ -1,0 +1,39 @@
+"""The YAML files a run can be made of: tasks, experiments and group choices, from each folder on the search path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from areno.config.paths import root
+
+
+def tasks(config_dir: Path | None = None) -> dict[str, Path]:
+    """Names for --config-name that say what to train on: files of the user's folder and of conf/."""
+    return _files([root() / "conf", *([config_dir] if config_dir else [])])
+
+
+def experiments() -> dict[str, Path]:
+    """Names for --config-name that are proven runs: files of recipes/."""
+    return _files([root() / "recipes"])
+
+
+def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
+    found: dict[str, set[str]] = {}
+    for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
+        for file in base.glob("*/**/*.yaml"):
+            found.setdefault(file.parent.relative_to(base).as_posix(), set()).add(file.stem)
+    return {group: sorted(choices) for group, choices in sorted(found.items())}
+
+
+def headline(file: Path) -> str:
+    """The first comment line of a YAML file: what it is for."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @"):
+            return line.lstrip("# ").rstrip()
+    return ""
+
+
+def _files(folders: Iterable[Path]) -> dict[str, Path]:
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}

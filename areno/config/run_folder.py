@@ -1,0 +1,102 @@
+"""The folder of one run: what it was told and which code it ran."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import areno
+from areno.config.build import to_dict
+from areno.config.compose import to_yaml
+from areno.config.fields import Section
+from areno.config.paths import root
+from areno.errors import ConfigError, Problem
+
+_FILES = ("config.yaml", "overrides.yaml", "versions.json")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "datasets",
+    "numpy",
+    "triton",
+    "flash-attn",
+    "hydra-core",
+    "omegaconf",
+)
+
+
+def make(run_dir: Path) -> None:
+    """Create the folder of a run or a sweep. Raises ConfigError if an earlier one's is there, or if it cannot be."""
+    if any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
+        raise ConfigError(
+            [Problem("trial_name", f"{run_dir} holds an earlier run; choose another name or move that folder away")]
+        )
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([Problem("cluster.fileroot", f"cannot make {run_dir}: {error.strerror}")]) from error
+
+
+def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
+    """Write config.yaml, overrides.yaml and versions.json.
+
+    `--config-dir=<run_dir> --config-name=config` starts the same run again, under another trial_name.
+    """
+    try:
+        (run_dir / "config.yaml").write_text(
+            to_yaml({"defaults": ["recipe", "_self_"]} | to_dict(config)), encoding="utf-8"
+        )
+        (run_dir / "overrides.yaml").write_text(to_yaml_list(overrides), encoding="utf-8")
+        (run_dir / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Problem("cluster.fileroot", f"cannot write to {run_dir}: {error.strerror}")]) from error
+
+
+def discard(run_dir: Path) -> None:
+    """Remove a folder in which a run that came to nothing left no more than what `describe` wrote."""
+    if not run_dir.is_dir() or any(path.is_file() and path.name not in _FILES for path in run_dir.rglob("*")):
+        return
+    for name in _FILES:
+        (run_dir / name).unlink(missing_ok=True)
+    for folder in sorted((path for path in run_dir.rglob("*") if path.is_dir()), reverse=True):
+        folder.rmdir()
+    for folder in (run_dir, *run_dir.parents[:2]):
+        try:
+            folder.rmdir()
+        except OSError:  # other runs are in it
+            return
+
+
+def versions() -> dict[str, str | None]:
+    """Version of areno, Python and what matters beneath, and the git revision where there is one."""
+    found: dict[str, str | None] = {
+        "areno": areno.__version__,
+        "git": _git_revision(),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found | {"platform": platform.platform()}
+
+
+def to_yaml_list(lines: list[str]) -> str:
+    """One YAML list item for each line, quoted so that it is read back as text."""
+    return "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in lines) or "[]\n"
+
+
+def _git_revision() -> str | None:
+    """Commit of the clone areno runs from, with `-dirty` if files differ from it."""
+    if not (root() / ".git").exists():
+        return None
+    command = ["git", "-C", str(root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
