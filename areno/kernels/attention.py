@@ -1,7 +1,7 @@
 """Causal attention over packed rows of any length, by the fastest kernel that is installed.
 
-Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head dimension,
-B rows of one batch, L and P their padded query and key lengths.
+Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
+dimension; inside: T tokens of the B rows of one padded batch of length L.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention of each row's queries to its own keys: (N, H, D), differentiable.
 
-    cu_seqlens_q, cu_seqlens_k: (R + 1,) int32 row borders on the device of q. Where a row has more keys than queries, the
-    queries are its last tokens (bottom-right aligned). No row has fewer keys than queries. max_q, max_k: longest row.
+    cu_seqlens_q, cu_seqlens_k: (R + 1,) int32 row borders on the device of q. Where a row has more keys than queries,
+    the queries are its last tokens (bottom-right aligned). No row has fewer keys than queries. max_q, max_k: longest.
     """
     if backend == "sdpa":
         return _sdpa(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
@@ -100,9 +100,9 @@ def _sdpa(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, starts_q: list[int], star
         lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
         lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
         place_q = _Padding([starts_q[row] for row in rows], lengths_q, q_NHD.device)
-        place_k = (
-            place_q if lengths_q == lengths_k else _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
-        )
+        place_k = place_q
+        if starts_q != starts_k:
+            place_k = _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
         if len(rows) == len(starts_q) - 1:  # every token, in order: nothing to pick out
             q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
         else:
@@ -132,8 +132,9 @@ def _sdpa(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, starts_q: list[int], star
 def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
     """Rows that are computed together, each list in packed order.
 
-    Rows whose queries and keys are the same tokens may differ in length: a padded key comes after every real query of its
-    row, so the causal mask hides it. Rows with more keys than queries need a mask and are batched at equal lengths only.
+    Rows whose queries and keys are the same tokens may differ in length: a padded key comes after every real query of
+    its row, so the causal mask hides it. Rows with more keys than queries need a mask of their own and are batched at
+    equal lengths only.
     """
     whole: list[tuple[int, int]] = []  # (length, row)
     tails: dict[tuple[int, int], list[int]] = {}

@@ -1,4 +1,4 @@
-"""How attention layers reach their keys and values: a callable, so that one model serves training and paged decoding."""
+"""How attention layers reach their keys and values: a callable, so that one model serves training and decoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from areno.kernels.attention import varlen_attention
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD) -> out_NHD, with H query heads and K key heads of this rank, rope already applied."""
+"""(layer index, q_NHD, k_NKD, v_NKD) -> out_NHD: H query heads and K key heads of this rank, rope already applied."""
 
 
 class PackedAttend:

@@ -36,11 +36,6 @@ class VocabParallelEmbedding(nn.Module):
         """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
         self.weight.detach()[self.n_valid :].zero_()
 
-    @property
-    def valid_weight(self) -> Tensor:
-        """(V_local, D): this rank's rows without padding; the parameter itself where there is none."""
-        return self.weight if self.n_valid == self.weight.shape[0] else self.weight[: self.n_valid]
-
     def forward(self, tokens_N: Tensor) -> Tensor:
         """int64 token ids to (N, D), the same on every rank."""
         if self.tp.size == 1:

@@ -51,7 +51,7 @@ class Rope:
 
 
 class Rotary(nn.Module):
-    """Angles from positions. Computed in each forward pass: as cheap as a table look-up, and no context length to outgrow."""
+    """Angles from positions, computed in each forward pass: as cheap as a table, and no context length to outgrow."""
 
     freqs_F: Tensor
 

@@ -31,7 +31,7 @@ class Part:
     size: int = 0
 
     def cut(self, full: Any) -> Tensor:
-        """This rank's piece of the checkpoint tensor. `full` is a tensor or a safetensors slice, read only where needed."""
+        """This rank's piece of the checkpoint tensor; `full` is a tensor or a safetensors slice."""
         if self.dim is None:
             return full[:]
         piece = slice(self.start, self.start + self.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from areno.errors import CheckpointError
 from areno.layers.rotary import Rope, RopeScaling
@@ -55,7 +55,7 @@ class RawConfig:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(f"{self.origin}: {name} is {value!r}, expected {kind.__name__}")
-        return value
+        return cast(T, value)
 
     def refuse(self, name: str, found: object, supported: str) -> CheckpointError:
         """The error for a field whose value this code would compute wrongly."""

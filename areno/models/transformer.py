@@ -148,8 +148,11 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """(V_local, D) rows of the vocabulary on this rank, from token `rank * ceil(vocab_size / tp_size)` on."""
-        return self.output.valid_weight
+        """(V_local, D) parameter: the rows of the vocabulary on this rank, from `rank * ceil(vocab_size / tp_size)` on.
+
+        Rows below `vocab_size` are padding, zero and not part of any softmax.
+        """
+        return self.output.weight
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
         """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""

@@ -1,0 +1,130 @@
+"""Packed attention against a float64 loop over rows and heads."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.errors import ConfigError
+from areno.kernels import attention
+from areno.kernels.attention import choose_backend, varlen_attention
+
+ROWS = {
+    "one": ([9], [9]),
+    "equal": ([6, 6, 6], [6, 6, 6]),
+    "ragged": ([3, 100, 1, 40, 3, 90, 2], [3, 100, 1, 40, 3, 90, 2]),
+    "tails": ([1, 5, 5, 1, 3], [8, 11, 11, 8, 4]),
+    "mixed": ([4, 2, 7, 1, 70], [4, 9, 7, 1, 90]),
+    "empty rows": ([4, 0, 3, 0], [4, 0, 3, 5]),
+}
+
+
+def loop(q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int]) -> Tensor:
+    """The definition, one query at a time: softmax over its row's keys up to its own position, counted from the end."""
+    out = torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    start_q = start_k = 0
+    for n_q, n_k in zip(lengths_q, lengths_k, strict=True):
+        for i in range(n_q):
+            seen = slice(start_k, start_k + n_k - n_q + i + 1)
+            for head in range(q.shape[1]):
+                scores = k[seen, head // group] @ q[start_q + i, head] / math.sqrt(q.shape[2])
+                out[start_q + i, head] = scores.softmax(0) @ v[seen, head // group]
+        start_q, start_k = start_q + n_q, start_k + n_k
+    return out
+
+
+def random_qkv(lengths_q: list[int], lengths_k: list[int], heads: int, kv_heads: int, dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths_q), heads), (sum(lengths_k), kv_heads), (sum(lengths_k), kv_heads)]
+    return [torch.randn(n, h, dim, generator=generator, dtype=torch.float64) for n, h in shapes]
+
+
+def borders(lengths: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def run_and_compare(case: str, heads: tuple[int, int], dim: int, backend: str, dtype: torch.dtype, device: str) -> None:
+    """Output and gradients of `varlen_attention` next to those of the loop, both from inputs rounded to `dtype`."""
+    lengths_q, lengths_k = ROWS[case]
+    exact = [x.to(dtype).double().requires_grad_() for x in random_qkv(lengths_q, lengths_k, *heads, dim)]
+    tested = [x.detach().to(device=device, dtype=dtype).requires_grad_() for x in exact]
+    expected = loop(*exact, lengths_q, lengths_k)
+    cu_q, cu_k = borders(lengths_q, device), borders(lengths_k, device)
+    out = varlen_attention(*tested, cu_q, cu_k, max(lengths_q), max(lengths_k), backend)
+    tolerance = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
+    torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weights).sum().backward()
+    (out * weights.to(out)).sum().backward()
+    for ours, theirs in zip(tested, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double().cpu(), theirs.grad, **tolerance)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("case", ROWS)
+def test_sdpa_is_the_definition(case: str, heads: tuple[int, int]) -> None:
+    run_and_compare(case, heads, 8, "sdpa", torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("case", ROWS)
+def test_the_chosen_cuda_kernel_is_the_definition(case: str, heads: tuple[int, int]) -> None:
+    backend = choose_backend("auto", "cuda", torch.bfloat16)
+    assert backend in ("flash", "varlen")
+    run_and_compare(case, heads, 64, backend, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ROWS)
+def test_sdpa_on_cuda_is_the_definition(case: str) -> None:
+    run_and_compare(case, (4, 2), 8, "sdpa", torch.float32, "cuda")
+
+
+def test_a_change_in_one_row_or_a_later_token_is_not_seen() -> None:
+    lengths = [5, 80, 7]
+    q, k, v = (x.float() for x in random_qkv(lengths, lengths, 2, 1, 8))
+    before = varlen_attention(q, k, v, borders(lengths), borders(lengths), 80, 80, "sdpa")
+    k[50] += 3.0
+    v[50] += 3.0
+    after = varlen_attention(q, k, v, borders(lengths), borders(lengths), 80, 80, "sdpa")
+    changed = (before != after).any(dim=2).any(dim=1)
+    assert changed[50:85].all()
+    assert not changed[:50].any()
+    assert not changed[85:].any()
+
+
+def test_batches_waste_little() -> None:
+    """Short rows share one call whatever their lengths; long ones only with rows of similar length."""
+    lengths = [3, 1000, 60, 10, 990, 400, 1]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    assert sorted(attention._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
+
+
+def test_choice_of_backend(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="areno"):
+        assert choose_backend("auto", "cpu", torch.float32) == "sdpa"
+        assert choose_backend("native", "cpu", torch.float32) == "sdpa"
+        assert choose_backend("auto", "cuda", torch.float32) == "sdpa"
+    assert caplog.text.count("attention: torch scaled_dot_product_attention (float32 on cpu)") == 1
+    real = attention.importlib.util.find_spec
+    for installed in (True, False):
+        monkeypatch.setattr(
+            attention.importlib.util,
+            "find_spec",
+            lambda name, here=installed: (True if here else None) if name == "flash_attn" else real(name),
+        )
+        assert choose_backend("auto", "cuda", torch.bfloat16) == ("flash" if installed else "varlen")
+        assert choose_backend("native", "cuda:1", torch.bfloat16) == "varlen"
+    with pytest.raises(ConfigError, match=r"engine\.attn_backend.*not installed"):
+        choose_backend("flash", "cuda", torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"engine\.attn_backend.*float32 on cpu"):
+        choose_backend("flash", "cpu", torch.float32)

@@ -1,0 +1,335 @@
+"""Families against transformers: same logits, same gradients, whatever the packing, recompute or number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+from areno.errors import CheckpointError, ConfigError
+from areno.layers.attention import PackedAttend
+from areno.layers.parallel import TensorParallel
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights, save_weights
+
+STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K-hf"
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen3-tied": (transformers.Qwen3Config, {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": False}),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear": (
+        transformers.LlamaConfig,
+        {
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 10,
+        },
+    ),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
+    "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+}
+
+
+def random_reference(case: str, folder: Path) -> transformers.PreTrainedModel:
+    """A transformers model with random weights, norms and biases included, saved to `folder`."""
+    kind, extra = CASES[case]
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(kind(**{**SHAPE, **extra}), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+    reference.save_pretrained(folder)
+    return reference
+
+
+def load(folder: Path, tp: TensorParallel | None = None) -> Transformer:
+    model = build_model(load_config(folder), dtype=torch.float32, device="cpu", tp=tp)
+    load_weights(model, folder)
+    return model
+
+
+def packed(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, PackedAttend]:
+    """Tokens and positions end to end, and the attention that keeps the rows apart."""
+    lengths = [len(row) for row in rows]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return torch.cat(rows), positions, PackedAttend(cu_seqlens, max(lengths), "sdpa")
+
+
+def random_rows(vocab: int, lengths: tuple[int, ...] = (7, 60, 1, 7, 33)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_rows_give_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = random_reference(case, tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101)
+    with torch.no_grad():
+        logits = model.logits(model(*packed(rows)))
+        expected = torch.cat([reference(row[None]).logits[0] for row in rows])
+    assert logits.dtype == torch.float32
+    assert expected.std() > 0.3  # a reference that says nothing would agree with anything
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="shared/data is not beside this checkout")
+def test_real_weights_give_the_logits_of_transformers() -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    model = load(STORIES)
+    recorded = json.loads((STORIES / "reference_forward.json").read_text())
+    rows = [torch.tensor(recorded["input_ids"]), *random_rows(512, (40, 200))]
+    with torch.no_grad():
+        logits = model.logits(model(*packed(rows)))
+        expected = torch.cat([reference(row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    last = torch.tensor(recorded["last_logits"])
+    torch.testing.assert_close(logits[len(rows[0]) - 1], last, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "llama-linear"])
+def test_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = random_reference(case, tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101, (5, 9))
+    weights = torch.randn(14, 101, generator=torch.Generator().manual_seed(2))
+    (model.logits(model(*packed(rows))) * weights).sum().backward()
+    (torch.cat([reference(row[None]).logits[0] for row in rows]) * weights).sum().backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for checkpoint_name, part in zip(model.family.checkpoint_names(name), model.layout(name), strict=True):
+            expected = theirs[checkpoint_name].grad
+            torch.testing.assert_close(part.region(parameter.grad), expected, atol=2e-4, rtol=1e-4, msg=checkpoint_name)
+
+
+def test_a_row_does_not_see_its_neighbours(tmp_path: Path) -> None:
+    random_reference("qwen3", tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101)
+    with torch.no_grad():
+        together = model(*packed(rows)).split([len(row) for row in rows])
+        for row, hidden in zip(rows, together, strict=True):
+            torch.testing.assert_close(hidden, model(*packed([row])), atol=1e-5, rtol=1e-5)
+
+
+def test_recompute_changes_memory_and_not_gradients(tmp_path: Path) -> None:
+    random_reference("qwen3", tmp_path)
+    model = load(tmp_path)
+    tokens, positions, attend = packed(random_rows(101))
+    grads, kept = [], []
+    for recompute in (False, True):
+        model.zero_grad()
+        n_kept = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal n_kept
+            n_kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            hidden = model(tokens, positions, attend, recompute=recompute)
+        kept.append(n_kept)
+        hidden.square().sum().backward()
+        grads.append([parameter.grad for parameter in model.layers.parameters()])
+    assert kept[1] < kept[0] / 3
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(recomputed, plain, atol=0, rtol=0)
+
+
+def test_parameters_can_become_views_of_a_flat_buffer(tmp_path: Path) -> None:
+    random_reference("qwen3-tied", tmp_path)
+    model = load(tmp_path)
+    tokens, positions, attend = packed(random_rows(101))
+    expected = model.logits(model(tokens, positions, attend)).detach()
+    parameters = dict(model.named_parameters())
+    assert "head.weight" not in parameters
+    assert model.head_weight is parameters["embed.weight"]
+    flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+    start = 0
+    for parameter in parameters.values():
+        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    torch.testing.assert_close(model.logits(model(tokens, positions, attend)), expected, atol=0, rtol=0)
+    flat.mul_(0)
+    assert model.logits(model(tokens, positions, attend)).abs().max() == 0
+
+
+def test_init_weights_follows_seed_and_kind(tmp_path: Path) -> None:
+    random_reference("qwen2", tmp_path)
+    config = load_config(tmp_path)
+    models = [build_model(config, dtype=torch.float32, device="cpu") for _ in range(3)]
+    for model, seed in zip(models, (3, 3, 4), strict=True):
+        model.init_weights(seed)
+    first, same, other = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["embed.weight"], other["embed.weight"])
+    assert first["layers.0.mlp.gate_up.weight"].std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert first["layers.1.input_norm.weight"].eq(1).all()
+    assert first["layers.1.attention.qkv.bias"].eq(0).all()
+    for name, parameter in first.items():
+        assert (parameter.dim() == 1) == ("norm" in name or name.endswith("bias")), name
+
+
+# --- config.json ---
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    values = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE, **changes}
+    (folder / "config.json").write_text(json.dumps({key: v for key, v in values.items() if v != "absent"}))
+    return folder
+
+
+def test_older_rope_fields_are_read_like_the_new_ones(tmp_path: Path) -> None:
+    new = load_config(write_config(tmp_path, rope_parameters=LLAMA3_ROPE)).rope
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    old = load_config(write_config(tmp_path, rope_theta=10000.0, rope_scaling=scaling)).rope
+    assert old == new
+    oldest = load_config(write_config(tmp_path, rope_theta=3.0, rope_scaling={"type": "linear", "factor": 2})).rope
+    assert (oldest.theta, oldest.scaling.kind, oldest.scaling.factor) == (3.0, "linear", 2.0)
+    assert load_config(write_config(tmp_path, rope_theta=7.0, rope_scaling=None)).rope.scaling is None
+
+
+def test_head_dim_is_given_or_derived(tmp_path: Path) -> None:
+    assert load_config(write_config(tmp_path)).head_dim == 8
+    assert load_config(write_config(tmp_path, head_dim=20)).head_dim == 20
+    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    assert load_config(write_config(tmp_path, **qwen3)).head_dim == 128
+    assert load_config(write_config(tmp_path, head_dim=None, num_attention_heads=2)).head_dim == 16
+
+
+def test_family_by_model_type_where_architectures_are_absent(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, architectures="absent", model_type="qwen2"))
+    assert (config.family, config.qkv_bias, config.o_bias) == ("qwen2", True, False)
+
+
+def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=5)
+    assert load_config(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 5]}')
+    assert load_config(tmp_path).eos_token_ids == (5, 9)
+    assert load_config(write_config(tmp_path, eos_token_id=None)).eos_token_ids == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architectures.*Mamba.*Qwen3ForCausalLM"),
+        ({"architectures": "absent", "model_type": "gemma"}, "model_type.*gemma"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type.*yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_parameters.rope_type.*dynamic"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.*factor is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected int"),
+        ({"num_attention_heads": 5}, "num_key_value_heads|hidden_size"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+    ],
+)
+def test_a_config_that_would_be_computed_wrongly_is_refused(
+    changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        load_config(write_config(tmp_path, **changes))
+
+
+def test_sliding_window_fields_that_are_off_are_accepted(tmp_path: Path) -> None:
+    load_config(write_config(tmp_path, use_sliding_window=False, sliding_window=64, max_window_layers=1))
+    load_config(write_config(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=2))
+    load_config(write_config(tmp_path, layer_types=["full_attention", "full_attention"], rope_scaling=None))
+
+
+def test_a_folder_without_config_or_with_a_broken_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        load_config(tmp_path)
+
+
+def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path))
+    with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, .*num_key_value_heads=2"):
+        build_model(config, dtype=torch.float32, device="cpu", tp=TensorParallel(rank=0, size=4))
+
+
+# --- tensor parallelism ---
+
+
+def _rank_main(rank: int, rendezvous: str, folders: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    tp = TensorParallel(rank=rank, size=2, group=dist.group.WORLD)
+    for folder in folders:
+        _compare_with_one_rank(load(Path(folder)), load(Path(folder), tp), folder)
+    dist.destroy_process_group()
+
+
+def _compare_with_one_rank(alone: Transformer, model: Transformer, folder: str) -> None:
+    tp = model.tp
+    padded = torch.cat([alone.head_weight, torch.zeros(1, 32)])
+    assert torch.equal(model.head_weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
+    inputs = packed(random_rows(101, (5, 9)))
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
+    weights = torch.randn(14, 32, generator=torch.Generator().manual_seed(2))
+    for one in (alone, model):
+        (one(*inputs) * weights).sum().backward()
+    expected = dict(alone.named_parameters())
+    for own, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue  # an untied head, which the hidden states do not reach
+        assert model.is_sharded(own) == (parameter.shape != expected[own].shape)
+        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+            full = part.gather(parameter.grad, tp)
+            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
+    save_weights(model, f"{folder}-saved")
+    for one in (alone, model):
+        one.init_weights(seed=5)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
+
+
+def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, gradients (after gathering), initialisation and saving; 101 tokens leave the last rank a padded row."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    cases = ("qwen3-tied", "llama-linear")
+    references = [random_reference(case, tmp_path / case) for case in cases]
+    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), [str(tmp_path / case) for case in cases]), nprocs=2)
+    for case, reference in zip(cases, references, strict=True):
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{tmp_path / case}-saved", dtype=torch.float32)
+        for name, parameter in reference.state_dict().items():
+            torch.testing.assert_close(saved.state_dict()[name], parameter, atol=0, rtol=0, msg=name)

@@ -1,0 +1,278 @@
+"""Saving and loading model folders: round trips through transformers, and every way a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from areno.errors import CheckpointError
+from areno.layers.attention import PackedAttend
+from areno.models import hub
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights, save_weights
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+KINDS = {
+    "qwen3": transformers.Qwen3Config,
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+}
+
+
+def write_model(folder: Path, kind: str = "qwen3", tied: bool = False) -> transformers.PreTrainedModel:
+    """A random transformers model, saved to `folder`."""
+    torch.manual_seed(0)
+    config = KINDS[kind](**SHAPE, tie_word_embeddings=tied)
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(folder)
+    return reference
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    model = build_model(load_config(folder), dtype=dtype, device="cpu")
+    load_weights(model, folder)
+    return model
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) remove tensors of model.safetensors; "__" in a keyword stands for "."."""
+    tensors = load_file(folder / "model.safetensors")
+    for keyword, tensor in changes.items():
+        name = keyword.replace("__", ".")
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_what_we_save(kind: str, tied: bool, tmp_path: Path) -> None:
+    write_model(tmp_path / "in", kind, tied)
+    model = build_model(load_config(tmp_path / "in"), dtype=torch.float32, device="cpu")
+    model.init_weights(seed=7)
+    save_weights(model, tmp_path / "out", source=tmp_path / "in")
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.arange(1, 41)
+    attend = PackedAttend(torch.tensor([0, 40], dtype=torch.int32), 40, "sdpa")
+    with torch.no_grad():
+        logits = model.logits(model(tokens, torch.arange(40), attend))
+        torch.testing.assert_close(logits, reference(tokens[None]).logits[0], atol=1e-4, rtol=0)
+    assert (tmp_path / "out/generation_config.json").read_bytes() == (
+        tmp_path / "in/generation_config.json"
+    ).read_bytes()
+
+
+def test_small_shards_and_their_index(tmp_path: Path) -> None:
+    reference = write_model(tmp_path / "in")
+    save_weights(load(tmp_path / "in"), tmp_path / "out", max_shard_bytes=20_000)
+    files = sorted(tmp_path.glob("out/model-*-of-*.safetensors"))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert not (tmp_path / "out/model.safetensors").exists()
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in reference.state_dict().values())
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            assert tensors.metadata() == {"format": "pt"}
+            sizes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]  # noqa: SIM118
+            assert sum(sizes) <= 20_000 or len(sizes) == 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor), name
+    ours = load(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), load(tmp_path / "in").parameters(), strict=True))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_dtype_of_the_saved_folder(key: str | None, tmp_path: Path) -> None:
+    write_model(tmp_path / "in", "llama")
+    values = json.loads((tmp_path / "in/config.json").read_text())
+    values.pop("dtype", None)
+    if key:
+        values[key] = "float32"
+    values["some_field_of_the_future"] = [1, 2]
+    (tmp_path / "in/config.json").write_text(json.dumps(values))
+    save_weights(load(tmp_path / "in"), tmp_path / "out", dtype=torch.bfloat16)
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    assert saved == {**values, key or "torch_dtype": "bfloat16"}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_bf16_weights_load_into_fp32_and_back(tmp_path: Path) -> None:
+    write_model(tmp_path / "in")
+    half = load(tmp_path / "in", torch.bfloat16)
+    save_weights(half, tmp_path / "half")
+    wide = load(tmp_path / "half")
+    for a, b in zip(half.parameters(), wide.parameters(), strict=True):
+        assert (a.dtype, b.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(a.float(), b)
+
+
+def test_companions_come_from_the_first_folder_that_has_them(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "additional_chat_templates").mkdir(parents=True)
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer.json").chmod(0o444)
+    (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    (tokenizer / "additional_chat_templates/rag.jinja").write_text("rag")
+    (tokenizer / "README.md").write_text("stays behind")
+    (tmp_path / "model/vocab.json").write_text("{}")
+    (tmp_path / "model/merges.txt").write_text("")
+    save_weights(load(tmp_path / "model"), tmp_path / "out", source=[tokenizer, tmp_path / "model"])
+    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates",
+        "additional_chat_templates/rag.jinja",
+    }
+    assert os.access(tmp_path / "out/tokenizer.json", os.W_OK)
+
+
+# --- folders that are wrong ---
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors and model\.safetensors\.index\.json.*actor\.init_from_scratch"
+    ):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="convert them to safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 900, -100])
+def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        load(tmp_path)
+
+
+def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_tensors(tmp_path, model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None)
+    with pytest.raises(CheckpointError, match=r"lack (?=.*model\.layers\.1\.mlp\.up_proj\.weight)(?=.*model\.norm)"):
+        load(tmp_path)
+    write_model(tmp_path)
+    edit_tensors(tmp_path, model__layers__2__input_layernorm__weight=torch.ones(32))
+    with pytest.raises(CheckpointError, match=r"hold model\.layers\.2\.input_layernorm\.weight"):
+        load(tmp_path)
+
+
+def test_harmless_extra_tensors_are_let_pass(tmp_path: Path) -> None:
+    write_model(tmp_path, tied=True)
+    extra = {"lm_head__weight": torch.zeros(64, 32), "model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)}
+    edit_tensors(tmp_path, **extra)
+    assert load(tmp_path).head_weight.abs().sum() > 0
+
+
+def test_a_wrong_shape_names_tensor_and_both_shapes(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_tensors(tmp_path, model__embed_tokens__weight=torch.zeros(65, 32))
+    with pytest.raises(CheckpointError, match=r"model\.embed_tokens\.weight has shape \(65, 32\), expected \(64, 32\)"):
+        load(tmp_path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_tensors(tmp_path, model__norm__weight=torch.ones(32, dtype=torch.int8))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is I8"):
+        load(tmp_path)
+
+
+def test_an_index_that_lists_an_absent_file_or_is_broken(tmp_path: Path) -> None:
+    write_model(tmp_path / "in")
+    save_weights(load(tmp_path / "in"), tmp_path / "out", max_shard_bytes=20_000)
+    next((tmp_path / "out").glob("model-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing"):
+        load(tmp_path / "out")
+    (tmp_path / "out/model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"index\.json is not a safetensors index"):
+        load(tmp_path / "out")
+
+
+def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
+    write_model(tmp_path / "in")
+    model = load(tmp_path / "in")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"cannot write the model to .*file/out.*saver\.path"):
+        save_weights(model, tmp_path / "file/out")
+    with pytest.raises(CheckpointError, match=r"cannot write the model to .*/proc"):
+        save_weights(model, "/proc/areno-out")
+
+
+def test_a_disk_that_fills_up_while_writing_weights(tmp_path: Path) -> None:
+    """A limit on file size stands in for the full disk: config.json still fits, the weights do not."""
+    write_model(tmp_path / "in")
+    model = load(tmp_path / "in")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write the model to .*out: "):
+            save_weights(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "out/config.json").exists()
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_paths_that_are_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        hub.resolve(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        hub.resolve("./nowhere/at/all")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        hub.resolve(tmp_path / "file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert hub.resolve("~/model") == tmp_path / "model"
+
+
+def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"owner/never-downloaded .*ConnectionError.*actor\.path="):
+        hub.resolve("owner/never-downloaded")
+    assert time.monotonic() - start < 5
