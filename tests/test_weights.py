@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up_while_writing_weights(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match="cannot write the model to .*out: "):
+        with pytest.raises(CheckpointError, match=r"cannot write the model to .*out: "):
             save_weights(model, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
