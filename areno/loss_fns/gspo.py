@@ -25,7 +25,8 @@ def gspo_loss_fn(
     """Clipped surrogate of s = exp(mean_t(logprobs - old_logprobs)) of each row, mean over rows (eq. 5-7).
 
     logprobs: (N,) of the trained policy, differentiable. Needs old_logprobs and advantages, and ref_logprobs where
-    kl_coef is not 0. A row's advantage is the mean of its tokens' (all equal where it comes from the row's reward). The KL is the mean over the row's tokens, then over rows.
+    kl_coef is not 0. A row's advantage is the mean of its tokens' (all equal where it comes from the row's reward).
+    The KL is the mean over the row's tokens, then over rows.
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T = logprobs_T - pack.trained(pack.need("old_logprobs"))

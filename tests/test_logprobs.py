@@ -1,0 +1,131 @@
+"""The chunked head against a plain float64 softmax over the whole vocabulary: values, entropy and gradients."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from areno.kernels.logprobs import selected_logprobs
+
+K, V, D = 23, 37, 8
+
+
+def inputs(dtype=torch.float32):
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(K, D, generator=rng, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, D, generator=rng, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, V, (K,), generator=rng)
+    upstream = torch.randn(K, generator=rng, dtype=torch.float64)
+    return hidden, weight, targets, upstream
+
+
+def plain(hidden, weight, targets, upstream, temperature):
+    """Everything in float64 through autograd's own softmax."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logp = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    chosen = logp[torch.arange(K), targets]
+    (chosen * upstream).sum().backward()
+    return chosen.detach(), -(logp.exp() * logp).sum(-1).detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23, 4096])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 0.1)])
+def test_equals_the_full_softmax(chunk, temperature, dtype, tol):
+    hidden, weight, targets, upstream = inputs(dtype)
+    expected = plain(hidden, weight, targets, upstream, temperature)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=temperature, chunk=chunk)
+    assert logprobs.dtype == entropy.dtype == torch.promote_types(dtype, torch.float32)
+    assert not entropy.requires_grad
+    (logprobs * upstream.to(logprobs.dtype)).sum().backward()
+    assert weight.grad.dtype == dtype
+    for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
+
+
+def test_weight_gradient_can_be_added_to_a_buffer():
+    hidden, weight, targets, upstream = inputs()
+    expected = plain(hidden, weight, targets, upstream, 1.0)[3]
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    buffer = torch.ones(V, D)
+    logprobs, _ = selected_logprobs(hidden, weight, targets, temperature=1.0, chunk=7, weight_grad=buffer)
+    (logprobs * upstream).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(buffer, 1 + expected.float(), atol=2e-5, rtol=2e-5)
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, targets, _ = inputs()
+    hidden = (hidden * 1e4).requires_grad_()
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=1.0)
+    logprobs.sum().backward()
+    assert all(torch.isfinite(x).all() for x in (logprobs, entropy, hidden.grad))
+    assert (entropy >= -1e-5).all()
+
+
+def test_no_positions_give_empty_results_and_zero_gradients():
+    hidden, weight, targets, _ = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropy = selected_logprobs(hidden[:0], weight, targets[:0], temperature=1.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert not weight.grad.any()
+
+
+class ThreadRanks:
+    """Ranks as threads of one process, with the one collective the head uses."""
+
+    def __init__(self, rank, size, shared):
+        self.rank, self.size, self.shared = rank, size, shared
+
+    def all_reduce(self, x, op=None):
+        slots, barrier = self.shared
+        slots[self.rank] = x.clone()
+        barrier.wait()
+        stacked = torch.stack(slots)
+        barrier.wait()
+        return x.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("vocab_size", [37, 9, 5])  # 5 over 4 ranks leaves the last rank with nothing but padding
+def test_divided_and_padded_vocabulary(size, vocab_size):
+    hidden, weight, targets, upstream = inputs(torch.float64)
+    weight, targets = weight[:vocab_size], targets % vocab_size
+    expected = plain(hidden, weight, targets, upstream, 0.8)
+    per_rank = -(-vocab_size // size)
+    padded = torch.cat([weight, torch.full((per_rank * size - vocab_size, D), 50.0, dtype=torch.float64)])
+    shared, results = ([None] * size, threading.Barrier(size, timeout=20)), [None] * size
+
+    def work(rank):
+        mine = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
+        x = hidden.clone().requires_grad_()
+        tp = ThreadRanks(rank, size, shared)
+        logprobs, entropy = selected_logprobs(x, mine, targets, temperature=0.8, chunk=6, tp=tp, vocab_size=vocab_size)
+        grads = torch.autograd.grad((logprobs * upstream).sum(), (x, mine))
+        results[rank] = (logprobs.detach(), entropy, *grads)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        for got, want in zip(result[:3], expected[:3], strict=True):
+            torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+    weight_grad = torch.cat([result[3] for result in results])
+    torch.testing.assert_close(weight_grad[:vocab_size], expected[3], atol=1e-10, rtol=1e-10)
+    assert not weight_grad[vocab_size:].any()
+
+
+def test_divided_vocabulary_needs_its_size():
+    hidden, weight, targets, _ = inputs()
+    with pytest.raises(ValueError, match="vocab_size"):
+        selected_logprobs(hidden, weight, targets, temperature=1.0, tp=ThreadRanks(0, 2, None))
