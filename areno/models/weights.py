@@ -79,7 +79,8 @@ def save_weights(
     """Write a folder that `transformers` loads: config.json, safetensors files, and the companions of `source`.
 
     Every tensor-parallel rank calls it; rank 0 writes. `folder` is made if need be and is the caller's to make atomic.
-    source: folders whose tokenizer, chat template and generation settings are carried along, the first that has them.
+    source: folders or hub ids whose tokenizer, chat template and generation settings are carried along; the first that
+    has them counts.
     dtype: of the written weights; None keeps the model's. max_shard_bytes: weights beyond it go into several files.
     CheckpointError, on every rank, where the folder cannot be written.
     """
@@ -93,7 +94,7 @@ def save_weights(
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             sources = [source] if isinstance(source, str | Path) else source
-            copy_companions([Path(path) for path in sources], folder)
+            copy_companions([resolve(path) for path in sources], folder)
             _write_json(folder / "config.json", _saved_config(model, dtype))
             if len(shards) > 1:
                 _write_json(folder / INDEX, _index(shards, names, dtype.itemsize))
