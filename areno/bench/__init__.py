@@ -1,0 +1,1 @@
+"""Timed checks: `python -m areno.bench`. Times are never asserted in tests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,7 +161,7 @@ class Worker:
         """Counters for progress lines."""
         if self.decoder is None:
             return RolloutStats()
-        return self.decoder.stats()
+        return RolloutStats(**dataclasses.asdict(self.decoder.stats))
 
     def end_rollout(self, drop: bool = False) -> None:
         """Leave the rollout phase. `drop` gives KV cache and graphs back."""

@@ -1,0 +1,46 @@
+"""From samples to training rows: what is behind every policy loop. Plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areno.api.types import ScoredSample
+from areno.config.model_roles import NormConfig
+from areno.engine.types import TrainSequence
+from areno.loss_fns.advantages import group_advantages
+
+
+def sample_advantages(samples: Sequence[ScoredSample], norm: NormConfig) -> np.ndarray:
+    """One advantage for each sample, float64. A sample without a reward (timeout, error) gets 0 and is left out of its group."""
+    rewards = [np.nan if s.outcome.value is None else s.outcome.value for s in samples]
+    groups = [id(s.item) for s in samples]  # a group is the samples of one PromptItem
+    return group_advantages(
+        rewards,
+        groups,
+        mean_level=norm.mean_level,
+        std_level=norm.std_level,
+        std_unbiased=norm.std_unbiased,
+        eps=norm.eps,
+    )
+
+
+def policy_rows(samples: Sequence[ScoredSample], advantages: Sequence[float], eos_token_id: int) -> list[TrainSequence]:
+    """A row for each sample that has a reward: prompt masked, response trained with the sample's advantage on every token."""
+    rows = []
+    for sample, advantage in zip(samples, advantages, strict=True):
+        if sample.outcome.value is None:
+            continue
+        prompt, response = sample.item.tokens, sample.sequence.resp_tokens
+        rows.append(
+            TrainSequence(
+                prompt_mask=[True] * len(prompt) + [False] * len(response),
+                tokens=prompt + response,
+                logprobs=[0.0] * len(prompt) + sample.sequence.resp_logprobs,
+                advantages=[0.0] * len(prompt) + [float(advantage)] * len(response),
+                reward=sample.outcome.value,
+                eos_token_id=eos_token_id,
+            )
+        )
+    return rows
