@@ -18,7 +18,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
 
-STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K-hf"
+MODELS = Path(__file__).parents[2] / "shared/data/models"
 
 SHAPE = {
     "vocab_size": 101,
@@ -102,18 +102,26 @@ def test_packed_rows_give_the_logits_of_transformers(case: str, tmp_path: Path) 
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.skipif(not STORIES.is_dir(), reason="shared/data is not beside this checkout")
-def test_real_weights_give_the_logits_of_transformers() -> None:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
-    model = load(STORIES)
-    recorded = json.loads((STORIES / "reference_forward.json").read_text())
-    rows = [torch.tensor(recorded["input_ids"]), *random_rows(512, (40, 200))]
+@pytest.mark.skipif(not MODELS.is_dir(), reason="shared/data is not beside this checkout")
+@pytest.mark.parametrize("name", ["stories260K-hf", "verl-arithmetic-sequence"])
+def test_real_weights_give_the_logits_of_transformers(name: str) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32)
+    model = load(MODELS / name)
+    rows = random_rows(model.config.vocab_size, (40, 200))
     with torch.no_grad():
         logits = model.logits(model(*packed(rows)))
         expected = torch.cat([reference(row[None]).logits[0] for row in rows])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-    last = torch.tensor(recorded["last_logits"])
-    torch.testing.assert_close(logits[len(rows[0]) - 1], last, atol=1e-3, rtol=0)
+
+
+@pytest.mark.skipif(not MODELS.is_dir(), reason="shared/data is not beside this checkout")
+def test_real_weights_give_the_recorded_logits() -> None:
+    folder = MODELS / "stories260K-hf"
+    recorded = json.loads((folder / "reference_forward.json").read_text())
+    model = load(folder)
+    with torch.no_grad():
+        logits = model.logits(model(*packed([torch.tensor(recorded["input_ids"])]))[-1:])
+    torch.testing.assert_close(logits[0], torch.tensor(recorded["last_logits"]), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["qwen3-tied", "llama-linear"])
