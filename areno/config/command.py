@@ -51,7 +51,7 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run(recipe: Recipe, arguments: Sequence[str]) -> int:
-    """Do what the arguments ask for; the exit code."""
+    """Do what the arguments ask for; the exit code. A failing run leaves by SystemExit, as `main` may itself."""
     args = _parser(recipe).parse_intermixed_args(arguments)
     config_dir = Path(args.config_dir).expanduser().absolute() if args.config_dir else None
     try:

@@ -8,7 +8,7 @@ for the same reason. `areno.config.build` then checks everything at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,7 +166,7 @@ class Session(AbstractContextManager["Session"]):
         except _HYDRA_ERRORS as error:
             raise ConfigError([*line.problems, Problem("", explain(error))]) from error
         multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
-        composition = self._plain(config, line.problems)
+        composition = self._plain(config, config.hydra.runtime.choices, line.problems)
         composition.multirun = multirun
         try:
             composition.output_dir = Path(config.hydra.sweep.dir if multirun else config.hydra.run.dir).absolute()
@@ -204,7 +204,8 @@ class Session(AbstractContextManager["Session"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number))
+            composition = self._plain(config, hydra.runtime.choices, [])
+            return job(Job(composition, Path(hydra.runtime.output_dir), overrides, number))
 
         return task
 
@@ -293,12 +294,15 @@ class Session(AbstractContextManager["Session"]):
                 sample = f"++{key}={first}"
             line.add(forced, sample)
 
-    def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
+    def _plain(self, config: DictConfig, choices: Mapping[str, str | None], problems: list[Problem]) -> Composition:
+        """`choices` are those of the config groups; null there means null, whatever a file says inside the section."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
         data = {str(key): value for key, value in _resolve(config, "", found) if key != "hydra"}
+        for key in (group for group, choice in choices.items() if choice == "null"):
+            data[key] = raw[key] = None
         for key in self._command_line.deletions:
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))

@@ -1,4 +1,4 @@
-"""docs/reference/config.md, made from the dataclasses: `python -m areno.config.reference > docs/reference/config.md`."""
+"""docs/reference/config.md from the dataclasses: `python -m areno.config.reference > docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         row = next(iter(by_recipe.values()))
         optional = f" Optional, default {row.default}." if row.setting.optional else ""
         lines += [f"{_sentence(row.setting.help)}{optional}{_recipes(by_recipe)}", ""]
+    # valid_dataset repeats train_dataset's fields, eval_gconfig those of gconfig; the flag means the first of the two.
+    flags = {row.setting.flag: row.key for by_recipe in reversed(merged.values()) for row in by_recipe.values()}
     lines += ["| key | type | default | meaning | flag |", "|---|---|---|---|---|"]
     for key, by_recipe in merged.items():
         row = next(iter(by_recipe.values()))
         if key.rpartition(".")[0] == name and not row.setting.section:
-            lines.append(f"| {' | '.join(_cells(row, by_recipe))} |")
+            flag = f"`{row.setting.flag}`" if row.setting.flag and flags[row.setting.flag] == key else ""
+            lines.append(f"| {' | '.join([*_cells(row, by_recipe), flag])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -55,7 +58,6 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
     inside = row.key.rpartition(".")[0]
     yield _escape(row.setting.help) + ("" if inside == "" else _recipes(by_recipe))
-    yield f"`{row.setting.flag}`" if row.setting.flag else ""
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:

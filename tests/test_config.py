@@ -1,0 +1,229 @@
+"""Dictionaries to dataclasses: every kind of problem, at every depth, in one report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from areno.config import reference
+from areno.config.build import build, complete, keys, to_dict, twin
+from areno.config.experiments import GRPOConfig, GSPOConfig, SFTConfig
+from areno.config.fields import Section, check, knob
+from areno.config.model_roles import OptimizerConfig
+from areno.config.run import EngineConfig, GenerationConfig
+from areno.config.values import Mismatch, convert, spelling
+from areno.errors import ConfigError, Problem
+
+
+def smallest(**more) -> dict:
+    return {
+        "experiment_name": "test",
+        "actor": {"path": "model"},
+        "train_dataset": {"path": "rows.jsonl"},
+        "reward": {"fn": "math"},
+    } | more
+
+
+def problems_of(cls, data) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        build(cls, data)
+    found = {problem.key: problem.message for problem in caught.value.problems}
+    assert len(found) == len(caught.value.problems), "a key is reported twice"
+    return found
+
+
+def test_smallest_configuration_takes_defaults():
+    config = build(GSPOConfig, smallest())
+    assert config.actor.eps_clip == 3e-4
+    assert config.ref is None
+    assert config.valid_dataset is None
+    assert config.gconfig == GenerationConfig()
+    assert build(GRPOConfig, smallest()).actor.eps_clip == 0.2
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, GRPOConfig, GSPOConfig])
+def test_round_trip(cls):
+    data = smallest(valid_dataset={"path": "test.jsonl", "batch_size": 4})
+    if cls is SFTConfig:
+        del data["reward"]
+    config = build(cls, data)
+    assert build(cls, to_dict(config)) == config
+    assert to_dict(config)["valid_dataset"]["batch_size"] == 4
+
+
+def test_everything_wrong_is_reported_together():
+    found = problems_of(
+        GSPOConfig,
+        {
+            "trial_name": "a/b",
+            "seed": True,
+            "lr": 1e-6,
+            "actor": {
+                "dtype": "float16",
+                "optimzer": {"lr": 1.0},
+                "optimizer": {"lr": "fast", "beta1": 1.5, "lrr": 1},
+                "mb_spec": 3,
+                "kl_ctl": 0.1,
+            },
+            "train_dataset": None,
+            "gconfig": {"n_samples": "x", "stop": "a", "stop_token_ids": [1, None], "top_k": 0, "max_tokens": 5},
+            "engine": {"world_size": 4, "tp_size": 3},
+        },
+    )
+    assert found == {
+        "lr": "unknown key; did you mean actor.optimizer.lr?",
+        "experiment_name": "missing (names the run's folder)",
+        "trial_name": "is 'a/b'; a folder name without '/' is needed",
+        "seed": "is true; an integer is expected",
+        "engine.tp_size": "is 3, which does not divide engine.world_size=4",
+        "train_dataset": found["train_dataset"],
+        "actor.optimzer": "unknown key; did you mean actor.optimizer?",
+        "actor.path": "missing (Hugging Face model folder or hub id)",
+        "actor.dtype": "is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?",
+        "actor.mb_spec": "is 3; a section is expected, with keys mini_bs, max_tokens_per_mb",
+        "actor.optimizer.lrr": "unknown key; did you mean actor.optimizer.lr?",
+        "actor.optimizer.lr": "is 'fast'; a number is expected",
+        "actor.optimizer.beta1": "is 1.5; it must be less than 1",
+        "gconfig.n_samples": "is 'x'; an integer is expected",
+        "gconfig.stop": "is 'a'; a list is expected: ['a'], or null",
+        "gconfig.stop_token_ids": "[1] is null; an integer is expected, or null",
+        "gconfig.top_k": "is 0, which keeps no token; use -1 for all or a positive number",
+        "gconfig.max_tokens": "is 5, which leaves no room for a prompt beside gconfig.max_new_tokens=3071",
+        "reward.fn": found["reward.fn"],
+        "actor.kl_ctl": "is 0.1, but there is no reference model; add ref=default",
+    }
+    assert found["train_dataset"].startswith("is null; a section is expected")
+    assert found["reward.fn"].startswith("missing")
+
+
+def test_message_of_one_problem_is_one_line():
+    with pytest.raises(ConfigError) as caught:
+        build(GSPOConfig, smallest(sed=1))
+    assert str(caught.value) == "sed: unknown key; did you mean seed?"
+
+
+def test_key_of_another_recipe_is_unknown():
+    data = smallest(actor={"path": "model", "reduction": "token_mean"})
+    assert build(GRPOConfig, data).actor.reduction == "token_mean"
+    assert list(problems_of(GSPOConfig, data)) == ["actor.reduction"]
+
+
+def test_missing_keys_of_an_optional_section_count_once_it_is_there():
+    assert list(problems_of(GSPOConfig, smallest(valid_dataset={}))) == ["valid_dataset.path"]
+
+
+def test_checks_that_do_not_need_the_wrong_value_still_report():
+    @dataclass(kw_only=True)
+    class Pair(Section):
+        a: int = knob(1, help="a")
+        b: int = knob(1, help="b")
+
+        @check
+        def first(self) -> Iterator[Problem]:
+            if self.a > 0:
+                yield Problem("a", "first")
+
+        @check
+        def second(self) -> Iterator[Problem]:
+            if self.double_b() > 0:
+                yield Problem("b", "second")
+
+        def double_b(self) -> int:
+            return 2 * self.b
+
+    with pytest.raises(ConfigError) as caught:
+        build(Pair, {"a": "x"}, [Problem("c", "found before")])
+    assert [str(problem) for problem in caught.value.problems] == [
+        "c: found before",
+        "a: is 'x'; an integer is expected",
+        "b: second",
+    ]
+
+
+def test_dataclasses_check_themselves():
+    with pytest.raises(ConfigError) as caught:
+        GenerationConfig(n_samples=0, temperature="hot", top_k=0)  # type: ignore[arg-type]
+    assert {problem.key for problem in caught.value.problems} == {"n_samples", "temperature", "top_k"}
+    assert OptimizerConfig(lr=1).lr == 1.0
+    assert isinstance(OptimizerConfig(lr=1).lr, float)
+    with pytest.raises(ConfigError, match=r"train_dataset: is 'rows'"):
+        SFTConfig(experiment_name="x", actor=None, train_dataset="rows")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="workers: inline holds one device"):
+        EngineConfig(workers="inline", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "result"),
+    [
+        (1, float, 1.0),
+        ("1e-6", float, 1e-6),
+        (5, str, "5"),
+        (None, int | None, None),
+        ((1, 2), list[int], [1, 2]),
+        ("b", Literal["a", "b"], "b"),
+        (3, str | int, 3),
+        (["a"], str | list[str], ["a"]),
+    ],
+)
+def test_convert(value, hint, result):
+    assert convert(value, hint) == result
+    assert type(convert(value, hint)) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "message"),
+    [
+        (True, int, "is true; an integer is expected"),
+        (1.0, int, "is 1.0; an integer is expected"),
+        ("1", int, "is '1'; an integer is expected"),
+        (1, bool, "is 1; true or false is expected"),
+        (True, float, "is true; a number is expected"),
+        ("nan", float, "is 'nan'; a finite number is expected"),
+        (float("inf"), float, "is inf; a finite number is expected"),
+        (None, str, r"is null; text is expected \(put it in quotes\)"),
+        (True, str, "is true; text is expected"),
+        (1, Literal[True], "is 1; expected one of true"),
+        (0.5, str | list[str], "is 0.5; expected str or list of str"),
+    ],
+)
+def test_convert_refuses(value, hint, message):
+    with pytest.raises(Mismatch, match=message):
+        convert(value, hint)
+
+
+def test_spelling():
+    assert spelling(int | None) == "int or null"
+    assert spelling(list[str] | None) == "list of str or null"
+    assert spelling(Literal["a", "b"] | None) == "a | b or null"
+
+
+def test_twin_and_complete():
+    blank = twin(SFTConfig)
+    assert blank["actor"]["path"] == "???"
+    assert blank["valid_dataset"] is None
+    filled = complete(SFTConfig, {"odd": 1, "valid_dataset": {"batch_size": 2}, "seed": 3})
+    assert filled["valid_dataset"] == {**twin(type(build(SFTConfig, valid()).valid_dataset)), "batch_size": 2}
+    assert filled["seed"] == 3
+    assert list(filled)[-1] == "odd"
+
+
+def valid() -> dict:
+    data = smallest(valid_dataset={"path": "test.jsonl"})
+    del data["reward"]
+    return data
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, GRPOConfig, GSPOConfig])
+def test_every_default_is_a_valid_value(cls):
+    found = problems_of(cls, {})
+    assert all(message.startswith("missing") for message in found.values()), found
+    assert set(found) <= set(keys(cls))
+
+
+def test_reference_page_is_current():
+    page = Path(__file__).parents[1] / "docs/reference/config.md"
+    assert page.read_text() == reference.markdown(), "run: python -m areno.config.reference > docs/reference/config.md"
