@@ -1,0 +1,324 @@
+"""From `train_dataset.path` to rows: files, save_to_disk folders, hub references, and loaders that users bring.
+
+A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
+(absolute where such a file exists) and may be anything the loader understands: it can call `read_rows(path, split)` for
+the formats that areno knows, or make its rows from nothing. It returns a list (or any iterable) of dictionaries, or a
+`datasets.Dataset`.
+
+After loading, every row has this form; what else is in it is carried along to reward functions:
+    prompt  {prompt: text or messages, solutions?: anything}                      reinforcement learning
+    sft     {prompt: text or messages, response: text} or {messages}              supervised fine-tuning
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from areno.api.user_code import describe, load_function, split_spec
+from areno.config.paths import existing_path, find_file
+from areno.config.run import DatasetConfig
+from areno.errors import ArenoError, DataError
+
+Row = Mapping[str, Any]
+RowKind = Literal["prompt", "sft"]
+
+
+class Rows(Protocol):
+    """What a dataset must offer: a list of dictionaries does, and so does a `datasets.Dataset`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+_FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
+_EXPECTED = {
+    "prompt": "{prompt: text or messages, solutions: optional}",
+    "sft": "{prompt, response} or {messages}",
+}
+_FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages")}
+
+
+def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
+    """The rows of a configured dataset, each checked against `kind`. `key` is the section's name, for messages.
+
+    Raises DataError (missing, unreadable, empty, or a row that does not fit) and ConfigError (a loader without its
+    function).
+    """
+    if config.loader is not None:
+        rows = _rows_from_loader(config, key)
+    else:
+        rows = read_rows(config.path, config.split, key)
+    check_rows(rows, kind, config.path, key, hint_loader=config.loader is None)
+    return rows
+
+
+def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:
+    """Rows of a json, jsonl, parquet, csv, tsv or arrow file, a folder, or a hub reference repo[:config[:split]].
+
+    `split` chooses where the source has several. Raises DataError.
+    """
+    file = existing_path(path)
+    if file is not None and file.is_dir():
+        return _read_folder(file, path, split, key)
+    if file is not None:
+        if file.suffix not in _FORMATS:
+            raise DataError(f"{key}.path: {path} has no known format; expected one of {' '.join(_FORMATS)} or a folder")
+        try:
+            return _read_file(file, path, split)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{key}.path: cannot read {path}: {error}") from error
+    if Path(path).suffix in _FORMATS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) or path[0] in "./~":
+        raise DataError(
+            f"{key}.path: there is no file or folder {path} (looked for {Path(path).expanduser().absolute()})"
+        )
+    return _read_hub(path, split, key)
+
+
+def check_rows(
+    rows: Rows, kind: RowKind, source: str, key: str = "train_dataset", *, hint_loader: bool = False
+) -> None:
+    """Raise DataError for the first row that is not of `kind`, or if there is none."""
+    if len(rows) == 0:
+        raise DataError(f"{key}.path: {source} has no rows")
+    for number, row in enumerate(_iter_fields(rows, _FIELDS[kind])):
+        problem = _row_problem(row, kind)
+        if problem is None:
+            continue
+        found = (
+            "" if not isinstance(row, Mapping) else f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}"
+        )
+        hint = f"; set {key}.loader to a file.py that makes such rows" if hint_loader else ""
+        raise DataError(f"{source} row {number}: {problem}; expected {_EXPECTED[kind]}{found}{hint}")
+
+
+# Row checks ----------------------------------------------------------------------------------------------------------
+
+
+def _row_problem(row: Any, kind: RowKind) -> str | None:
+    if not isinstance(row, Mapping):
+        return f"is {_shown(row)}, not a dictionary"
+    if kind == "prompt":
+        return _prompt_problem(row)
+    if row.get("messages") is not None and row.get("response") is None:
+        problem = messages_problem(row["messages"])
+        if problem is None and not any(m["role"] == "assistant" for m in row["messages"]):
+            problem = "has no assistant message to train on"
+        return problem and f"field messages {problem}"
+    problem = _prompt_problem(row)
+    if problem is None and not isinstance(row.get("response"), str):
+        problem = f"field response is {_shown(row.get('response'), 'response' in row)}, not text"
+    return problem
+
+
+def _prompt_problem(row: Row) -> str | None:
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return None if prompt else "field prompt is empty"
+    if not isinstance(prompt, Sequence):
+        return f"field prompt is {_shown(prompt, 'prompt' in row)}, not text or messages"
+    problem = messages_problem(prompt)
+    if problem is None and prompt[-1]["role"] == "assistant":
+        problem = "ends with an assistant message, so there is nothing left to answer"
+    return problem and f"field prompt {problem}"
+
+
+def messages_problem(messages: Any) -> str | None:
+    """What is wrong with a list of chat messages, or None."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"is {_shown(messages)}, not a list of messages"
+    if not messages:
+        return "is an empty list of messages"
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f"[{number}] is {_shown(message)}, not a message {{role, content}}"
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            return f"[{number}].content is {_shown(content, 'content' in message)}, not text"
+    return None
+
+
+def _shown(value: Any, present: bool = True) -> str:
+    """A short description of a value found where something else was expected."""
+    if value is None:
+        return "null" if present else "missing"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
+    """Every row, reduced to `fields` where that is cheaper: columns of an Arrow table are read in batches."""
+    columns = getattr(rows, "column_names", None)
+    if columns is None:
+        yield from rows
+        return
+    table: Any = rows
+    present = [name for name in fields if name in columns]
+    if not present:  # one row is enough to report that the fields are missing
+        yield {}
+        return
+    for batch in table.select_columns(present).with_format(None).iter(1000):
+        for values in zip(*(batch[name] for name in present), strict=True):
+            yield dict(zip(present, values, strict=True))
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+def _rows_from_loader(config: DatasetConfig, key: str) -> Rows:
+    spec = str(config.loader)
+    file, name = split_spec(spec, "load_dataset")
+    loader_file = find_file(file, f"{key}.loader")
+    function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
+    try:
+        return _as_rows(function(str(existing_path(config.path) or config.path), config.split), config.split)
+    except ArenoError:
+        raise
+    except Exception as error:
+        where = describe(error, loader_file.resolve())
+        raise DataError(f"{key}.loader: {name}(path, split) in {file} failed: {where}") from error
+
+
+def _as_rows(rows: Any, split: str) -> Any:
+    """What a loader returned, as rows."""
+    if isinstance(rows, Mapping) and split in rows:  # a DatasetDict, or the like
+        rows = rows[split]
+    if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
+        raise TypeError(f"it returned {_shown(rows)}; expected a list of rows")
+    if isinstance(rows, Sequence) or hasattr(rows, "column_names"):
+        return rows
+    return list(rows)
+
+
+def _read_file(file: Path, shown: str, split: str) -> Rows:
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file, shown)
+    if file.suffix == ".json":
+        return _read_json(file, shown, split)
+    return _read_table(file, shown)
+
+
+def _read_json(file: Path, shown: str, split: str) -> list[Row]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one JSON value on each line, under the wrong name
+            return _read_jsonl(file, shown)
+        raise DataError(f"{shown} line {error.lineno}: not JSON: {error.msg}") from error
+    if isinstance(content, dict):
+        for name in ("data", split):
+            if isinstance(content.get(name), list):
+                return content[name]
+    if not isinstance(content, list):
+        raise DataError(f'{shown}: holds {_shown(content)}; expected a list of rows, or {{"data": [rows]}}')
+    return content
+
+
+def _read_jsonl(file: Path, shown: str) -> list[Row]:
+    rows = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{shown} line {number}: not JSON: {error.msg}") from error
+    return rows
+
+
+def _read_table(file: Path, shown: str) -> Rows:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import read_table
+
+            return Dataset(read_table(file))
+        if file.suffix == ".arrow":
+            # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
+            with pa.memory_map(str(file)) as source:
+                is_file = source.read(6) == b"ARROW1"
+            with pa.memory_map(str(file)) as source:
+                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+                return Dataset(reader.read_all())
+        from pyarrow.csv import ParseOptions, read_csv
+
+        delimiter = "\t" if file.suffix == ".tsv" else ","
+        return Dataset(read_csv(file, parse_options=ParseOptions(delimiter=delimiter, newlines_in_values=True)))
+    except pa.ArrowException as error:
+        raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
+
+
+def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
+    import datasets
+
+    is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    try:
+        if is_saved:
+            found = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(str(folder), split=split)
+    except Exception as error:  # the library raises a dozen kinds, none of them shared
+        raise DataError(f"{key}.path: cannot read folder {shown}: {_first_line(error)}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            raise DataError(f"{key}.split: {shown} has no split {split!r}; it has {', '.join(map(str, found))}")
+        found = found[split]
+    return found
+
+
+def _read_hub(path: str, split: str, key: str) -> Rows:
+    import datasets.config
+    import huggingface_hub.constants
+
+    repo, _, rest = path.partition(":")
+    name, _, own_split = rest.partition(":")
+    offline = datasets.config.HF_HUB_OFFLINE
+    reachable = not offline and _hub_answers()
+    if not reachable:  # what is in the cache can still be used, and the library's own retries take half a minute
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(repo, name or None, split=own_split or split)
+    except Exception as error:  # the library raises a dozen kinds, none of them shared
+        local = f"to use local data, set {key}.path to a file or folder"
+        if not reachable:
+            why = "the Hugging Face hub cannot be reached and the dataset is not in its cache"
+            raise DataError(f"{key}.path: there is no file {path}, and {why}; {local}") from error
+        raise DataError(f"{key}.path: cannot load {path} from the hub: {_first_line(error)}; {local}") from error
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+
+
+def _hub_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the hub's web server can be reached, by way of the proxies that are set; at most about `timeout_s`."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass
+        except OSError:
+            return
+        answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)  # name resolution knows no timeout, so wait from outside
+    asking.start()
+    asking.join(timeout_s + 1.0)
+    return answered.is_set()
+
+
+def _first_line(error: BaseException) -> str:
+    lines: Iterable[str] = str(error).splitlines() or [type(error).__name__]
+    return next(iter(lines))

@@ -1,0 +1,173 @@
+"""The process in which a user's reward function runs. Started and fed by `areno.api.rewards`; imports next to nothing.
+
+Messages are pickled tuples over one socket. In: (spec, key, timeout_s) once, then chunks [(position, pickled record),
+...].
+Out: ("ready", is_async) or ("failed", why) once, then (position, status, value, message) for each record, as soon as it
+is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from areno.api.user_code import describe, load_function, split_spec
+from areno.errors import ArenoError
+
+Chunk = list[tuple[int, bytes]]
+Answer = tuple[str, float | None, str]  # status, value, message
+
+# Beyond its own limits the driver kills this process. These seconds later it ends itself, in case the driver is gone.
+_SPARE_S = 5.0
+# An import may well compile or download something; a hang must still end.
+IMPORT_LIMIT_S = 180.0
+DEFAULT_FUNCTION = "reward_fn"
+
+
+def main(fd: int, driver_pid: int) -> None:
+    """Serve until the driver closes the socket or is gone; then take along whatever the reward function started."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is the driver's affair
+    threading.Thread(target=_end_with_driver, args=(driver_pid,), daemon=True).start()
+    with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
+        _serve(connection)
+    _kill_group()
+
+
+def _serve(connection: Connection) -> None:
+    spec, key, timeout_s = connection.recv()
+    watchdog = _Watchdog()
+    watchdog.arm(IMPORT_LIMIT_S)
+    try:
+        function = load_function(spec, DEFAULT_FUNCTION, key)
+        inspect.signature(function).bind(None)
+    except ArenoError as error:
+        connection.send(("failed", str(error)))
+        return
+    except TypeError as error:
+        connection.send(("failed", f"{key}: {split_spec(spec, DEFAULT_FUNCTION)[1]}(record) cannot be called: {error}"))
+        return
+    except ValueError:
+        pass  # some callables have no signature to look at
+    scorer = _Scorer(connection, function, Path(split_spec(spec, DEFAULT_FUNCTION)[0]), timeout_s, watchdog)
+    watchdog.disarm()
+    connection.send(("ready", scorer.is_async))
+    while True:
+        chunk: Chunk = connection.recv()
+        scorer.score(chunk)
+        watchdog.disarm()
+
+
+class _Scorer:
+    """Calls the function and sends what comes of it."""
+
+    def __init__(
+        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, watchdog: _Watchdog
+    ):
+        self.connection = connection
+        self.function = function
+        self.path = path
+        self.timeout_s = timeout_s
+        self.watchdog = watchdog
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  # an object with an async __call__
+        )
+        self.loop = asyncio.new_event_loop()
+
+    def score(self, chunk: Chunk) -> None:
+        """Score a chunk: one after another, or all at once if the function is async."""
+        if self.is_async:
+            self.watchdog.arm(self.timeout_s + 2 * _SPARE_S)
+            self.loop.run_until_complete(self._score_together(chunk))
+            return
+        for position, payload in chunk:
+            self.watchdog.arm(self.timeout_s + _SPARE_S)
+            try:
+                result = self.function(pickle.loads(payload))
+                if inspect.isawaitable(result):
+                    result = self.loop.run_until_complete(_await(result))
+                answer: Answer = ("ok", to_reward(result), "")
+            except BaseException as error:
+                answer = self._failure(error)
+            self.connection.send((position, *answer))
+
+    async def _score_together(self, chunk: Chunk) -> None:
+        async def one(position: int, payload: bytes) -> None:
+            try:
+                task = asyncio.ensure_future(self.function(pickle.loads(payload)))
+                done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+                if not done:
+                    task.cancel()
+                    raise TimeoutError(f"no answer within {self.timeout_s:g} s (reward.timeout_s)")
+                answer: Answer = ("ok", to_reward(task.result()), "")
+            except BaseException as error:
+                answer = self._failure(error)
+            self.connection.send((position, *answer))
+
+        await asyncio.gather(*(one(position, payload) for position, payload in chunk))
+
+    def _failure(self, error: BaseException) -> Answer:
+        status = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "error"
+        try:
+            message = describe(error, self.path)
+        except Exception:  # an error whose own text cannot be made
+            message = type(error).__name__
+        return status, None, message[:500]
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def to_reward(result: Any) -> float:
+    """What a reward function returned, as a finite float. Raises TypeError or ValueError."""
+    if not hasattr(result, "__float__"):
+        text = repr(result)[:40]
+        raise TypeError(f"returned {text} ({type(result).__name__}); a reward is a number")
+    value = float(result)
+    if not math.isfinite(value):
+        raise ValueError(f"returned {value}; a reward is a finite number")
+    return value
+
+
+class _Watchdog:
+    """Ends this process from a C thread, which runs even while the function holds the interpreter lock."""
+
+    def __init__(self) -> None:
+        self._silent = open(os.devnull, "w")  # noqa: SIM115  # stays open as long as the process
+        self._armed_at = -math.inf
+
+    def arm(self, seconds: float) -> None:
+        # Arming starts a thread, too dear for every call of a function that takes microseconds.
+        now = time.monotonic()
+        if now - self._armed_at > 1.0:
+            self._armed_at = now
+            faulthandler.dump_traceback_later(seconds + 1.0, exit=True, file=self._silent)
+
+    def disarm(self) -> None:
+        self._armed_at = -math.inf
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end_with_driver(driver_pid: int) -> None:
+    while os.getppid() == driver_pid:
+        time.sleep(0.5)
+    _kill_group()
+
+
+def _kill_group() -> None:
+    """End this process and all that the reward function started; the driver gave it a group of its own."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
