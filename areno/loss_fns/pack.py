@@ -54,7 +54,7 @@ class DataPack:
 
     def trained(self, per_token_N: Tensor) -> Tensor:
         """(N,) -> (T,): the values at trained tokens, in order."""
-        return per_token_N[self.trained_T]
+        return per_token_N.index_select(0, self.trained_T)
 
     def token_mean(self, values_T: Tensor) -> Tensor:
         """This micro-batch's share of the step's mean over trained tokens: 0-dim."""
@@ -66,8 +66,10 @@ class DataPack:
 
     def sum_rows(self, values_T: Tensor) -> Tensor:
         """(T,) -> (R,): sum over the trained tokens of each row, 0 for rows without any."""
-        out = torch.zeros(self.n_rows, dtype=values_T.dtype, device=values_T.device)
-        return out.index_add(0, self.row_of_token[self.trained_T], values_T)
+        # Devices add in any order; in float64 that order does not show in the float32 result.
+        out = torch.zeros(self.n_rows, dtype=torch.float64, device=values_T.device)
+        rows_T = self.row_of_token.index_select(0, self.trained_T)
+        return out.index_add(0, rows_T, values_T.double()).to(values_T.dtype)
 
     def mean_rows(self, values_T: Tensor) -> Tensor:
         """(T,) -> (R,): mean over the trained tokens of each row, 0 for rows without any."""

@@ -1,0 +1,88 @@
+"""All parameters of a model in one buffer, their gradients in another, their fp32 masters in a third.
+
+One buffer means one collective for all gradients, and an update in a few large elementwise operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
+CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the buffers whose parameters are treated alike."""
+
+    start: int
+    stop: int
+    decayed: bool  # weight decay applies: matrices, but not norm weights and biases
+    sharded: bool  # tensor-parallel ranks hold different pieces, not equal copies
+    n_params: int  # elements without alignment padding
+
+
+class FlatParameters:
+    """Moves the parameters of `model` into one buffer and gives each a gradient in another.
+
+    params: in the model's dtype; the model's parameters are views of it from now on.
+    grads: float32. Each `parameter.grad` is a view of it and autograd adds into that view, whatever the model's dtype.
+    So gradients are cleared by `zero_grad` here and must never be set to None.
+    masters: float32, the values that the optimizer updates; `params` itself where that is float32.
+    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
+    """
+
+    def __init__(self, model: nn.Module, is_sharded: Callable[[str], bool] | None = None):
+        named = list(model.named_parameters())  # a tied parameter appears once
+        dtypes = {parameter.dtype for _, parameter in named}
+        assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
+        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, parameter in named:
+            kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
+            kinds.setdefault(kind, []).append(parameter)
+
+        self.segments: list[Segment] = []
+        places: list[tuple[nn.Parameter, int]] = []
+        end = 0
+        for (decayed, sharded), parameters in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+            start = end
+            for parameter in parameters:
+                places.append((parameter, end))
+                end += -(-parameter.numel() // ALIGN) * ALIGN
+            self.segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for p in parameters)))
+
+        first = named[0][1]
+        self.params = torch.zeros(end, dtype=first.dtype, device=first.device)
+        self.grads = torch.zeros(end, dtype=torch.float32, device=first.device)
+        for parameter, start in places:
+            place = slice(start, start + parameter.numel())
+            view = self.params[place].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
+            parameter.grad = self.grads[place].view(parameter.shape)
+        self.masters = self.params if first.dtype == torch.float32 else self.params.float()
+
+    @property
+    def n_params(self) -> int:
+        """Elements on this rank, without padding."""
+        return sum(segment.n_params for segment in self.segments)
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        self.grads.zero_()
+
+    def sync_masters(self) -> None:
+        """Take over weights that were loaded into the model from outside."""
+        if self.masters is not self.params:
+            self.masters.copy_(self.params)
+
+    def chunks(self) -> Iterator[tuple[slice, Segment]]:
+        """The buffers in slices of at most CHUNK elements, each within one segment."""
+        for segment in self.segments:
+            for start in range(segment.start, segment.stop, CHUNK):
+                yield slice(start, min(start + CHUNK, segment.stop)), segment

@@ -1,0 +1,328 @@
+"""The train backend with a tiny real model: its numbers do not depend on how rows are cut, packed or recomputed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.engine.train import backend as backend_module
+from areno.engine.train.backend import TrainBackend
+from areno.engine.types import TrainSequence
+from areno.errors import DataError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.gspo import gspo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+from areno.models.registry import build_model, load_config
+from areno.models.weights import load_weights
+
+VOCAB = 61
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+}
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+WHOLE = MicroBatchSpec(mini_bs=1000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def make(folder):
+    """Backends over the same weights."""
+
+    def build(optimizer=OPTIMIZER, recompute=False, dtype=torch.float32, **kwargs):
+        model = build_model(load_config(folder), dtype=dtype, device="cpu")
+        model.init_weights(7)
+        return TrainBackend(model, optimizer, attn_backend="sdpa", recompute=recompute, **kwargs)
+
+    return build
+
+
+def make_rows(n=10, seed=0):
+    """Different lengths, holes in the mask, one row without a trained token."""
+    rng = random.Random(seed)
+    rows = []
+    for index in range(n):
+        size = rng.randint(3, 24)
+        mask = [True] * 2 + [rng.random() < 0.25 for _ in range(size - 2)]
+        if index == 3:
+            mask = [True] * size
+        rows.append(
+            TrainSequence(
+                tokens=[rng.randrange(VOCAB) for _ in range(size)],
+                prompt_mask=mask,
+                logprobs=[0.0 if m else -rng.uniform(1, 5) for m in mask],
+                advantages=[rng.gauss(0, 1)] * size,
+                ref_logprobs=[-rng.uniform(1, 5) for _ in mask],
+            )
+        )
+    return rows
+
+
+def loss_and_gradient(backend, rows, loss_fn, spec=WHOLE, **how):
+    stats = backend.train(rows, loss_fn, mb_spec=spec, **how)
+    return stats, backend.flat.grads.clone()
+
+
+LOSSES = {
+    "sft": sft_loss_fn,
+    "grpo": partial(grpo_loss_fn, kl_coef=0.1),
+    "token_mean": partial(grpo_loss_fn, reduction="token_mean"),
+    "gspo": partial(gspo_loss_fn, clip_eps=0.3),
+}
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
+def test_micro_batches_do_not_change_the_step(make, loss_fn):
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, loss_fn)
+    assert gradient.abs().max() > 1e-3
+    for spec in (MicroBatchSpec(mini_bs=1), MicroBatchSpec(mini_bs=3), MicroBatchSpec(max_tokens_per_mb=40)):
+        stats, other = loss_and_gradient(make(), rows, loss_fn, spec)
+        torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
+        assert stats == pytest.approx(expected, abs=1e-5, rel=1e-4)
+
+
+def test_recompute_does_not_change_the_step(make):
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
+    stats, other = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+
+
+class Shares:
+    """Data-parallel ranks run one after the other: what they would sum is added up here by hand."""
+
+    size = 3
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.sent = []
+
+    def all_reduce(self, x, op=None):
+        self.sent.append(x.clone())
+        return x
+
+
+def test_data_parallel_shares_add_up(make):
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
+    ranks = [Shares(rank) for rank in range(3)]
+    losses = []
+    for rank in ranks:
+        losses.append(make(dp=rank).train(rows, grpo_loss_fn, mb_spec=MicroBatchSpec(mini_bs=2))["loss"])
+    torch.testing.assert_close(sum(rank.sent[0] for rank in ranks), gradient, atol=1e-6, rtol=1e-4)
+    assert sum(losses) == pytest.approx(expected["loss"], abs=1e-6)
+    with pytest.raises(DataError, match="2 rows for 3 copies"):
+        make(dp=Shares(0)).train(rows[:2], grpo_loss_fn, mb_spec=WHOLE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_equal_transformers(tmp_path, temperature):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**CONFIG)).float().eval()
+    theirs.save_pretrained(tmp_path)
+    model = build_model(load_config(tmp_path), dtype=torch.float32, device="cpu")
+    load_weights(model, tmp_path)
+    backend = TrainBackend(model, None, attn_backend="sdpa")
+    token_rows = [row.tokens for row in make_rows(7)] + [[5]]
+    # Padded, as one batch, on the right: causal attention keeps the padding out of sight.
+    longest = max(map(len, token_rows))
+    padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in token_rows])
+    mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in token_rows])
+    with torch.no_grad():
+        logp = torch.log_softmax(theirs(padded, attention_mask=mask).logits.double() / temperature, -1)
+    for spec in (WHOLE, MicroBatchSpec(max_tokens_per_mb=30)):
+        got = backend.logprobs(token_rows, temperature, spec)
+        for i, tokens in enumerate(token_rows):
+            want = [0.0] + [logp[i, t - 1, tokens[t]].item() for t in range(1, len(tokens))]
+            assert got[i] == pytest.approx(want, abs=1e-4)
+    assert backend.logprobs([], 1.0, WHOLE) == []
+
+
+def test_gradient_equals_plain_autograd(make):
+    """Row by row through the model's own logits and torch's softmax, instead of packed and chunked."""
+    rows = make_rows(5)
+    backend = make()
+    _, gradient = loss_and_gradient(make(), rows, sft_loss_fn, temperature=0.7)
+    model, total = backend.model, 0.0
+    n = sum(not m for row in rows for m in row.prompt_mask)
+    for row in rows:
+        tokens = torch.tensor(row.tokens)
+        cu = torch.tensor([0, len(tokens)], dtype=torch.int32)
+        attend = backend_module.PackedAttend(cu, len(tokens), "sdpa")
+        hidden = model(tokens, torch.arange(len(tokens)), attend)
+        logp = torch.log_softmax(hidden @ model.head_weight.t() / 0.7, -1)
+        for t, masked in enumerate(row.prompt_mask):
+            if not masked:
+                total = total - logp[t - 1, tokens[t]] / n
+    total.backward()
+    torch.testing.assert_close(backend.flat.grads, gradient, atol=1e-6, rtol=1e-4)
+
+
+def with_own_logprobs(backend, rows):
+    for row, logprobs in zip(rows, backend.logprobs([row.tokens for row in rows], 1.0, WHOLE), strict=True):
+        row.logprobs = logprobs
+    return rows
+
+
+def test_ratios_are_against_the_rollout(make):
+    backend = make()
+    rows = with_own_logprobs(backend, make_rows())
+    on_policy = backend.train(rows, grpo_loss_fn, mb_spec=WHOLE)
+    assert on_policy["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert on_policy["ratio_std"] == pytest.approx(0.0, abs=1e-3)
+    assert on_policy["logp_abs_diff_max"] < 1e-4
+    assert on_policy["clip_frac"] == 0.0
+
+    backend = make()
+    rows = with_own_logprobs(backend, make_rows())
+    off_policy = backend.train(rows, grpo_loss_fn, mb_spec=WHOLE, n_minibatches=2, seed=1)
+    assert backend.optimizer.steps == 2
+    assert off_policy["ratio_max"] > 1.001
+    assert off_policy["ratio_std"] > 1e-3
+    assert off_policy["logp_abs_diff_max"] > 1e-3
+
+
+def test_gradient_accumulation_steps(make):
+    backend = make()
+    backend.train(make_rows(), sft_loss_fn, mb_spec=MicroBatchSpec(mini_bs=2), gradient_accumulation_steps=2)
+    assert backend.optimizer.steps == 3
+
+
+def test_training_learns(make):
+    backend = make(recompute=True)
+    rows = make_rows()
+    losses = [backend.train(rows, sft_loss_fn, mb_spec=MicroBatchSpec(mini_bs=4))["loss"] for _ in range(15)]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_metrics(make):
+    backend, rows = make(), make_rows()
+    scored = backend.logprobs([row.tokens for row in rows], 1.0, WHOLE)
+    stats = backend.train(rows, grpo_loss_fn, mb_spec=MicroBatchSpec(mini_bs=3))
+    trained = [
+        (rollout, train, advantage)
+        for row, logprobs in zip(rows, scored, strict=True)
+        for m, rollout, train, advantage in zip(row.prompt_mask, row.logprobs, logprobs, row.advantages, strict=True)
+        if not m
+    ]
+    n = len(trained)
+    ratios = torch.tensor([math.exp(train - rollout) for rollout, train, _ in trained], dtype=torch.float64)
+    expected = {
+        "rollout_logprobs_mean": sum(r for r, _, _ in trained) / n,
+        "train_logprobs_mean": sum(t for _, t, _ in trained) / n,
+        "logp_diff_mean": sum(r - t for r, t, _ in trained) / n,
+        "logp_abs_diff_mean": sum(abs(r - t) for r, t, _ in trained) / n,
+        "logp_abs_diff_max": max(abs(r - t) for r, t, _ in trained),
+        "ratio_mean": ratios.mean().item(),
+        "ratio_std": ratios.std(correction=0).item(),
+        "ratio_max": ratios.max().item(),
+        "advantage_mean": sum(a for _, _, a in trained) / n,
+        "response_len": n / 9,
+        "grad_norm": backend.flat.grads.norm().item(),
+        "lr": 1e-2,
+        "skipped_steps": 0,
+        "total_loss": stats["loss"],
+        "policy_loss": stats["loss"],
+    }
+    assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < stats["entropy"] < math.log(VOCAB)
+    assert 0 <= stats["grad_zero_frac"] < 0.5
+
+
+def test_nonfinite_step_is_skipped(make):
+    backend, rows = make(), make_rows()
+    backend.train(rows, sft_loss_fn, mb_spec=WHOLE)
+    before = {name: p.clone() for name, p in backend.model.named_parameters()}
+    moments = backend.optimizer.exp_avg.clone()
+
+    def broken(pack, logprobs):
+        return logprobs.sum() * math.nan, {}
+
+    def overflowing(pack, logprobs):
+        return logprobs.sum() * 3e38 * 3e38, {}
+
+    def broken_value_only(pack, logprobs):
+        return logprobs.sum() + math.nan, {}
+
+    for loss_fn in (broken, overflowing, broken_value_only):
+        stats = backend.train(rows, loss_fn, mb_spec=MicroBatchSpec(mini_bs=4))
+        assert stats["skipped_steps"] == 1
+    assert all(torch.equal(p, before[name]) for name, p in backend.model.named_parameters())
+    assert torch.equal(backend.optimizer.exp_avg, moments)
+    assert (backend.optimizer.steps, backend.optimizer.skipped_steps) == (1, 3)
+    assert backend.train(rows, sft_loss_fn, mb_spec=WHOLE)["skipped_steps"] == 0
+
+
+def test_step_without_trained_tokens_is_skipped(make):
+    backend, rows = make(), make_rows(3)
+    for row in rows:
+        row.prompt_mask = [True] * len(row.tokens)
+    before = backend.flat.params.clone()
+    stats = backend.train(rows, gspo_loss_fn, mb_spec=WHOLE)
+    assert (stats["loss"], stats["skipped_steps"], stats["ratio_max"]) == (0, 1, 0)
+    assert torch.equal(backend.flat.params, before)
+
+
+def test_bf16_model_trains(make):
+    backend, reference = make(dtype=torch.bfloat16, recompute=True), make()
+    rows = make_rows()
+    stats, gradient = loss_and_gradient(backend, rows, sft_loss_fn)
+    expected, exact = loss_and_gradient(reference, rows, sft_loss_fn)
+    assert stats["loss"] == pytest.approx(expected["loss"], rel=0.02)
+    cosine = torch.nn.functional.cosine_similarity(gradient, exact, dim=0)
+    assert cosine > 0.99
+    assert torch.equal(backend.flat.params, backend.flat.masters.bfloat16())
+
+
+def test_reference_scores_but_does_not_train(make):
+    backend = make(optimizer=None)
+    assert not any(p.requires_grad for p in backend.model.parameters())
+    with pytest.raises(EngineError, match="without an optimizer"):
+        backend.train(make_rows(), sft_loss_fn, mb_spec=WHOLE)
+    with pytest.raises(DataError, match="row 1: tokens is empty"):
+        backend.logprobs([[1], []], 1.0, WHOLE)
+
+
+def test_out_of_memory_names_the_keys(make, monkeypatch):
+    backend = make()
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "_score", full)
+    for call in (
+        lambda: backend.train(make_rows(), sft_loss_fn, mb_spec=WHOLE),
+        lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),
+    ):
+        with pytest.raises(EngineError) as caught:
+            call()
+        for key in ("max_tokens_per_mb", "mini_bs", "gradient_checkpointing", "rollout.mem_fraction"):
+            assert key in str(caught.value)
