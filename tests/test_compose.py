@@ -159,6 +159,17 @@ def test_own_folder_comes_first_and_brings_groups(work):
     assert problems_of("actor=tini")[0].endswith("did you mean tiny?")
 
 
+def test_an_experiment_builds_on_a_task(work):
+    (work / "my/experiment.yaml").write_text(
+        "defaults:\n  - gsm8k\n  - override actor: qwen3-1.7b\n  - _self_\nseed: 5\ngconfig: {n_samples: 16}\n"
+    )
+    config = load("gconfig.max_new_tokens=64", name="experiment")
+    assert (config.seed, config.gconfig.n_samples, config.experiment_name) == (5, 16, "gsm8k")
+    assert config.actor.path == "Qwen/Qwen3-1.7B"
+    assert config.eval_gconfig.max_new_tokens == 64
+    assert load("actor=qwen3-0.6b", name="experiment").actor.path == "Qwen/Qwen3-0.6B"
+
+
 def test_errors_of_files_are_one_line(work):
     (work / "my/broken.yaml").write_text("a: [1\nb: 2\n")
     (work / "my/group.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - actor: qwen3-0.6c"))

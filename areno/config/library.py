@@ -22,7 +22,8 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
     found: dict[str, set[str]] = {}
     for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
-        for file in base.glob("*/**/*.yaml"):
+        # Three levels are more than the sections have; the user's folder may hold much else.
+        for file in (file for pattern in ("*/*.yaml", "*/*/*.yaml", "*/*/*/*.yaml") for file in base.glob(pattern)):
             found.setdefault(file.parent.relative_to(base).as_posix(), set()).add(file.stem)
     return {group: sorted(choices) for group, choices in sorted(found.items())}
 
