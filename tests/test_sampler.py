@@ -1,0 +1,205 @@
+"""Sampling: the random numbers against big-integer arithmetic, the draws against the distribution they are from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.engine.decoder.sampler import Sampler
+from areno.engine.decoder.sequence import Sequence
+from areno.engine.types import GenerationRequest, SamplingParams
+from areno.kernels.sampling import sample_key, sample_tokens, uniform
+
+
+def draw(
+    logits_BV: Tensor,
+    uniform_B: Tensor,
+    *,
+    temperature: float = 1.0,
+    greedy: bool = False,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    banned: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` with the same settings for every row."""
+    n = len(uniform_B)
+    truncates = top_k is not None or top_p is not None
+    return sample_tokens(
+        logits_BV,
+        torch.full((n,), temperature),
+        torch.full((n,), greedy),
+        uniform_B,
+        top_k_B=torch.full((n,), -1 if top_k is None else top_k) if truncates else None,
+        top_p_B=torch.full((n,), 1.0 if top_p is None else top_p) if truncates else None,
+        banned=banned,
+    )
+
+
+def grid(n: int) -> Tensor:
+    """n numbers spread evenly over [0, 1): each token gets its share of them, give or take one."""
+    return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+def test_uniform_is_splitmix64() -> None:
+    def reference(key: int, position: int) -> float:
+        word = (1 << 64) - 1
+        value = (key + (position + 1) * 0x9E3779B97F4A7C15) & word
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & word
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & word
+        return ((value ^ (value >> 31)) >> 11) / 2**53
+
+    keys = [sample_key(seed, sample) for seed in (0, 1, -5, 2**63 + 9) for sample in (0, 1, 300)]
+    assert len(set(keys)) == 12
+    for position in (0, 1, 77, 40_000):
+        got = uniform(torch.tensor(keys), torch.full((12,), position))
+        assert got.tolist() == [reference(key, position) for key in keys]
+
+
+def test_uniform_is_uniform_over_positions_samples_and_seeds() -> None:
+    positions = torch.arange(20_000)
+    for key in (torch.full_like(positions, sample_key(3, 0)), torch.tensor([sample_key(3, i) for i in range(20_000)])):
+        values = uniform(key, positions)
+        counts = torch.histc(values, 50, 0, 1)
+        chi_square = ((counts - 400) ** 2 / 400).sum().item()
+        assert chi_square < 95  # 49 degrees of freedom: 1 in 10,000
+        assert abs(torch.corrcoef(torch.stack((values[1:], values[:-1])))[0, 1].item()) < 0.03
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("vocab", [7, 128, 300])
+def test_frequencies_are_those_of_softmax(vocab: int, temperature: float) -> None:
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+    n = 40_000
+    tokens, logprobs = draw(logits.expand(n, -1), grid(n), temperature=temperature)
+    expected = (logits.double() / temperature).softmax(-1)
+    counts = tokens.bincount(minlength=vocab).double()
+    assert (counts - n * expected).abs().max() <= 1.01
+    torch.testing.assert_close(logprobs.double(), expected.log()[tokens], atol=2e-6, rtol=0)
+
+
+def test_hashed_draws_pass_a_chi_square_test() -> None:
+    logits = torch.randn(16, generator=torch.Generator().manual_seed(1))
+    n = 20_000
+    keys = torch.tensor([sample_key(9, i) for i in range(n)])
+    tokens, _ = draw(logits.expand(n, -1), uniform(keys, torch.zeros_like(keys)))
+    expected = n * logits.double().softmax(-1)
+    chi_square = ((tokens.bincount(minlength=16) - expected) ** 2 / expected).sum().item()
+    assert chi_square < 45  # 15 degrees of freedom: 1 in 10,000
+
+
+def test_large_vocabulary_keeps_its_tail() -> None:
+    vocab, n = 151_936, 64
+    logits = torch.full((1, vocab), 0.0)
+    tokens, logprobs = draw(logits.expand(n, -1), grid(n))
+    expected = (grid(n) * vocab).long()
+    assert (tokens - expected).abs().max() == 0
+    assert logprobs.tolist() == pytest.approx([-torch.log(torch.tensor(float(vocab))).item()] * n, abs=1e-5)
+    edge, _ = draw(logits.expand(2, -1), torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
+    assert edge.tolist() == [0, vocab - 1]
+
+
+def test_tokens_of_probability_zero_are_never_drawn() -> None:
+    logits = torch.full((4, 300), -torch.inf)
+    logits[:, [40, 41, 200]] = torch.tensor([0.0, 1.0, -1.0])
+    extremes = torch.tensor([0.0, 2.0**-53, 1 - 2.0**-53, 0.5], dtype=torch.float64)
+    tokens, logprobs = draw(logits, extremes)
+    assert tokens.tolist() == [40, 40, 200, 41]
+    assert logprobs.isfinite().all()
+    underflowing = torch.zeros(3, 300)
+    underflowing[:, 7] = 500.0
+    assert draw(underflowing, extremes[:3])[0].tolist() == [7, 7, 7]
+
+
+def test_greedy_takes_the_best_with_the_logprob_of_its_temperature() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
+    for temperature in (1.0, 0.5):
+        tokens, logprobs = draw(logits, grid(2), greedy=True, temperature=temperature, top_k=1)
+        assert tokens.tolist() == [1, 0]
+        expected = (logits / temperature).log_softmax(-1)[[0, 1], [1, 0]]
+        torch.testing.assert_close(logprobs, expected)
+
+
+def support(probs: Tensor, top_k: int | None, top_p: float | None) -> set[int]:
+    """Worked by hand: sort, cut to k, renormalise, take tokens until their share reaches p."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i].item())[: top_k or len(probs)]
+    total = sum(probs[i].item() for i in order)
+    kept: set[int] = set()
+    share = 0.0
+    for i in order:
+        if top_p is not None and share >= top_p * total:
+            break
+        kept.add(i)
+        share += probs[i].item()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, None), (5, None), (500, None), (None, 0.5), (None, 0.93), (None, 1e-6), (7, 0.6), (3, 1.0)]
+)
+def test_truncation_keeps_the_right_tokens_in_proportion(top_k: int | None, top_p: float | None) -> None:
+    logits = torch.randn(200, generator=torch.Generator().manual_seed(4)) * 3
+    n = 20_000
+    probs = logits.double().softmax(-1)
+    kept = support(probs, top_k, top_p)
+    tokens, logprobs = draw(logits.expand(n, -1), grid(n), top_k=top_k, top_p=top_p)
+    inside = torch.zeros(200, dtype=torch.float64)
+    inside[list(kept)] = 1
+    expected = probs * inside / (probs * inside).sum()
+    assert set(tokens.tolist()) <= kept
+    assert (tokens.bincount(minlength=200) - n * expected).abs().max() <= 1.01
+    torch.testing.assert_close(logprobs.double(), probs.log()[tokens], atol=2e-6, rtol=0)  # before truncation
+
+
+def test_rows_without_truncation_draw_the_same_beside_rows_with_it() -> None:
+    logits = torch.randn(64, 90, generator=torch.Generator().manual_seed(2))
+    alone, _ = draw(logits, grid(64))
+    top_k = torch.full((64,), -1)
+    top_k[::2] = 3
+    mixed, _ = sample_tokens(
+        logits, torch.ones(64), torch.zeros(64, dtype=torch.bool), grid(64), top_k_B=top_k, top_p_B=torch.ones(64)
+    )
+    assert mixed[1::2].tolist() == alone[1::2].tolist()
+    assert mixed[::2].tolist() != alone[::2].tolist()
+
+
+def test_banned_tokens_are_not_drawn_and_logprobs_do_not_know_of_it() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(1000, 1)
+    rows = torch.arange(1000).repeat_interleave(2)
+    banned = (rows, torch.tensor([0, 2]).repeat(1000))
+    tokens, logprobs = draw(logits, grid(1000), banned=banned)
+    share = logits[0, [1, 3]].softmax(-1)[0].item()
+    assert set(tokens.tolist()) == {1, 3}
+    assert (tokens == 1).sum().item() == pytest.approx(1000 * share, abs=1.01)
+    torch.testing.assert_close(logprobs, logits[0].log_softmax(-1)[tokens])
+    assert set(draw(logits, grid(1000), banned=banned, greedy=True)[0].tolist()) == {1}
+    logits[:, 0] = 1000.0  # what is left underflows; the best of it is taken
+    assert set(draw(logits, grid(1000), banned=banned)[0].tolist()) == {1}
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2, "top_p": 0.5}, {"greedy": True}])
+def test_non_finite_logits_are_told_by_a_nan_logprob(poison: float, options: dict) -> None:
+    logits = torch.zeros(3, 130)
+    logits[1, 129] = poison
+    tokens, logprobs = draw(logits, grid(3), **options)
+    assert logprobs.isnan().tolist() == [False, True, False]
+    assert ((tokens >= 0) & (tokens < 130)).all()
+
+
+def test_settings_travel_to_their_slots() -> None:
+    def sequence(slot: int, key: int, params: SamplingParams) -> Sequence:
+        request = GenerationRequest(request_id=slot, prompt=[1], params=params)
+        made = Sequence(request=request, sample=0, key=key, max_new=1, stop_ids=frozenset(), tokens=[1])
+        made.slot = slot
+        return made
+
+    sampler = Sampler(4, torch.device("cpu"))
+    hot = sequence(2, sample_key(7, 1), SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
+    cold = sequence(0, -3, SamplingParams(temperature=0.0))
+    sampler.assign(torch.from_numpy(Sampler.pack([hot, cold])))
+    assert sampler.key[[2, 0]].tolist() == [sample_key(7, 1), -3]
+    assert sampler.temperature[[2, 0]].tolist() == pytest.approx([0.3, 1.0])
+    assert sampler.top_k[[2, 0]].tolist() == [5, -1]
+    assert sampler.top_p[[2, 0]].tolist() == pytest.approx([0.9, 1.0])
+    assert sampler.greedy.tolist() == [True, False, False, False]

@@ -1,0 +1,215 @@
+"""Scheduler: order, budgets, sharing and preemption, played without a model by a device of a few lines."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from areno.engine.decoder.blocks import BlockManager
+from areno.engine.decoder.scheduler import Plan, Scheduler
+from areno.engine.decoder.sequence import Sequence
+from areno.engine.types import GenerationRequest, SamplingParams
+
+
+def make_request(request_id: int, n_prompt: int, n_samples: int = 1, max_new: int = 4) -> list[Sequence]:
+    prompt = [request_id * 1000 + i for i in range(n_prompt)]
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt=prompt,
+        n_samples=n_samples,
+        params=SamplingParams(max_new_tokens=max_new),
+    )
+    return [
+        Sequence(request=request, sample=i, key=i, max_new=max_new, stop_ids=frozenset(), tokens=list(prompt))
+        for i in range(n_samples)
+    ]
+
+
+def make_scheduler(
+    n_blocks: int = 64, block_size: int = 4, max_running: int = 8, max_prefill_tokens: int = 64
+) -> Scheduler:
+    return Scheduler(BlockManager(n_blocks, block_size), max_running, max_prefill_tokens)
+
+
+def add(scheduler: Scheduler, *requests: list[Sequence]) -> None:
+    for request in requests:
+        for sequence in request:
+            scheduler.add(sequence)
+
+
+def arrive(scheduler: Scheduler, plan: Plan) -> list[Sequence]:
+    """What the decoder does with the tokens of a step; here token 7 for everybody."""
+    sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
+    for sequence in sequences:
+        sequence.accept(7, -1.0, None)
+        scheduler.register(sequence, len(sequence.tokens) - 1)
+    scheduler.remove_finished()
+    return sequences
+
+
+def test_prefill_is_cut_by_the_budget_while_the_running_go_on() -> None:
+    scheduler = make_scheduler(max_prefill_tokens=10)
+    (short,), (long,) = make_request(1, 4, max_new=9), make_request(2, 20)
+    add(scheduler, [short], [long])
+    spans = []
+    for step in range(3):
+        plan = scheduler.schedule()
+        assert sum(chunk.end - chunk.start for chunk in plan.chunks) <= 10
+        spans.append([(chunk.prefill.leader is long, chunk.start, chunk.end) for chunk in plan.chunks])
+        assert plan.decode == ([short] if step else [])
+        arrive(scheduler, plan)
+    assert spans == [[(False, 0, 4), (True, 0, 6)], [(True, 6, 16)], [(True, 16, 20)]]
+    assert len(short.logprobs) == 3
+
+
+def test_samples_of_a_request_are_prefilled_once_and_share_full_blocks() -> None:
+    scheduler = make_scheduler()
+    samples = make_request(1, 10, n_samples=3)
+    add(scheduler, samples)
+    plan = scheduler.schedule()
+    (chunk,) = plan.chunks
+    assert (chunk.start, chunk.end, chunk.is_last, chunk.prefill.sequences) == (0, 10, True, samples)
+    first, second, third = (sequence.blocks for sequence in samples)
+    assert first[:2] == second[:2] == third[:2]
+    assert len({first[2], second[2], third[2]}) == 3
+    assert chunk.prefill.copies(4) == [(first[2], second[2]), (first[2], third[2])]
+    assert scheduler.blocks.n_available == 64 - 2 - 3
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copies() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make_request(1, 8, n_samples=3))
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.prefill.copies(4) == []
+    assert scheduler.blocks.n_available == 64 - 2
+
+
+def test_samples_without_a_slot_come_later_and_find_the_prompt() -> None:
+    scheduler = make_scheduler(max_running=2)
+    samples = make_request(1, 9, n_samples=4, max_new=2)
+    add(scheduler, samples)
+    for _ in range(2):
+        arrive(scheduler, scheduler.schedule())
+    assert all(sequence.finish_reason == "length" for sequence in samples[:2])
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.prefill.sequences == samples[2:]
+    assert (chunk.start, chunk.end) == (8, 9)
+    assert scheduler.n_cached_tokens == 8
+
+
+def test_an_equal_prompt_in_the_same_step_shares_too_but_its_last_token_is_computed() -> None:
+    scheduler = make_scheduler()
+    (first,), (second,) = make_request(1, 8), make_request(1, 8)
+    add(scheduler, [first], [second])
+    chunks = scheduler.schedule().chunks
+    assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 8), (4, 8)]
+    assert first.blocks[0] == second.blocks[0]
+    assert first.blocks[1] != second.blocks[1]
+
+
+def test_the_next_turn_finds_the_blocks_of_the_turn_before() -> None:
+    scheduler = make_scheduler()
+    (turn,) = make_request(1, 6, max_new=5)
+    add(scheduler, [turn])
+    while scheduler.has_work:
+        arrive(scheduler, scheduler.schedule())
+    request = GenerationRequest(request_id=2, prompt=[*turn.tokens, 1, 2])
+    scheduler.add(
+        Sequence(request=request, sample=0, key=0, max_new=1, stop_ids=frozenset(), tokens=list(request.prompt))
+    )
+    (chunk,) = scheduler.schedule().chunks
+    assert (chunk.start, chunk.end) == (8, 13)  # 11 tokens, of which the last was never an input: 2 full blocks
+
+
+def test_the_youngest_is_preempted_and_comes_back_first() -> None:
+    scheduler = make_scheduler(n_blocks=5)
+    (old,), (young,), (waiting,) = make_request(1, 7, max_new=6), make_request(2, 7, max_new=6), make_request(3, 7)
+    add(scheduler, [old], [young], [waiting])
+    plans = []
+    while not scheduler.n_preemptions:
+        assert len(plans) < 10
+        plans.append(scheduler.schedule())
+        arrive(scheduler, plans[-1])
+    assert plans[-1].decode == [old]
+    assert list(scheduler.waiting) == [young, waiting]
+    assert young.blocks == []
+    assert young.slot == -1
+    kept = list(young.tokens)
+    order = []
+    for _ in range(40):
+        plan = scheduler.schedule()
+        order += [chunk.prefill.leader for chunk in plan.chunks if chunk.is_last]
+        arrive(scheduler, plan)
+    assert order[:2] == [young, waiting]
+    assert young.tokens[: len(kept)] == kept
+    assert [len(sequence.logprobs) for sequence in (old, young, waiting)] == [6, 6, 4]
+
+
+def test_the_last_token_by_length_needs_no_further_step_or_block() -> None:
+    scheduler = make_scheduler(n_blocks=2)
+    (sequence,) = make_request(1, 4, max_new=5)
+    add(scheduler, [sequence])
+    steps = [scheduler.schedule() for _ in range(7)]  # no token arrives: the device runs ahead
+    assert [len(plan.decode) for plan in steps] == [0, 1, 1, 1, 1, 0, 0]
+    assert not scheduler.is_short_of_blocks()
+    assert len(sequence.blocks) == 2
+
+
+def test_abort_finds_sequences_wherever_they_are() -> None:
+    scheduler = make_scheduler(max_running=3, max_prefill_tokens=8)
+    requests = [make_request(1, 4, max_new=9), make_request(2, 30, n_samples=2), make_request(3, 4)]
+    add(scheduler, *requests)
+    arrive(scheduler, scheduler.schedule())
+    for request_id, sequences in enumerate(requests, start=1):
+        assert scheduler.abort(request_id) == sequences
+        assert all(sequence.finish_reason == "abort" for sequence in sequences)
+    assert not scheduler.has_work
+    assert scheduler.blocks.n_available == 64
+    assert scheduler.n_running == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_work_ends_with_every_token_drawn_and_no_block_or_slot_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    n_blocks = rng.choice([6, 10, 40])
+    scheduler = make_scheduler(n_blocks, block_size=rng.choice([1, 3, 4]), max_running=5, max_prefill_tokens=7)
+    room = n_blocks * scheduler.blocks.block_size
+    everybody: list[Sequence] = []
+    in_flight: Plan | None = None
+    for step in range(5000):
+        if step < 60 and rng.random() < 0.5:
+            n_prompt = rng.randrange(1, min(12, room))
+            max_new = rng.randrange(1, min(12, room - n_prompt + 1) + 1)
+            everybody += (new := make_request(step, n_prompt, rng.randrange(1, 4), max_new))
+            add(scheduler, new)
+        if rng.random() < 0.03 and everybody:
+            scheduler.abort(rng.choice(everybody).request.request_id)
+        if in_flight is not None and scheduler.is_short_of_blocks():
+            arrive_unfinished(scheduler, in_flight)
+            in_flight = None
+        plan = scheduler.schedule()
+        assert len({sequence.slot for sequence in plan.decode}) == len(plan.decode)
+        assert all(0 <= sequence.slot < 5 for sequence in plan.decode)
+        assert all(len(s.blocks) * scheduler.blocks.block_size >= s.n_kv for s in plan.decode)
+        if in_flight is not None:
+            arrive_unfinished(scheduler, in_flight)
+        in_flight = plan
+        if step > 60 and not scheduler.has_work:
+            break
+    assert not scheduler.has_work
+    for sequence in everybody:
+        assert sequence.finish_reason == "abort" or len(sequence.logprobs) == sequence.max_new
+    assert scheduler.blocks.n_available == n_blocks
+    assert scheduler.n_running == 0
+    assert sorted(scheduler._slots) == list(range(5))
+
+
+def arrive_unfinished(scheduler: Scheduler, plan: Plan) -> None:
+    """As `arrive`, for a step whose sequences may have been aborted meanwhile."""
+    sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
+    for sequence in sequences:
+        if sequence.finish_reason is None:
+            sequence.accept(7, -1.0, None)
+            scheduler.register(sequence, len(sequence.tokens) - 1)
+    scheduler.remove_finished()
