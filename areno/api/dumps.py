@@ -1,0 +1,74 @@
+"""Samples for people to read: a few in the log (ARENO_LOG_COMPLETIONS), all of a step in rollouts/<step>.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from areno.api.types import ScoredSample
+from areno.errors import ConfigError
+
+logger = logging.getLogger("areno.rollout")
+
+VARIABLE = "ARENO_LOG_COMPLETIONS"
+_SHOWN_CHARS = 1000
+
+
+def completions_to_log() -> int:
+    """How many samples of each step the environment asks to be logged. Raises ConfigError if that is no number."""
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal():
+        raise ConfigError(
+            f"the environment variable {VARIABLE} is {text!r}; expected how many samples to log for each step"
+        )
+    return int(text)
+
+
+def log_completions(samples: Sequence[ScoredSample], step: int) -> None:
+    """Log prompt, completion and reward of the first samples of a step, as many as ARENO_LOG_COMPLETIONS says."""
+    for number, sample in enumerate(samples[: completions_to_log()]):
+        outcome = sample.outcome
+        reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
+        logger.info(
+            "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s",
+            step, number, reward, sample.sequence.finish_reason, len(sample.sequence.resp_tokens),
+            _short(sample.item.text), _short(sample.completion),
+        )  # fmt: skip
+
+
+def dump_rollouts(folder: str | Path, step: int, samples: Sequence[ScoredSample]) -> Path:
+    """Write all samples of a step to <folder>/<step>.jsonl, one line each; a crash leaves no half file of that name."""
+    path = Path(folder) / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for sample in samples:
+            # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+            file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def _line(sample: ScoredSample) -> dict[str, object]:
+    return {
+        "row": sample.item.index,
+        "prompt": sample.item.text,
+        "completion": sample.completion,
+        "reward": sample.outcome.value,
+        "status": sample.outcome.status,
+        "message": sample.outcome.message,
+        "solutions": sample.item.solutions,
+        "prompt_tokens": len(sample.item.tokens),
+        "response_tokens": len(sample.sequence.resp_tokens),
+        "finish_reason": sample.sequence.finish_reason,
+    }
+
+
+def _short(text: str) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

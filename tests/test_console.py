@@ -1,0 +1,144 @@
+"""The console lines of a run, the progress display, and samples in logs and dumps."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+
+import pytest
+
+from areno.api import console
+from areno.api.dumps import dump_rollouts, log_completions
+from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
+from areno.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def own_logging():
+    """The handlers a test sets up are gone after it."""
+    logger = logging.getLogger("areno")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    for handler in set(logger.handlers) - set(before[0]):
+        handler.close()
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines(capsys, tmp_path):
+    console.setup_logging()
+    console.setup_logging(tmp_path / "logs/run.log")  # twice, but one line each
+    console.log_epoch(3, "start")
+    console.log_stage("rollout_start")
+    console.log_metric("reward_mean", 0.125)
+    console.log_train_stats({"loss": 0.0, "lr": 1e-06})
+    console.log_times(213.929721, 17.327612, 231.297132)
+    logging.getLogger("areno.data").warning("careful")
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+        "epoch=3 stage=epoch_start",
+        "role=policy stage=rollout_start",
+        "metric=reward_mean value=0.125000",
+        "train_stats={'loss': 0.0, 'lr': 1e-06}",
+        "time rollout=213.929721 train=17.327612 total=231.297132",
+        "warning: careful",
+    ]
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    assert (tmp_path / "logs/run.log").read_text().splitlines() == lines
+
+
+def test_progress_lines_are_rare_without_a_terminal(capsys, monkeypatch):
+    console.setup_logging()
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.Progress("rollout", total=32, interval_s=10.0) as progress:
+        for second in range(25):
+            now[0] = 100.0 + second
+            progress.update(second, tokens=50 * second, reward=0.5 if second > 15 else None)
+    lines = [line[9:] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [
+        "rollout progress: prompts=10/32 tokens_per_second=50.0",
+        "rollout progress: prompts=20/32 tokens_per_second=50.0 reward_mean=0.500000",
+    ]
+
+
+def test_progress_bar_on_a_terminal(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    console.setup_logging()
+    with console.Progress("rollout", total=4) as progress:
+        progress.update(2, tokens=100, reward=0.25)
+        console.log_metric("reward_mean", 1.0)
+        progress.update(4, tokens=200, reward=0.75)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "4/4" in shown
+    assert "reward 0.750" in shown
+    assert "tok/s" in shown
+    assert "metric=reward_mean value=1.000000" in shown
+    assert sys.stderr is screen
+
+
+def samples():
+    item = PromptItem(prompt="2+2?", text="<2+2?>", tokens=[1, 2, 3], solutions={"a", "4"} - {"a"}, index=17)
+    return [
+        ScoredSample(
+            item=item,
+            sequence=RolloutSequence(resp_tokens=[5, 6], resp_logprobs=[-0.1, -0.2]),
+            completion="four\n4 é",
+            outcome=RewardOutcome(1.0),
+        ),
+        ScoredSample(
+            item=item,
+            sequence=RolloutSequence(resp_tokens=[5], resp_logprobs=[-0.1], finish_reason="length"),
+            completion="x" * 5000,
+            outcome=RewardOutcome(None, "timeout", "no answer within 30 s"),
+        ),
+    ]
+
+
+def test_completions_in_the_log(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="areno")
+    monkeypatch.delenv("ARENO_LOG_COMPLETIONS", raising=False)
+    log_completions(samples(), step=3)
+    assert caplog.text == ""
+    monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "5")
+    log_completions(samples(), step=3)
+    assert [record.message.split(" finish")[0] for record in caplog.records] == [
+        "completion step=3 sample=0 reward=1",
+        "completion step=3 sample=1 reward=timeout",
+    ]
+    assert "reward=1 finish_reason=stop tokens=2\n  prompt: <2+2?>\n  completion: four\\n4" in caplog.records[0].message
+    assert len(caplog.records[1].message) < 1300
+    assert "5000 characters" in caplog.records[1].message
+    monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "many")
+    with pytest.raises(ConfigError, match="ARENO_LOG_COMPLETIONS is 'many'"):
+        log_completions(samples(), step=3)
+
+
+def test_rollout_dump(tmp_path):
+    path = dump_rollouts(tmp_path / "rollouts", 12, samples())
+    assert path == tmp_path / "rollouts/12.jsonl"
+    assert [p.name for p in path.parent.iterdir()] == ["12.jsonl"]
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert first == {
+        "row": 17,
+        "prompt": "<2+2?>",
+        "completion": "four\n4 é",
+        "reward": 1.0,
+        "status": "ok",
+        "message": "",
+        "solutions": "{'4'}",
+        "prompt_tokens": 3,
+        "response_tokens": 2,
+        "finish_reason": "stop",
+    }
+    assert (second["reward"], second["status"], second["finish_reason"]) == (None, "timeout", "length")
