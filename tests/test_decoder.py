@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.graphs import bucket_sizes
 from areno.engine.types import GenerationOutput, GenerationRequest, SamplingParams
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
@@ -22,12 +24,14 @@ from areno.models.weights import load_weights
 
 STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K-hf"
 VOCAB, EOS, CONTEXT = 40, 3, 96
+Outputs = dict[tuple[int, int], GenerationOutput]  # by request id and sample
+_folder = tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def tiny_folder() -> Path:
     """A model folder of transformers, with logits spread enough for stop tokens and ties to mean something."""
-    folder = Path(__import__("tempfile").mkdtemp())
+    folder = Path(_folder.name)
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=VOCAB,
@@ -75,8 +79,8 @@ def request(request_id: int, length: int = 9, n_samples: int = 1, **params) -> G
     )
 
 
-def run(decoder: Decoder) -> dict[tuple[int, int], GenerationOutput]:
-    outputs: dict[tuple[int, int], GenerationOutput] = {}
+def run(decoder: Decoder) -> Outputs:
+    outputs: Outputs = {}
     for _ in range(2000):
         for output in decoder.step():
             assert (output.request_id, output.sample) not in outputs
@@ -89,16 +93,14 @@ def run(decoder: Decoder) -> dict[tuple[int, int], GenerationOutput]:
     return outputs
 
 
-def generate(*requests: GenerationRequest, **settings) -> dict[tuple[int, int], GenerationOutput]:
+def generate(*requests: GenerationRequest, **settings) -> Outputs:
     decoder = make_decoder(**settings)
     for item in requests:
         decoder.submit(item)
     return run(decoder)
 
 
-def assert_same(
-    got: dict[tuple[int, int], GenerationOutput], expected: dict[tuple[int, int], GenerationOutput]
-) -> None:
+def assert_same(got: Outputs, expected: Outputs) -> None:
     assert got.keys() == expected.keys()
     for key, output in got.items():
         assert output.tokens == expected[key].tokens, key
@@ -130,7 +132,7 @@ MIXED = [
 
 
 @functools.cache
-def mixed_outputs() -> dict[tuple[int, int], GenerationOutput]:
+def mixed_outputs() -> Outputs:
     return generate(*MIXED)
 
 
@@ -156,6 +158,15 @@ def test_the_draw_is_the_inverse_of_the_distribution_at_the_seeded_number() -> N
         row.append(token)
 
 
+def test_truncation_to_one_token_is_greedy_for_those_that_ask_for_it() -> None:
+    best = generate(request(1, greedy=True))[1, 0].tokens
+    free = generate(request(1))[1, 0].tokens
+    assert best != free
+    for params in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 0.0}):
+        assert generate(request(1, **params), request(2))[1, 0].tokens == best
+    assert generate(request(1), request(2, top_k=1))[1, 0].tokens == free
+
+
 @pytest.mark.parametrize("name", ["tiny", "stories260K"])
 def test_greedy_is_that_of_transformers(name: str) -> None:
     folder = tiny_folder() if name == "tiny" else STORIES
@@ -164,9 +175,12 @@ def test_greedy_is_that_of_transformers(name: str) -> None:
     of = model(folder=folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     n_new = 40
-    prompts = [
-        [token % of.config.vocab_size for token in prompt(seed, length)] for seed, length in enumerate((1, 7, 16, 30))
-    ]
+    if name == "tiny":
+        prompts = [prompt(seed, length) for seed, length in enumerate((1, 7, 16, 30))]
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        texts = ["Once", "Once upon a time, there was a", "Tom and Lily saw a big dog. They", "The sun was hot"]
+        prompts = [tokenizer(text).input_ids for text in texts]
     decoder = make_decoder(of, eos_token_ids=[])
     for i, tokens in enumerate(prompts):
         params = SamplingParams(greedy=True, max_new_tokens=n_new)
@@ -195,7 +209,7 @@ def test_a_shared_prompt_is_as_good_as_separate_ones() -> None:
 
 
 def test_a_sample_does_not_depend_on_its_neighbours() -> None:
-    alone: dict[tuple[int, int], GenerationOutput] = {}
+    alone: Outputs = {}
     for item in MIXED:
         alone |= generate(item)
     assert_same(alone, mixed_outputs())
@@ -203,7 +217,7 @@ def test_a_sample_does_not_depend_on_its_neighbours() -> None:
 
 def test_joining_late_changes_nothing() -> None:
     decoder = make_decoder()
-    outputs: dict[tuple[int, int], GenerationOutput] = {}
+    outputs: Outputs = {}
     for item in MIXED:
         decoder.submit(item)
         for _ in range(3):
@@ -356,6 +370,13 @@ def test_abort_returns_what_was_drawn() -> None:
     assert outputs[3, 0].tokens == []
 
 
+def test_graph_sizes_reach_the_largest_batch_in_steps_that_waste_little() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(8) == [1, 2, 4, 8]
+    assert bucket_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert bucket_sizes(128) == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+
+
 def test_stats_count() -> None:
     decoder = make_decoder()
     decoder.submit(request(1, 9, n_samples=3))
@@ -453,9 +474,7 @@ def test_graphs_see_weights_that_were_updated_in_place() -> None:
     decoder.submit(request(1))
     (output,) = run(decoder).values()
     row = prompt(1, 9) + output.tokens
-    expected = (
-        forward_logits(row, of).log_softmax(-1)[8:-1].gather(1, torch.tensor(output.tokens, device="cuda")[:, None])
-    )
+    expected = forward_logits(row, of).cpu().log_softmax(-1)[8:-1].gather(1, torch.tensor(output.tokens)[:, None])
     assert output.logprobs == pytest.approx(expected.flatten().tolist(), abs=1e-3)
 
 

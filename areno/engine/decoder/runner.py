@@ -6,6 +6,7 @@ pinned memory behind an event, and the token that the next step needs stays on t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.paged import triton_kernel
 from areno.models.transformer import Transformer
+
+logger = logging.getLogger("areno")
 
 
 @dataclass(slots=True)
@@ -64,9 +67,11 @@ class Runner:
         self.last_token = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
         self.sampler = Sampler(n_slots, self.device)
         self.graphs: DecodeGraphs | None = None
-        # The plain torch form of paged attention needs the longest length on the host, which a graph cannot take.
-        if use_graphs and self.device.type == "cuda" and triton_kernel() is not None:
-            self.graphs = DecodeGraphs(self._decode, max_running, max_running, self.device)
+        if use_graphs and self.device.type == "cuda":
+            if triton_kernel() is None:  # the torch form of paged attention needs the longest length on the host
+                logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
+            else:
+                self.graphs = DecodeGraphs(self._decode, max_running, max_running, self.device)
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> list[Drawn]:

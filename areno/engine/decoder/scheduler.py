@@ -229,6 +229,7 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         for sequence in reversed(victims):
+            assert sequence.n_drawn == len(sequence.logprobs), "preempted with a token on its way"
             self._evict(sequence)
             self.waiting.appendleft(sequence)
         self.n_preemptions += len(victims)

@@ -90,7 +90,6 @@ class Sequence:
         self.n_uploaded = 0
         self.n_registered = 0
         self.entry = ROOT
-        self.n_drawn = len(self.logprobs)
 
     def output(self) -> GenerationOutput:
         """The finished sample."""
