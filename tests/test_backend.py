@@ -13,8 +13,10 @@ import torch
 from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import backend as backend_module
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.stats import over_steps
 from areno.engine.types import TrainSequence
 from areno.errors import DataError, EngineError
+from areno.kernels.attention import choose_backend
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -257,6 +259,14 @@ def test_metrics(make):
     assert 0 <= stats["grad_zero_frac"] < 0.5
 
 
+def test_several_steps_are_told_as_one():
+    steps = [
+        {"loss": 1.0, "ratio_max": 3.0, "lr": 0.2, "skipped_steps": 1.0},
+        {"loss": 2.0, "ratio_max": 2.0, "lr": 0.1, "skipped_steps": 1.0},
+    ]
+    assert over_steps(steps) == {"loss": 1.5, "ratio_max": 3.0, "lr": 0.1, "skipped_steps": 2.0}
+
+
 def test_nonfinite_step_is_skipped(make):
     backend, rows = make(), make_rows()
     backend.train(rows, sft_loss_fn, mb_spec=WHOLE)
@@ -299,6 +309,25 @@ def test_bf16_model_trains(make):
     assert stats["loss"] == pytest.approx(expected["loss"], rel=0.02)
     cosine = torch.nn.functional.cosine_similarity(gradient, exact, dim=0)
     assert cosine > 0.99
+    assert torch.equal(backend.flat.params, backend.flat.masters.bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [WHOLE, MicroBatchSpec(max_tokens_per_mb=40)])
+def test_cuda_agrees_with_cpu(folder, make, spec):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    reference, rows = make(), make_rows()
+    expected, exact = loss_and_gradient(reference, rows, grpo_loss_fn)
+    model = build_model(load_config(folder), dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for mine, other in zip(model.parameters(), make().model.parameters(), strict=True):
+            mine.copy_(other)
+    attn_backend = choose_backend("auto", "cuda", torch.bfloat16)
+    backend = TrainBackend(model, OPTIMIZER, attn_backend=attn_backend, recompute=True)
+    stats, gradient = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert stats["train_logprobs_mean"] == pytest.approx(expected["train_logprobs_mean"], rel=0.02)
+    assert torch.nn.functional.cosine_similarity(gradient.cpu(), exact, dim=0) > 0.98
     assert torch.equal(backend.flat.params, backend.flat.masters.bfloat16())
 
 

@@ -129,3 +129,21 @@ def test_divided_vocabulary_needs_its_size():
     hidden, weight, targets, _ = inputs()
     with pytest.raises(ValueError, match="vocab_size"):
         selected_logprobs(hidden, weight, targets, temperature=1.0, tp=ThreadRanks(0, 2, None))
+
+
+@pytest.mark.gpu
+def test_bf16_products_are_kept_in_fp32_on_cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    hidden, weight, targets, upstream = (x.cuda() for x in inputs(torch.bfloat16))
+    expected = plain(hidden, weight, targets, upstream, 0.6)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    buffer = torch.zeros(V, D, device="cuda")
+    logprobs, entropy = selected_logprobs(
+        hidden, weight, targets, temperature=0.6, chunk=9, vocab_size=V, weight_grad=buffer
+    )
+    (logprobs * upstream).sum().backward()
+    # Only gradients see bf16 rounding.
+    for got, want, tol in zip((logprobs, entropy, hidden.grad, buffer), expected, (1e-4, 1e-4, 0.1, 0.1), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)

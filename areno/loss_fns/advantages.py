@@ -47,7 +47,7 @@ def group_advantages(
     advantages_B = np.where(known_B, rewards_B, 0.0)
     for members in sets[mean_level]:
         if members.size:
-            advantages_B[members] = _centred(rewards_B[members])
+            advantages_B[members] -= rewards_B[members].mean()
     for members in sets[std_level]:
         if members.size:
             advantages_B[members] /= _std(rewards_B[members], std_unbiased) + eps
@@ -58,12 +58,6 @@ def group_advantages(
     return advantages_B
 
 
-def _centred(x: np.ndarray) -> np.ndarray:
-    """x - mean(x). The shift by the first value makes equal values exactly 0; the mean of eight 0.9 is not 0.9."""
-    shifted = x - x[0]
-    return shifted - shifted.mean()
-
-
 def _std(x: np.ndarray, unbiased: bool) -> float:
-    """Second pass over the deviations. One value has none: 0."""
-    return float(np.sqrt(np.square(_centred(x)).sum() / max(x.size - int(unbiased), 1)))
+    """In two passes, mean and then deviations, so that a large offset does not cancel the digits. One value has 0."""
+    return float(np.sqrt(np.square(x - x.mean()).sum() / max(x.size - int(unbiased), 1)))
