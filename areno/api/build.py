@@ -1,10 +1,11 @@
-"""From configuration to engine: devices found, paths resolved, everything checked against the model before it is loaded."""
+"""From configuration to engine: find devices, resolve paths, check it all against the model before that is loaded."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.paths import existing_path
 from areno.config.run import EngineConfig, GenerationConfig
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.engine.types import SamplingParams
@@ -29,28 +30,39 @@ def find_devices(engine: EngineConfig) -> list[str]:
     return [f"cuda:{index}" for index in range(wanted)]
 
 
-def engine_spec(config: ExperimentConfig) -> EngineSpec:
-    """The engine an experiment needs. Raises ConfigError naming every key that does not fit the model or the machine."""
+def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
+    """The engine an experiment needs, and the tokenizer. Nothing large is loaded yet.
+
+    Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
+    is no model.
+    """
     actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
     devices = find_devices(config.engine)
-    problems: list[Problem] = []
-    if len(devices) % config.engine.tp_size:
-        problems.append(
-            Problem("engine.tp_size", f"is {config.engine.tp_size}, which does not divide the {len(devices)} devices")
-        )
-    path = str(resolve(actor.path))
+    path = str(resolve(existing_path(actor.path) or actor.path))
     model = load_config(path)
-    problems += model_problems(config, model)
+    tokenizer_path = path
+    if config.tokenizer_path:
+        tokenizer_path = str(resolve(existing_path(config.tokenizer_path) or config.tokenizer_path))
+    tokenizer = load_tokenizer(tokenizer_path)
+    problems = [*device_problems(config.engine, devices), *model_problems(config, model)]
+    if len(tokenizer) > model.vocab_size:
+        problems.append(
+            Problem(
+                "tokenizer_path",
+                f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match",
+            )
+        )
     if problems:
         raise ConfigError(problems)
     ref_path = ""
     ref = getattr(config, "ref", None)
     if ref is not None:
-        ref_path = path if ref.path in (None, actor.path) else str(resolve(ref.path))
+        ref_path = path if ref.path in (None, actor.path) else str(resolve(existing_path(ref.path) or ref.path))
     dtype = actor.dtype
     if dtype == "auto":
         dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
-    return EngineSpec(
+    eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    spec = EngineSpec(
         model_path=path,
         devices=devices,
         tp_size=config.engine.tp_size,
@@ -62,8 +74,36 @@ def engine_spec(config: ExperimentConfig) -> EngineSpec:
         gradient_checkpointing=actor.gradient_checkpointing,
         optimizer=actor.optimizer,
         mb_spec=actor.mb_spec,
-        tokenizer_path=str(resolve(config.tokenizer_path)) if config.tokenizer_path else path,
+        tokenizer_path=tokenizer_path,
+        eos_token_ids=tuple(sorted(eos)),
+        context_len=model.max_position_embeddings,
     )
+    return spec, tokenizer
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the library raises whatever its parsers do
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(
+            [
+                Problem(
+                    "tokenizer_path",
+                    f"no tokenizer can be loaded from {folder}: {lines[0]}; set it to a folder that has one",
+                )
+            ]
+        ) from error
+
+
+def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
+    """What in the engine section does not fit the devices there are."""
+    if len(devices) % engine.tp_size:
+        return [Problem("engine.tp_size", f"is {engine.tp_size}, which does not divide the {len(devices)} devices")]
+    return []
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[Problem]:
@@ -89,13 +129,15 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[P
                 problems.append(
                     Problem(
                         f"{name}.max_new_tokens",
-                        f"is {gconfig.max_new_tokens}; the model's context of {context} tokens must hold a prompt beside it",
+                        f"is {gconfig.max_new_tokens}; the model's context of {context} tokens must also hold a prompt",
                     )
                 )
             for token in gconfig.stop_token_ids or []:
                 if not 0 <= token < model.vocab_size:
                     problems.append(
-                        Problem(f"{name}.stop_token_ids", f"holds {token}; the vocabulary has {model.vocab_size} tokens")
+                        Problem(
+                            f"{name}.stop_token_ids", f"holds {token}; the vocabulary has {model.vocab_size} tokens"
+                        )
                     )
     elif config.train_dataset.max_length > context:
         problems.append(
@@ -126,11 +168,13 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
 
 def rollout_spec(config: PolicyExperimentConfig, context_len: int) -> RolloutSpec:
     """One rollout phase that serves both training and evaluation, so that its cache and graphs can be kept."""
-    gconfigs = [config.gconfig] + ([config.eval_gconfig] if config.eval_gconfig else [])
+    uses = [(config.gconfig, config.train_dataset.max_length)]
+    if config.valid_dataset is not None:
+        uses.append((config.eval_gconfig or config.gconfig, config.valid_dataset.max_length))
     rollout = config.rollout
     max_len = max(
-        min(g.max_tokens or context_len, context_len, config.train_dataset.max_length + g.max_new_tokens)
-        for g in gconfigs
+        min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
+        for gconfig, max_prompt in uses
     )
     return RolloutSpec(
         max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from areno.loss_fns.advantages import group_advantages
 
 
 def sample_advantages(samples: Sequence[ScoredSample], norm: NormConfig) -> np.ndarray:
-    """One advantage for each sample, float64. A sample without a reward (timeout, error) gets 0 and is left out of its group."""
+    """One advantage for each sample, float64. One without a reward (timeout, error) gets 0 and is not in its group."""
     rewards = [np.nan if s.outcome.value is None else s.outcome.value for s in samples]
     groups = [id(s.item) for s in samples]  # a group is the samples of one PromptItem
     return group_advantages(
@@ -26,8 +26,8 @@ def sample_advantages(samples: Sequence[ScoredSample], norm: NormConfig) -> np.n
     )
 
 
-def policy_rows(samples: Sequence[ScoredSample], advantages: Sequence[float], eos_token_id: int) -> list[TrainSequence]:
-    """A row for each sample that has a reward: prompt masked, response trained with the sample's advantage on every token."""
+def policy_rows(samples: Sequence[ScoredSample], advantages: Iterable[float], eos_token_id: int) -> list[TrainSequence]:
+    """A row for each sample with a reward: prompt masked, its advantage on every token of the response."""
     rows = []
     for sample, advantage in zip(samples, advantages, strict=True):
         if sample.outcome.value is None:

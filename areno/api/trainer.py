@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from areno.errors import EngineError
 class Trainer:
     """Rollout, scoring, training and saving of one policy. Use as a context manager, or call close().
 
-    Construction starts the workers and loads the weights. Rollouts happen inside `with trainer.rollout_phase(...)`, which owns the
-    KV cache; training and scoring happen outside of it.
+    Construction starts the workers and loads the weights. Rollouts happen inside `with trainer.rollout_phase(...)`,
+    which owns the KV cache; training and scoring happen outside of it.
     """
 
-    def __init__(self, spec: EngineSpec, *, tokenizer: Any, workers: str = "auto"):
-        self.tokenizer = tokenizer
+    def __init__(self, spec: EngineSpec, *, workers: str = "auto"):
         self.engine = Engine(spec, workers)
         self.info = self.engine.info
         self._rolling_out = False
@@ -49,11 +47,13 @@ class Trainer:
     ) -> list[RolloutResult]:
         """Sample every prompt `n_samples` times; results in prompt order.
 
-        What is drawn depends on `seed`, the prompt's place in the list, the sample's number and the weights; not on batching.
-        Raises EngineError outside a rollout phase.
+        What is drawn depends on `seed`, the prompt's place in the list, the sample's number and the weights; not on
+        batching. Raises EngineError outside a rollout phase.
         """
         if not self._rolling_out:
-            raise EngineError("rollout_token_batch was called outside a rollout phase; wrap it in trainer.rollout_phase()")
+            raise EngineError(
+                "rollout_token_batch was called outside a rollout phase; wrap it in trainer.rollout_phase()"
+            )
         requests = [
             GenerationRequest(
                 request_id=index,
@@ -120,23 +120,3 @@ class Trainer:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class Stopwatch:
-    """Seconds by phase of one step, as time/* metrics want them."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())

@@ -1,7 +1,7 @@
-"""python -m areno.bench rollout|train|step: tokens per second, time by phase, agreement of log-probabilities, peak memory.
+"""python -m areno.bench rollout|train|step: tokens per second, time by phase, agreement of logprobs, peak memory.
 
-One engine does the work of a GSPO step on random prompts: sample, then one optimizer step on the samples. Medians of several repeats
-after a warm-up; `--json` prints one line for machines. On CPU only ratios within one call mean anything.
+One engine does the work of a GSPO step on random prompts: sample, then one optimizer step on the samples. Medians
+of several repeats after a warm-up; `--json` prints one line for machines. On CPU only ratios within one call mean anything.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _loss() -> Any:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     import torch
 
-    parser = argparse.ArgumentParser(prog="python -m areno.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m areno.bench", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("work", choices=["rollout", "train", "step"])
     parser.add_argument("--shape", default="qwen3-0.6b", help="a shape's name or a model folder")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areno.errors import ConfigError, Problem
 
-# name -> layers, hidden, intermediate, heads, kv heads, tied embeddings: config.json of the Qwen3 models on their hub pages
+# name -> layers, hidden, intermediate, heads, kv heads, tied embeddings: as in the config.json of the Qwen3 models
 _QWEN3 = {
     "qwen3-0.6b": (28, 1024, 3072, 16, 8, True),
     "qwen3-1.7b": (28, 2048, 6144, 16, 8, True),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from areno.engine.spec import EngineSpec
 from areno.layers.parallel import TensorParallel
 
-# Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long the driver takes.
+# Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long that takes.
 _FOREVER = timedelta(days=30)
 
 

@@ -35,7 +35,7 @@ def hidden_main() -> Iterator[None]:
 
 
 def settle_as_child() -> None:
-    """First call in a child: leave Ctrl-C to the driver, and end when the driver is gone, even in the middle of work."""
+    """First call in a child: leave Ctrl-C to the driver, and end when the driver is gone, even amid work."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -49,7 +49,7 @@ def settle_as_child() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle for a child that does not have the driver's `__main__`: functions of it, and local ones, travel by value."""
+    """Pickle for a child without the driver's `__main__`: functions of it, and local ones, travel by value."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()

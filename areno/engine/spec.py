@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
 
@@ -24,11 +25,13 @@ class EngineSpec:
     random_init: bool = False
     ref_path: str = ""
     seed: int = 1
-    attn_backend: str = "auto"
+    attn_backend: Literal["auto", "flash", "native"] = "auto"
     gradient_checkpointing: bool = True
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved
+    tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
+    eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
+    context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
 
     @property
     def world_size(self) -> int:
@@ -61,7 +64,6 @@ class EngineInfo:
     n_params: int
     context_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
     device: str
     dtype: str
     attn_backend: str

@@ -10,9 +10,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How tokens are drawn. Log-probabilities are always those of softmax(logits / temperature), before top-k and top-p.
+    """How tokens are drawn. Log-probabilities are those of softmax(logits / temperature), before top-k and top-p.
 
-    greedy: take the most likely token; its log-probability is that of temperature 1 unless `temperature` says otherwise.
+    greedy: take the most likely token; its log-probability is at temperature 1 unless `temperature` says otherwise.
     top_k: -1 keeps every token. top_p: in (0, 1]. stop: strings that end a completion (kept in it).
     max_context_len: cap on prompt plus completion, in tokens; None is the model's own limit.
     max_prompt_len: prompts longer than this many tokens are refused.
@@ -49,7 +49,7 @@ class GenerationRequest:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationOutput:
-    """One finished sample of a request. `tokens` are the completion only and include the stop token, if one was drawn."""
+    """One finished sample of a request. `tokens` are the completion only, with the stop token if one was drawn."""
 
     request_id: int
     sample: int

@@ -80,7 +80,6 @@ class Worker:
             n_params=sum(p.numel() for p in self.actor.parameters()),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
-            eos_token_ids=tuple(config.eos_token_ids),
             device=str(self.place.device),
             dtype=self.spec.dtype,
             attn_backend=self.attn_backend,
@@ -102,7 +101,7 @@ class Worker:
             block_size=KV_BLOCK,
             max_running=max_running,
             max_prefill_tokens=spec.max_prefill_tokens,
-            eos_token_ids=self.actor.config.eos_token_ids,
+            eos_token_ids={*self.actor.config.eos_token_ids, *self.spec.eos_token_ids},
             use_graphs=self.place.device.type == "cuda" and not spec.eager_decode,
             attn_backend=self.attn_backend,
             detokenize=self._detokenize,
@@ -122,8 +121,8 @@ class Worker:
         affordable = int(_free_bytes(self.place.device) * spec.mem_fraction) // block_bytes
         if affordable < per_sequence + 1:
             raise EngineError(
-                f"the KV cache has room for {max(affordable, 0) * KV_BLOCK} tokens, one sequence may need {spec.max_len}: lower "
-                "gconfig.max_new_tokens or train_dataset.max_length, or raise rollout.mem_fraction"
+                f"the KV cache has room for {max(affordable, 0) * KV_BLOCK} tokens, one sequence may need "
+                f"{spec.max_len}: lower gconfig.max_new_tokens or train_dataset.max_length, or raise rollout.mem_fraction"
             )
         fewest = torch.tensor([min(blocks, affordable)], device=self.place.device)
         return int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
@@ -190,7 +189,8 @@ class Worker:
     def save(self, folder: str) -> None:
         """Write the actor as a Hugging Face folder (every rank of the first model copy takes part)."""
         if self.place.dp.rank == 0:
-            save_weights(self.actor, Path(folder), source=Path(self.spec.tokenizer_path or self.spec.model_path))
+            sources = [path for path in (self.spec.tokenizer_path, self.spec.model_path) if path]
+            save_weights(self.actor, Path(folder), source=sources)
 
     def memory(self) -> dict[str, float]:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""

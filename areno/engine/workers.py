@@ -1,8 +1,8 @@
 """The only place that starts processes, sends them commands and ends them.
 
-Two forms with one face: `InlineGroup` keeps the one worker in the driver (a CPU device: quick to start, easy to debug),
-`SpawnedGroup` starts a process for each device. A command goes to the leader of every tensor-parallel group, which hands it to
-its peers; requests may be sent while workers decode, and finished samples come back as they finish.
+Two forms with one face: `InlineGroup` keeps the one worker in the driver (a CPU device: quick to start, easy to
+debug), `SpawnedGroup` starts a process for each device. A command goes to the leader of every tensor-parallel group,
+which hands it to its peers; requests may be sent while workers decode, and finished samples come back as they finish.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class SpawnedGroup:
             payload = dumps(command)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise EngineError(
-                f"an argument of {command.method} cannot be sent to a worker process ({error}); bind plain values to a loss function "
-                "with functools.partial, or use engine.workers=inline"
+                f"an argument of {command.method} cannot be sent to a worker process ({error}); bind plain values to a "
+                "loss function with functools.partial, or use engine.workers=inline"
             ) from None
         try:
             self._pipes[rank].send_bytes(payload)
@@ -247,7 +247,9 @@ class SpawnedGroup:
         code = process.exitcode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            how = f"was killed by {name}" + (" (perhaps by the system, for lack of memory)" if name == "SIGKILL" else "")
+            how = f"was killed by {name}" + (
+                " (perhaps by the system, for lack of memory)" if name == "SIGKILL" else ""
+            )
         else:
             how = f"ended with exit code {code}"
         raise EngineError(f"worker {rank} ({self._spec.devices[rank]}) {how}; the run cannot go on")
@@ -341,4 +343,3 @@ def start_workers(spec: EngineSpec, mode: str) -> WorkerGroup:
     if mode == "spawn" or not inline_possible:
         return SpawnedGroup(spec)
     return InlineGroup(spec)
-

@@ -1,9 +1,11 @@
 """Addition with a carry, made from a seed: what the quickstart trains on and is tested with.
 
-Every problem adds two numbers below 100 whose units carry, such as 27+35. One pair in ten is held out for the split "test".
+Every problem adds two numbers below 100 whose units carry, such as 27+35. One pair in ten is held out for the split
+"test".
 
-`sloppy_demonstrations` are what the little base model learned from: in six of ten the carry is forgotten (27+35=52). So the base model
-knows two ways to add and prefers the wrong one. The reward tells them apart; reinforcement learning picks the right one.
+`sloppy_demonstrations` are what the little base model learned from: in six of ten the carry is forgotten (27+35=52). So
+the base model knows two ways to add and prefers the wrong one. The reward tells them apart; reinforcement learning
+picks the right one.
 """
 
 import random

@@ -1,0 +1,155 @@
+"""What every loop does around its algorithm: count steps, log, record metrics, save, know when to evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.api.batches import BatchLoader
+from areno.api.console import Progress, log_epoch, log_metric, log_times, log_train_stats, setup_logging
+from areno.api.metrics import MetricsRecorder, with_prefix
+from areno.api.saver import Saver, Trigger
+from areno.api.types import Batch
+from areno.config.experiments import ExperimentConfig
+from areno.engine.spec import RolloutStats
+from areno.engine.types import GenerationOutput
+
+logger = logging.getLogger("areno")
+
+
+class Stopwatch:
+    """Seconds by phase of one step, as the time/* metrics want them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Run:
+    """The bookkeeping of one run in its folder: logs/, tensorboard/, rollouts/, checkpoints/."""
+
+    def __init__(self, config: ExperimentConfig, run_dir: Path):
+        self.config, self.folder = config, run_dir
+        self.saver = Saver(config.saver, run_dir / "checkpoints")
+        self.saver.check_writable()
+        setup_logging(run_dir / "logs" / "run.log")
+        tensorboard = config.stats_logger.tensorboard.path or run_dir / "tensorboard"
+        self.recorder = MetricsRecorder(tensorboard, run_dir / "logs" / "metrics.jsonl")
+        self.evaluator = Trigger(config.evaluator)
+        self.step = 0  # of the batch under way; counts from 1
+        self.evaluated_step: int | None = None
+        self._epoch_ended = False
+
+    def steps(self, loader: BatchLoader[Any]) -> Iterator[tuple[int, Batch[Any]]]:
+        """(step, batch) until the run has had its epochs, steps or rows."""
+        config = self.config
+        rows_left = config.total_train_n_seqs
+        for epoch in range(config.total_train_epochs):
+            log_epoch(epoch, "start")
+            batches = loader.batches()
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)  # known one ahead, so that the last step of an epoch knows that it is
+                self._epoch_ended = following is None
+                self.step += 1
+                yield self.step, batch
+                if rows_left is not None:
+                    rows_left -= len(batch) * self._samples_per_item
+                if self.step == config.total_train_steps or (rows_left is not None and rows_left <= 0):
+                    log_epoch(epoch, "end")
+                    return
+                batch = following
+            log_epoch(epoch, "end")
+
+    @property
+    def _samples_per_item(self) -> int:
+        gconfig = getattr(self.config, "gconfig", None)
+        return 1 if gconfig is None else gconfig.n_samples
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Record scalars named <namespace>/<name> at the current step."""
+        self.recorder.record(self.step, scalars)
+
+    def log_step(self, stats: Mapping[str, float], watch: Stopwatch, headline: Mapping[str, float]) -> None:
+        """Console lines and metrics at the end of a step. `headline`: what the one-line summary shows."""
+        seconds = watch.seconds
+        rollout, train = seconds.get("rollout", 0.0), seconds.get("train", 0.0)
+        stats = {**stats, "step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": watch.total}
+        log_train_stats({name: round(value, 8) for name, value in stats.items()})
+        log_times(rollout, train, watch.total)
+        total = f"/{self.config.total_train_steps}" if self.config.total_train_steps else ""
+        shown = " ".join(f"{name}={value:.4g}" for name, value in headline.items())
+        logger.info("step=%d%s %s seconds=%.2f", self.step, total, shown, watch.total)
+        self.log({**with_prefix("train", stats), **with_prefix("time", {**seconds, "step": watch.total})})
+
+    def save_if_due(self, write: Callable[[Path], object]) -> None:
+        """A checkpoint, if the saver's frequency says so after this step."""
+        if self.saver.due(self.step, self._epoch_ended):
+            self.saver.save(write, self.step)
+
+    def save_at_end(self, write: Callable[[Path], object]) -> None:
+        """The checkpoint of the last step, unless it is there already."""
+        if self.saver.saved_step != self.step:
+            self.saver.save(write, self.step)
+
+    def evaluation_is_due(self) -> bool:
+        """Whether the evaluator's frequency asks for one after this step. To be asked once a step."""
+        return self.evaluator.due(self.step, self._epoch_ended)
+
+    def log_evaluation(self, scalars: Mapping[str, float], shown: Sequence[str]) -> None:
+        """Record eval/* scalars and say those in `shown`."""
+        for name in shown:
+            log_metric(f"eval_{name}", scalars[name])
+        self.log(with_prefix("eval", scalars))
+        self.evaluated_step = self.step
+
+    def close(self) -> None:
+        """Close the metric files."""
+        self.recorder.close()
+
+
+class RolloutProgress:
+    """Follows one rollout: a progress bar or lines for people, decode progress of each data-parallel rank for logs."""
+
+    def __init__(self, title: str, n_prompts: int, n_samples: int, dp_size: int, interval_s: float = 10.0):
+        self.bar = Progress(title, n_prompts, interval_s)
+        self.n_samples, self.dp_size, self.interval_s = n_samples, dp_size, interval_s
+        self._samples = self._tokens = 0
+        self._since = time.monotonic()
+        self._before = [RolloutStats()] * dp_size
+
+    def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+        self._samples += len(outputs)
+        self._tokens += sum(len(output.tokens) for output in outputs)
+        self.bar.update(self._samples // self.n_samples, self._tokens)
+        now = time.monotonic()
+        if now - self._since < self.interval_s:
+            return
+        for rank, (new, old) in enumerate(zip(stats, self._before, strict=True)):
+            logger.info(
+                "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
+                rank, self.dp_size, new.running, new.graph_replays > old.graph_replays,
+                (new.generated_tokens - old.generated_tokens) / (now - self._since),
+            )  # fmt: skip
+        self._before, self._since = list(stats), now
+
+    def __enter__(self) -> RolloutProgress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.bar.__exit__(*exc)
