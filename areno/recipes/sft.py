@@ -1,3 +1,10 @@
+"""SFT: supervised fine-tuning on {prompt, response} or {messages} rows.
+
+    python -m areno.recipes.sft --config-name=quickstart_base actor.path=<model folder>
+
+The loss is the negative log-likelihood of response tokens (of assistant turns), mean over all of them in the step.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +16,11 @@ DEFAULT = "quickstart_base"
 
 
 def main(config: SFTConfig, run_dir: Path) -> float:
-    raise NotImplementedError
+    """Run one experiment; the loss on valid_dataset or, without one, the training loss of the last step."""
+    from areno.api.trainers.sft import SFTTrainer
+
+    with SFTTrainer(config, run_dir) as trainer:
+        return trainer.fit()
 
 
 if __name__ == "__main__":

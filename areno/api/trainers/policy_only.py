@@ -28,8 +28,8 @@ class PolicyOnlyTrainer:
     """Trains a policy from rewards, without a critic.
 
     config: the experiment. loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns. run_dir: where logs,
-    rollouts and checkpoints go. Construction checks what can be checked, starts the reward processes and loads the model.
-    Use as a context manager, or call close().
+    rollouts and checkpoints go. Construction checks what can be checked, starts the reward processes and loads the
+    model. Use as a context manager, or call close().
     """
 
     def __init__(self, config: PolicyExperimentConfig, loss_fn: Any, run_dir: Path):
