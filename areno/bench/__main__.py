@@ -1,7 +1,8 @@
 """python -m areno.bench rollout|train|step: tokens per second, time by phase, agreement of logprobs, peak memory.
 
 One engine does the work of a GSPO step on random prompts: sample, then one optimizer step on the samples. Medians
-of several repeats after a warm-up; `--json` prints one line for machines. On CPU only ratios within one call mean anything.
+of several repeats after a warm-up; `--json` prints one line for machines. On CPU only ratios within one call mean
+anything.
 """
 
 from __future__ import annotations
