@@ -107,6 +107,8 @@ def save_weights(
         with _written_by_rank_0(model, folder) as writes:
             if writes:
                 save_file(tensors, folder / name, metadata={"format": "pt"})
+                # safetensors makes its files readable by their owner only; give them what config.json got
+                (folder / name).chmod((folder / "config.json").stat().st_mode & 0o777)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
