@@ -20,7 +20,7 @@ class DatasetConfig(Section):
     )
     loader: str | None = knob(
         None,
-        help="file.py[:function] that turns raw rows into the algorithm's rows (default function: load_dataset)",
+        help="file.py[:function]; load_dataset(path, split) returns the rows",
         flag="--dataset-loader-fn",
     )
     split: str = knob("train", help="split, where the source has several")
@@ -88,7 +88,7 @@ class RolloutConfig(Section):
     )
     max_prefill_tokens: int = knob(8192, help="prompt tokens in one forward pass; longer prompts go in pieces", gt=0)
     mem_fraction: float = knob(
-        0.85, help="share of the memory free after loading that the KV cache may take (CUDA)", gt=0, lt=1
+        0.6, help="share of the memory free after loading that the KV cache may take (CUDA)", gt=0, lt=1
     )
     max_kv_tokens: int | None = knob(
         None, help="size of the KV cache in tokens; null = what is needed, within mem_fraction", gt=0
