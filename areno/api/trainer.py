@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.engine.types import GenerationRequest, SamplingParams, TrainSequence
 from areno.errors import EngineError
+from areno.kernels.attention import BACKENDS
+
+logger = logging.getLogger("areno")
 
 
 class Trainer:
@@ -24,7 +28,11 @@ class Trainer:
 
     def __init__(self, spec: EngineSpec, *, workers: str = "auto"):
         self.engine = Engine(spec, workers)
-        self.info = self.engine.info
+        self.info = info = self.engine.info
+        logger.info(
+            "model: %.1fM parameters, %s on %s, attention by %s", info.n_params * spec.tp_size / 1e6, info.dtype,
+            ", ".join(spec.devices), BACKENDS[info.attn_backend],
+        )  # fmt: skip
         self._rolling_out = False
 
     @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import logging
 from typing import Any, Literal
 
 import torch
@@ -18,15 +17,14 @@ from torch.nn import functional as F
 
 from areno.errors import ConfigError, Problem
 
-logger = logging.getLogger("areno")
-
+BACKENDS = {"flash": "flash-attn", "varlen": "torch varlen_attn", "sdpa": "torch scaled_dot_product_attention"}
 SHORT_ROW = 64  # tokens; below this a kernel launch costs more than the padding it saves
 
 
 def choose_backend(
     requested: Literal["auto", "flash", "native"], device: torch.device | str, dtype: torch.dtype
 ) -> str:
-    """The kernel for this device and dtype: "flash", "varlen" or "sdpa". The choice is logged once.
+    """The kernel for this device and dtype: one of BACKENDS.
 
     ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
@@ -38,19 +36,10 @@ def choose_backend(
         message = f"is flash, but {lack}; use auto or native, or `pip install flash-attn` on a CUDA machine"
         raise ConfigError([Problem("engine.attn_backend", message)])
     if has_flash and requested != "native":
-        backend = "flash"
-    elif half_on_cuda and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        backend = "varlen"
-    else:
-        backend = "sdpa"
-    _log_choice(backend, device.type, dtype)
-    return backend
-
-
-@functools.cache
-def _log_choice(backend: str, device_type: str, dtype: torch.dtype) -> None:
-    names = {"flash": "flash-attn", "varlen": "torch varlen_attn", "sdpa": "torch scaled_dot_product_attention"}
-    logger.info("attention: %s (%s on %s)", names[backend], str(dtype).removeprefix("torch."), device_type)
+        return "flash"
+    if half_on_cuda and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        return "varlen"
+    return "sdpa"
 
 
 def varlen_attention(
