@@ -50,6 +50,7 @@ class Run:
         tensorboard = config.stats_logger.tensorboard.path or run_dir / "tensorboard"
         self.recorder = MetricsRecorder(tensorboard, run_dir / "logs" / "metrics.jsonl")
         self.evaluator = Trigger(config.evaluator)
+        self._started = time.monotonic()
         self.step = 0  # of the batch under way; counts from 1
         self.evaluated_step: int | None = None
         self._epoch_ended = False
@@ -116,6 +117,12 @@ class Run:
             log_metric(f"eval_{name}", scalars[name])
         self.log(with_prefix("eval", scalars))
         self.evaluated_step = self.step
+
+    def log_end(self, **changes: tuple[float, float]) -> None:
+        """The run in one line: each named value at its start and at its end."""
+        shown = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in changes.items())
+        seconds = time.monotonic() - self._started
+        logger.info("done: %d steps in %.0f s; %s; files in %s", self.step, seconds, shown, self.folder)
 
     def close(self) -> None:
         """Close the metric files."""

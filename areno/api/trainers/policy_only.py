@@ -37,7 +37,8 @@ class PolicyOnlyTrainer:
         completions_to_log()  # a mistyped variable should not end a run after its first rollout
         spec, self.tokenizer = open_model(config)
         self.rollout_spec, self.context_len = rollout_spec(config, spec.context_len), spec.context_len
-        self.eval_gconfig, self.accuracy = config.eval_gconfig or config.gconfig, float("nan")
+        self.eval_gconfig = config.eval_gconfig or config.gconfig
+        self.accuracies: list[float] = []  # of each evaluation so far
         self.loader = self._loader(config.train_dataset, "train_dataset", config.gconfig, "gconfig")
         self.valid_loader = None
         if config.valid_dataset is not None:
@@ -96,11 +97,15 @@ class PolicyOnlyTrainer:
                 self.evaluate()
 
         run.save_at_end(trainer.save_checkpoint)
-        if self.valid_loader is None:
-            return float(np.mean(mean_rewards[-5:]))
-        if run.evaluated_step != run.step:
-            self.evaluate()
-        return self.accuracy
+        reward = float(np.mean(mean_rewards[-5:]))
+        changes = {"reward_mean": (mean_rewards[0], reward)}
+        if self.valid_loader is not None:
+            if run.evaluated_step != run.step:
+                self.evaluate()
+            if len(self.accuracies) > 1:
+                changes["eval_accuracy"] = (self.accuracies[0], self.accuracies[-1])
+        run.log_end(**changes)
+        return self.accuracies[-1] if self.accuracies else reward
 
     def sample(
         self, items: Sequence[PromptItem], gconfig: GenerationConfig, seed: int, title: str
@@ -151,7 +156,7 @@ class PolicyOnlyTrainer:
         kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
         scalars = {name: metrics[f"rollout/{name}"] for name in kept}
         self.run.log_evaluation(scalars, ("accuracy", "rewards_mean"))
-        self.accuracy = scalars["accuracy"]
+        self.accuracies.append(scalars["accuracy"])
         return scalars
 
     def close(self) -> None:

@@ -29,14 +29,14 @@ class SFTTrainer:
 
         self.loader = loader(config.train_dataset, "train_dataset")
         self.valid_loader = loader(config.valid_dataset, "valid_dataset") if config.valid_dataset else None
-        self.eval_loss = float("nan")
+        self.eval_losses: list[float] = []  # of each evaluation so far
         self.run = Run(config, run_dir)
         self.trainer = Trainer(spec, workers=config.engine.workers)
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         config, run, trainer = self.config, self.run, self.trainer
-        loss = float("nan")
+        losses: list[float] = []
         if self.valid_loader is not None and config.evaluator.eval_before_train:
             self.evaluate()
         for step, batch in run.steps(self.loader):
@@ -51,16 +51,21 @@ class SFTTrainer:
                 )
                 log_stage("train_end")
             stats["tokens_per_second"] = sum(len(row.tokens or []) for row in batch.items) / watch.seconds["train"]
-            loss = stats["loss"]
+            losses.append(stats["loss"])
             run.log({"rollout/skipped_long": batch.skipped_long})
-            run.log_step(stats, watch, {"loss": loss, "lr": stats["lr"]})
+            run.log_step(stats, watch, {"loss": losses[-1], "lr": stats["lr"]})
             run.save_if_due(trainer.save_checkpoint)
             if run.evaluation_is_due() and self.valid_loader is not None:
                 self.evaluate()
         run.save_at_end(trainer.save_checkpoint)
-        if self.valid_loader is None:
-            return loss
-        return self.evaluate() if run.evaluated_step != run.step else self.eval_loss
+        changes = {"loss": (losses[0], losses[-1])}
+        if self.valid_loader is not None:
+            if run.evaluated_step != run.step:
+                self.evaluate()
+            if len(self.eval_losses) > 1:
+                changes["eval_loss"] = (self.eval_losses[0], self.eval_losses[-1])
+        run.log_end(**changes)
+        return self.eval_losses[-1] if self.eval_losses else losses[-1]
 
     def evaluate(self) -> float:
         """Mean negative log-likelihood of the response tokens of valid_dataset."""
@@ -72,9 +77,10 @@ class SFTTrainer:
                 trained = [lp for lp, masked in zip(logprobs, row.prompt_mask or [], strict=True) if not masked]
                 total -= sum(trained)
                 count += len(trained)
-        self.eval_loss = total / max(count, 1)
-        self.run.log_evaluation({"loss": self.eval_loss}, ("loss",))
-        return self.eval_loss
+        loss = total / max(count, 1)
+        self.run.log_evaluation({"loss": loss}, ("loss",))
+        self.eval_losses.append(loss)
+        return loss
 
     def close(self) -> None:
         """End the workers, close the logs."""
