@@ -9,7 +9,7 @@ lint:
 	$(PYTHON) -m ruff format --check .
 
 types:
-	$(PYTHON) -m pyright
+	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 test:
 	$(PYTHON) -m pytest
