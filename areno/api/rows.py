@@ -44,3 +44,22 @@ def policy_rows(samples: Sequence[ScoredSample], advantages: Iterable[float], eo
             )
         )
     return rows
+
+
+def replace_logprobs(rows: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Give rows the log-probabilities of a forward pass in place of the rollout's; 0.0 stays where nothing is trained.
+
+    Returns how far the two were apart, under the names that the train backend uses for its own comparison.
+    """
+    diffs = []
+    for row, recomputed in zip(rows, logprobs, strict=True):
+        trained = ~np.asarray(row.prompt_mask, dtype=bool)
+        new = np.where(trained, np.asarray(recomputed), 0.0)
+        diffs.append((np.asarray(row.logprobs) - new)[trained])
+        row.logprobs = new.tolist()
+    diff = np.concatenate(diffs) if diffs else np.zeros(1)
+    return {
+        "logp_diff_mean": float(diff.mean()),
+        "logp_abs_diff_mean": float(np.abs(diff).mean()),
+        "logp_abs_diff_max": float(np.abs(diff).max()),
+    }

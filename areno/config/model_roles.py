@@ -98,6 +98,11 @@ class PolicyConfig(ModelConfig):
     c_clip: float | None = knob(
         None, help="dual clip (1912.09729): bound on the loss of negative advantages, > 1", gt=1, flag="--clip-ratio-c"
     )
+    recompute_logprob: bool = knob(
+        False,
+        help="take the ratio against log-probabilities recomputed by the training forward pass, not the rollout's: one "
+        "more forward pass, and bf16 noise between the two no longer reaches the ratio clip (it matters for GSPO)",
+    )
     kl_ctl: float = knob(0.0, help="coefficient of the KL loss to ref; 0 = off", ge=0, flag="--kl-loss-coef")
     kl_estimator: Literal["k3"] = knob("k3", help="estimator of the KL loss (2402.03300 eq. 4)", flag="--kl-loss-type")
     adv_norm: NormConfig = knob(factory=NormConfig, help="reward to advantage")

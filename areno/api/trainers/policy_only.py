@@ -16,7 +16,7 @@ from areno.api.dumps import completions_to_log, dump_rollouts, log_completions
 from areno.api.loop import RolloutProgress, Run, Stopwatch
 from areno.api.metrics import rollout_metrics
 from areno.api.rewards import RewardPool
-from areno.api.rows import policy_rows, sample_advantages
+from areno.api.rows import policy_rows, replace_logprobs, sample_advantages
 from areno.api.trainer import Trainer
 from areno.api.types import PromptItem, RewardRecord, RolloutResult, ScoredSample
 from areno.config.experiments import PolicyExperimentConfig
@@ -74,9 +74,14 @@ class PolicyOnlyTrainer:
             with watch.phase("advantage"):
                 advantages = sample_advantages(samples, config.actor.adv_norm)
                 rows = policy_rows(samples, advantages, self.tokenizer.eos_token_id or 0)
+            agreement: dict[str, float] = {}
+            if config.actor.recompute_logprob:
+                with watch.phase("recompute"):
+                    agreement = replace_logprobs(rows, self._logprobs("actor", rows))
             if config.actor.kl_ctl > 0:
                 with watch.phase("ref"):
-                    self._add_ref_logprobs(rows)
+                    for row, logprobs in zip(rows, self._logprobs("ref", rows), strict=True):
+                        row.ref_logprobs = logprobs
             rollout = self._log_rollout(samples, advantages, batch.skipped_long, watch)
             with watch.phase("train"):
                 log_stage("train_start")
@@ -89,6 +94,7 @@ class PolicyOnlyTrainer:
                     seed=seed,
                 )
                 log_stage("train_end")
+            stats.update(agreement)
             stats["tokens_per_second"] = sum(len(row.tokens or []) for row in rows) / watch.seconds["train"]
             mean_rewards.append(rollout["rollout/rewards_mean"])
             run.log_step(stats, watch, {"reward_mean": mean_rewards[-1], "response_len": stats["response_len"]})
@@ -186,12 +192,9 @@ class PolicyOnlyTrainer:
             key=key,
         )
 
-    def _add_ref_logprobs(self, rows: Sequence[TrainSequence]) -> None:
+    def _logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
         assert self.trainer is not None
-        token_rows = [row.tokens or [] for row in rows]
-        scored = self.trainer.score_logprobs("ref", token_rows, self.config.gconfig.temperature)
-        for row, logprobs in zip(rows, scored, strict=True):
-            row.ref_logprobs = logprobs
+        return self.trainer.score_logprobs(role, [row.tokens or [] for row in rows], self.config.gconfig.temperature)
 
     def _log_rollout(
         self, samples: list[ScoredSample], advantages: np.ndarray, skipped_long: int, watch: Stopwatch
