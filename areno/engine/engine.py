@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from areno.config.model_roles import MicroBatchSpec
+from areno.engine.limits import RequestLimits
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
 from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
 from areno.engine.workers import start_workers
@@ -22,7 +23,7 @@ class Engine:
         self.spec = spec
         self._workers = start_workers(spec, workers)
         self.info: EngineInfo = self._workers.call("info")[0]
-        self._rolling_out = False
+        self._limits: RequestLimits | None = None  # None outside a rollout phase
         self._load = [0] * spec.dp_size  # samples under way on each data-parallel rank
         self._rank_of: dict[int, int] = {}
         self._missing: dict[int, int] = {}  # request id -> samples still to come
@@ -31,26 +32,33 @@ class Engine:
 
     def begin_rollout(self, spec: RolloutSpec) -> None:
         """Enter the rollout phase: requests may be submitted from now on."""
-        self._workers.call("begin_rollout", spec)
-        self._rolling_out = True
+        limits = self._workers.call("begin_rollout", spec)
+        self._limits = min(limits, key=lambda of_rank: of_rank.kv_tokens)
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Requests under way are aborted; `drop` frees KV cache and graphs."""
-        for request_id in list(self._missing):
-            self.abort(request_id)
-        while self._missing:
-            self.poll(1.0)
+        """Leave the rollout phase. Requests under way are dropped; `drop` frees KV cache and graphs, too."""
+        self._limits = None
         self._workers.call("end_rollout", drop)
-        self._rolling_out = False
+        self._workers.poll(0.0)  # what finished before the workers stopped
+        self._load = [0] * self.spec.dp_size
+        self._rank_of.clear()
+        self._missing.clear()
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests, each on the rank with the fewest samples under way. They join the running batch."""
-        if not self._rolling_out:
+        """Queue requests, each on the rank with the fewest samples under way. They join the running batch.
+
+        EngineError where one of them cannot be served; then none is queued.
+        """
+        if self._limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
+        requests, ids = list(requests), set(self._missing)
+        for request in requests:
+            if request.request_id in ids:
+                raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
+            ids.add(request.request_id)
+            self._limits.max_new(request)
         batches: list[list[GenerationRequest]] = [[] for _ in self._load]
         for request in requests:
-            if request.request_id in self._missing:
-                raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
             rank = self._load.index(min(self._load))
             self._load[rank] += request.n_samples
             self._rank_of[request.request_id] = rank
@@ -110,6 +118,8 @@ class Engine:
         """Optimizer steps on `rows`; see TrainBackend.train. Returns the step's statistics."""
         if self.spec.optimizer is None:
             raise EngineError("this engine was built without an optimizer and cannot train")
+        if self._limits is not None:
+            raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         started = time.perf_counter()
         stats = self._workers.call(
             "train",

@@ -49,7 +49,7 @@ def settle_as_child() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle for a child without the driver's `__main__`: functions of it, and local ones, travel by value."""
+    """Pickle for a child without the driver's `__main__`: what is defined there, or locally, travels by value."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -57,7 +57,7 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
+        if isinstance(obj, (FunctionType, type)) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
             import dill
 
             return dill.loads, (dill.dumps(obj, recurse=True),)

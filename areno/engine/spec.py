@@ -70,13 +70,24 @@ class EngineInfo:
     memory_gib: float
 
 
-@dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:
-    """Counters of one data-parallel rank since its rollout phase began."""
+    """What the decoder of one data-parallel rank does now (running, waiting: samples) and has done so far."""
 
     running: int = 0
     waiting: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    cached_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0  # needed no prefill, since their blocks were found
     graph_replays: int = 0
+
+    def since(self, before: RolloutStats) -> RolloutStats:
+        """The same, with what was done before taken off."""
+        return RolloutStats(
+            running=self.running,
+            waiting=self.waiting,
+            generated_tokens=self.generated_tokens - before.generated_tokens,
+            preemptions=self.preemptions - before.preemptions,
+            cached_prompt_tokens=self.cached_prompt_tokens - before.cached_prompt_tokens,
+            graph_replays=self.graph_replays - before.graph_replays,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from areno.config.model_roles import MicroBatchSpec
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.limits import RequestLimits
 from areno.engine.parallel import Place
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
 from areno.engine.train.backend import LossFn, TrainBackend
@@ -20,7 +21,7 @@ from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, save_weights
+from areno.models.weights import checkpoint_table, load_weights, save_weights
 
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
 
@@ -45,6 +46,7 @@ class Worker:
             self.backends["ref"] = self._reference()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
+        self._stats_before = RolloutStats()  # of the decoder, in earlier rollout phases
         self._tokenizer: Any = None
 
     def _load(self, path: str, *, random_init: bool) -> Transformer:
@@ -77,7 +79,7 @@ class Worker:
         """What was loaded."""
         config = self.actor.config
         return EngineInfo(
-            n_params=sum(p.numel() for p in self.actor.parameters()),
+            n_params=sum(math.prod(entry.part.full_shape) for entry in checkpoint_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.place.device),
@@ -88,12 +90,14 @@ class Worker:
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
-    def begin_rollout(self, spec: RolloutSpec) -> None:
+    def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make ready to decode. A decoder of the same shape is kept, with its graphs; its cached blocks are not."""
         if self.decoder is not None and self._decoder_spec == spec:
             self.decoder.reset_cache()
-            return
+            self._stats_before = self.decoder.stats
+            return self.decoder.limits
         self.end_rollout(drop=True)
+        self._stats_before = RolloutStats()
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
         self.decoder = Decoder(
             self.actor,
@@ -104,9 +108,10 @@ class Worker:
             eos_token_ids={*self.actor.config.eos_token_ids, *self.spec.eos_token_ids},
             use_graphs=self.place.device.type == "cuda" and not spec.eager_decode,
             attn_backend=self.attn_backend,
-            detokenize=self._detokenize,
+            detokenize=lambda tokens: self._tokenizer.decode(tokens),
         )
         self._decoder_spec = spec
+        return self.decoder.limits
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
         """KV blocks: what `max_running` full-length sequences need, or what memory allows, whichever is less."""
@@ -118,26 +123,48 @@ class Worker:
         blocks = max_running * per_sequence + 1
         if spec.max_kv_tokens is not None:
             return min(blocks, -(-spec.max_kv_tokens // KV_BLOCK) + 1)
-        affordable = int(_free_bytes(self.place.device) * spec.mem_fraction) // block_bytes
+        affordable = int(self._free_bytes() * spec.mem_fraction) // block_bytes
+        fewest = torch.tensor([affordable], device=self.place.device)
+        affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         if affordable < per_sequence + 1:
             raise EngineError(
                 f"the KV cache has room for {max(affordable, 0) * KV_BLOCK} tokens, one sequence may need "
-                f"{spec.max_len}: lower gconfig.max_new_tokens or train_dataset.max_length, or raise rollout.mem_fraction"
+                f"{spec.max_len}: lower gconfig.max_new_tokens or train_dataset.max_length, or raise "
+                "rollout.mem_fraction"
             )
-        fewest = torch.tensor([min(blocks, affordable)], device=self.place.device)
-        return int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
+        return min(blocks, affordable)
 
-    def _detokenize(self, tokens: list[int]) -> str:
+    def _free_bytes(self) -> int:
+        """Memory that nothing uses: of the device, or this worker's share of the machine's."""
+        if self.place.device.type == "cuda":
+            torch.cuda.empty_cache()
+            return torch.cuda.mem_get_info(self.place.device)[0]
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        except (OSError, StopIteration):  # not Linux
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return free // self.spec.world_size
+
+    def _load_tokenizer(self) -> None:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.spec.tokenizer_path or self.spec.model_path)
-        return self._tokenizer.decode(tokens)
+            folder = self.spec.tokenizer_path or self.spec.model_path
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(folder)
+            except (OSError, ValueError) as error:
+                raise EngineError(
+                    f"stop strings need a tokenizer, and {folder} has none that loads; set tokenizer_path, or use "
+                    "stop_token_ids"
+                ) from error
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they join the running batch at the next step."""
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
+        if any(request.params.stop for request in requests):
+            self._load_tokenizer()
         for request in requests:
             self.decoder.submit(request)
 
@@ -157,14 +184,17 @@ class Worker:
         return self.decoder.step()
 
     def rollout_stats(self) -> RolloutStats:
-        """Counters for progress lines."""
+        """Counters of this rollout phase."""
         if self.decoder is None:
             return RolloutStats()
-        return RolloutStats(**dataclasses.asdict(self.decoder.stats))
+        return self.decoder.stats.since(self._stats_before)
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. `drop` gives KV cache and graphs back."""
-        if drop and self.decoder is not None:
+        """Leave the rollout phase; requests under way are dropped. `drop` gives KV cache and graphs back."""
+        if self.decoder is None:
+            return
+        self.decoder.clear()
+        if drop:
             self.decoder = self._decoder_spec = None
             if self.place.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -205,10 +235,3 @@ class Worker:
     def ping(self) -> int:
         """The process id."""
         return os.getpid()
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

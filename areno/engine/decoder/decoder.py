@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from areno.engine.decoder.blocks import BlockManager
 from areno.engine.decoder.runner import Drawn, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.limits import RequestLimits
+from areno.engine.spec import RolloutStats
 from areno.engine.types import GenerationOutput, GenerationRequest
 from areno.errors import EngineError
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderStats:
-    """For logs. The totals count from the start of the decoder."""
-
-    running: int
-    waiting: int
-    generated_tokens: int
-    preemptions: int
-    cached_prompt_tokens: int  # tokens that needed no prefill, since their blocks were found
-    graph_replays: int
 
 
 class Decoder:
@@ -53,7 +42,6 @@ class Decoder:
         attn_backend: str = "sdpa",
         detokenize: Callable[[list[int]], str] | None = None,
     ):
-        self._config = model.config
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
         self._blocks = BlockManager(n_blocks, block_size)
@@ -67,6 +55,12 @@ class Decoder:
             use_graphs=use_graphs,
             attn_backend=attn_backend,
         )
+        self.limits = RequestLimits(
+            vocab_size=model.config.vocab_size,
+            context_len=model.config.max_position_embeddings,
+            kv_tokens=n_blocks * block_size,
+            stop_strings=detokenize is not None,
+        )
         self._in_flight: list[Drawn] = []
         self._outputs: list[GenerationOutput] = []
         self._unfinished: dict[int, int] = {}  # request id -> samples
@@ -78,9 +72,10 @@ class Decoder:
         return self._scheduler.has_work or bool(self._outputs)
 
     @property
-    def stats(self) -> DecoderStats:
+    def stats(self) -> RolloutStats:
+        """Counters since the decoder was made."""
         graphs = self._runner.graphs
-        return DecoderStats(
+        return RolloutStats(
             running=self._scheduler.n_running,
             waiting=len(self._scheduler.waiting),
             generated_tokens=self._n_generated,
@@ -91,7 +86,9 @@ class Decoder:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; it joins the batch at one of the next steps. EngineError where it cannot be served."""
-        max_new = self._check(request)
+        max_new = self.limits.max_new(request)
+        if request.request_id in self._unfinished:
+            raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
         params = request.params
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         self._unfinished[request.request_id] = request.n_samples
@@ -110,6 +107,12 @@ class Decoder:
     def abort(self, request_id: int) -> None:
         """End a request's unfinished samples; the next step returns them as they are, with reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
+
+    def clear(self) -> None:
+        """Drop all requests; nothing more comes of them."""
+        for request_id in list(self._unfinished):
+            self.abort(request_id)
+        self._outputs = []
 
     def step(self) -> list[GenerationOutput]:
         """Start one step on the device, look at the tokens of the one before, return the samples that finished."""
@@ -156,51 +159,3 @@ class Decoder:
             self._unfinished[request_id] -= 1
             if not self._unfinished[request_id]:
                 del self._unfinished[request_id]
-
-    def _check(self, request: GenerationRequest) -> int:
-        """The most tokens each sample may get; EngineError where the request is not one that can be served."""
-        params, n_prompt = request.params, len(request.prompt)
-        context = self._config.max_position_embeddings
-        if params.max_context_len is not None:
-            context = min(context, params.max_context_len)
-        max_new = min(params.max_new_tokens, context - n_prompt)
-        n_needed = self._blocks.blocks_for(n_prompt + max_new - 1)  # the last token is never an input
-        if request.request_id in self._unfinished:
-            problem = f"request id {request.request_id} is that of an unfinished request; give each its own"
-        elif request.n_samples < 1:
-            problem = f"n_samples is {request.n_samples}; at least 1 is needed (gconfig.n_samples)"
-        elif n_prompt == 0:
-            problem = "the prompt has no tokens; at least one is needed"
-        elif min(request.prompt) < 0 or max(request.prompt) >= self._config.vocab_size:
-            problem = (
-                f"the prompt has token ids {min(request.prompt)}..{max(request.prompt)}, the model's vocabulary is "
-                f"0..{self._config.vocab_size - 1}; check tokenizer_path"
-            )
-        elif params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
-            problem = f"the prompt has {n_prompt} tokens, more than max_prompt_len={params.max_prompt_len}"
-        elif params.max_new_tokens < 1:
-            problem = f"max_new_tokens is {params.max_new_tokens}; at least 1 is needed (gconfig.max_new_tokens)"
-        elif max_new < 1:
-            problem = (
-                f"the prompt has {n_prompt} tokens, which leaves no room for a completion in a context of {context}; "
-                "shorten the prompt or raise gconfig.max_tokens (the model's own limit is "
-                f"{self._config.max_position_embeddings})"
-            )
-        elif n_needed > self._blocks.n_blocks:
-            room = self._blocks.n_blocks * self._blocks.block_size
-            problem = (
-                f"a prompt of {n_prompt} tokens with up to {max_new} new ones does not fit the KV cache of {room} "
-                "tokens even alone; raise rollout.max_kv_tokens (or rollout.mem_fraction), or lower "
-                "gconfig.max_tokens or gconfig.max_new_tokens"
-            )
-        elif not 0 <= params.temperature < math.inf:
-            problem = f"temperature is {params.temperature}; a number of at least 0 is needed (gconfig.temperature)"
-        elif not 0 < params.top_p <= 1:
-            problem = f"top_p is {params.top_p}; it must be above 0 and at most 1 (gconfig.top_p)"
-        elif params.top_k == 0 or params.top_k < -1:
-            problem = f"top_k is {params.top_k}; use -1 for all tokens or a positive number (gconfig.top_k)"
-        elif params.stop and self._detokenize is None:
-            problem = "stop strings need a tokenizer, and there is none; use stop_token_ids"
-        else:
-            return max_new
-        raise EngineError(f"request {request.request_id} cannot be served: {problem}")

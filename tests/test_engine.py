@@ -1,0 +1,279 @@
+"""Engine: the same in the driver's own process and in a spawned one, in and out of order, with and without errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_engine import (
+    CONTEXT,
+    MIXED,
+    ROLLOUT,
+    VOCAB,
+    finish,
+    logprobs_of,
+    model_folder,
+    request,
+    rollout,
+    spec,
+    tokens_of,
+    train_rows,
+)
+
+from areno.engine.engine import Engine
+from areno.engine.spec import RolloutSpec, RolloutStats
+from areno.engine.types import GenerationOutput, TrainSequence
+from areno.engine.worker import Worker
+from areno.errors import CheckpointError, DataError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+
+AT_TEMPERATURE_1 = [item for item in MIXED if item.params.temperature == 1]
+LONG = 300  # tokens: enough for the driver to do something meanwhile, on a busy machine too
+LONG_ROLLOUT = RolloutSpec(max_running=16, max_len=LONG + 10)
+ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Iterator[dict[str, Engine]]:
+    """One of each form; what changes the weights is done to both."""
+    with Engine(spec(folder), "inline") as inline, Engine(spec(folder), "spawn") as spawned:
+        yield {"inline": inline, "spawned": spawned}
+
+
+@pytest.fixture(params=["inline", "spawned"])
+def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
+    return engines[request.param]
+
+
+def test_both_forms_sample_and_train_alike(engines: dict[str, Engine]) -> None:
+    results = []
+    for each in engines.values():
+        outputs = rollout(each)
+        before = each.logprobs("actor", ROWS)
+        stats = each.train(train_rows(outputs, AT_TEMPERATURE_1), partial(grpo_loss_fn, clip_eps=0.2))
+        results.append((outputs, before, stats, each.logprobs("actor", ROWS), rollout(each)))
+    (outputs, before, stats, after, later), (outputs_2, _, stats_2, after_2, later_2) = results
+    assert {key: len(samples) for key, samples in outputs.items()} == {0: 3, 1: 1, 2: 2, 3: 4}
+    assert tokens_of(outputs) == tokens_of(outputs_2)
+    assert logprobs_of(outputs) == pytest.approx(logprobs_of(outputs_2), abs=1e-5)
+    assert stats.keys() == stats_2.keys()
+    measured = {"memory_gib", "step_train_time_s"}
+    for name in stats.keys() - measured:
+        assert stats[name] == pytest.approx(stats_2[name], rel=1e-4, abs=1e-5), name
+    assert stats["grad_norm"] > 0
+    assert stats["logp_abs_diff_max"] < 1e-4
+    for row, row_2, old in zip(after, after_2, before, strict=True):
+        assert row == pytest.approx(row_2, abs=1e-4)
+        assert row != pytest.approx(old, abs=1e-3)
+    assert tokens_of(later) == tokens_of(later_2) != tokens_of(outputs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_and_scoring_agree(engine: Engine, temperature: float) -> None:
+    requests = [request(i, n_samples=2, temperature=temperature, max_new_tokens=30) for i in range(4)]
+    outputs = rollout(engine, requests)
+    rows = [item.prompt + output.tokens for item in requests for output in outputs[item.request_id]]
+    scored = engine.logprobs("actor", rows, temperature)
+    assert [len(row) for row in scored] == [len(row) for row in rows]
+    assert all(row[0] == 0.0 for row in scored)
+    assert [v for row in scored for v in row[5:]] == pytest.approx(logprobs_of(outputs), abs=1e-4)
+
+
+def test_requests_join_others_and_outputs_come_as_they_finish(engine: Engine) -> None:
+    alone = rollout(engine, [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])[7]
+    engine.begin_rollout(LONG_ROLLOUT)
+    engine.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(3)])
+    assert engine.poll(0.0) == []  # nothing is finished, decoding is under way
+    engine.submit([request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])
+    order: list[GenerationOutput] = []
+    while len(order) < 5:
+        order += engine.poll(30.0)
+    assert [output.request_id for output in order[:2]] == [7, 7]
+    assert sorted(output.request_id for output in order[2:]) == [0, 1, 2]
+    joined = sorted(order[:2], key=lambda output: output.sample)
+    assert [output.tokens for output in joined] == [output.tokens for output in alone]
+    assert all(output.finish_reason == "length" and len(output.tokens) == LONG for output in order[2:])
+    engine.end_rollout()
+
+
+def test_abort_ends_a_request_and_no_other(engine: Engine) -> None:
+    whole = rollout(engine, [request(1, n_samples=2, max_new_tokens=LONG, ignore_eos=True)])[1]
+    engine.begin_rollout(LONG_ROLLOUT)
+    engine.submit([request(i, n_samples=2, max_new_tokens=LONG, ignore_eos=True) for i in (0, 1)])
+    engine.poll(0.0)
+    engine.abort(1)
+    engine.abort(99)  # unknown, or finished already
+    outputs = finish(engine, 4)
+    assert [outputs[0, sample].finish_reason for sample in (0, 1)] == ["length"] * 2
+    for sample in (0, 1):
+        assert outputs[1, sample].finish_reason == "abort"
+        assert outputs[1, sample].tokens == whole[sample].tokens[: len(outputs[1, sample].tokens)]
+        assert len(outputs[1, sample].tokens) < LONG
+    engine.submit([request(1)])  # the id is free again
+    assert finish(engine, 1)
+    engine.end_rollout()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_phase_may_end_with_requests_under_way(engine: Engine, drop: bool) -> None:
+    expected = rollout(engine)
+    engine.begin_rollout(ROLLOUT)
+    engine.submit([request(i, n_samples=4, max_new_tokens=40, ignore_eos=True) for i in range(6)])
+    engine.submit([request(6, max_new_tokens=1)])
+    engine.poll(0.0)
+    engine.end_rollout(drop)
+    with pytest.raises(EngineError, match="outside a rollout phase; call begin_rollout"):
+        engine.submit([request(0)])
+    again = rollout(engine)
+    assert tokens_of(again) == tokens_of(expected)
+
+
+def test_a_bad_request_is_refused_with_all_that_came_along(engine: Engine) -> None:
+    engine.begin_rollout(ROLLOUT)
+    engine.submit([request(0, max_new_tokens=60, ignore_eos=True)])
+    refused = {
+        "request id 0 is already under way": [request(5), request(0)],
+        "request id 6 is already under way": [request(6), request(6)],
+        f"request 8 .* leaves no room for a completion in a context of {CONTEXT}": [request(8, length=CONTEXT)],
+        "request 8 .* max_new_tokens is 0": [request(7), request(8, max_new_tokens=0)],
+        "request 9 .* vocabulary is 0..63": [dataclasses.replace(request(9), prompt=[VOCAB])],
+    }
+    for message, requests in refused.items():
+        with pytest.raises(EngineError, match=message):
+            engine.submit(requests)
+    engine.submit([request(i) for i in (5, 6, 7, 8)])  # none of these is taken
+    assert len(finish(engine, 5)) == 5
+    assert engine.poll(0.0) == []
+    engine.end_rollout()
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
+    with Engine(spec(folder, tokenizer_path=str(tmp_path)), "inline") as engine:
+        engine.begin_rollout(ROLLOUT)
+        with pytest.raises(EngineError, match="set tokenizer_path, or use stop_token_ids"):
+            engine.generate([request(0, stop=["x"])])
+        engine.end_rollout()
+        assert len(rollout(engine)) == 4
+
+
+def test_errors_arrive_as_they_are_and_work_goes_on(engine: Engine, tmp_path: Path) -> None:
+    expected = engine.logprobs("actor", ROWS)
+    with pytest.raises(DataError, match=r"^row 1: tokens is empty"):
+        engine.train([TrainSequence([True, False], [3, 4]), TrainSequence([], [])], sft_loss_fn)
+    with pytest.raises(EngineError, match="there is no role 'critic'; loaded are: actor"):
+        engine.logprobs("critic", ROWS)
+    engine.begin_rollout(ROLLOUT)
+    with pytest.raises(EngineError, match="train was called inside a rollout phase"):
+        engine.train([TrainSequence([True, False], [3, 4])], sft_loss_fn)
+    engine.end_rollout()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file"):
+        engine.save(str(tmp_path / "file" / "model"))
+    assert engine.logprobs("actor", ROWS) == expected
+
+
+def test_progress_counts_this_phase(engine: Engine) -> None:
+    requests = [request(i, ignore_eos=True) for i in range(5)]
+    for _ in range(2):
+        engine.begin_rollout(ROLLOUT)
+        seen: list[tuple[int, RolloutStats]] = []
+        engine.generate(requests, lambda outputs, stats: seen.append((len(outputs), stats[0])))  # noqa: B023
+        engine.end_rollout()
+        assert sum(n for n, _ in seen) == 5
+        last = seen[-1][1]
+        assert (last.generated_tokens, last.running, last.waiting, last.preemptions) == (60, 0, 0, 0)
+
+
+def test_what_is_saved_is_what_transformers_loads(engine: Engine, tmp_path: Path) -> None:
+    engine.save(str(tmp_path / "saved"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for row, scored in zip(ROWS, engine.logprobs("actor", ROWS), strict=True):
+        tokens = torch.tensor(row)
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+        expected = logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+    with Engine(spec(tmp_path / "saved", random_init=False), "inline") as again:
+        assert again.logprobs("actor", ROWS) == [pytest.approx(row) for row in engine.logprobs("actor", ROWS)]
+        assert again.info.n_params == engine.info.n_params == sum(p.numel() for p in model.parameters())
+
+
+def test_reference_is_the_starting_actor_and_stays(folder: Path) -> None:
+    with Engine(spec(folder, ref_path=str(folder)), "inline") as engine:
+        start = engine.logprobs("actor", ROWS)
+        assert engine.logprobs("ref", ROWS) == start
+        engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
+        assert engine.logprobs("ref", ROWS) == start
+        assert engine.logprobs("actor", ROWS) != start
+
+
+def test_reference_from_another_folder(folder: Path, tmp_path: Path) -> None:
+    with Engine(spec(folder, seed=2), "inline") as other:
+        other.save(str(tmp_path / "other"))
+        expected = other.logprobs("actor", ROWS)
+    with Engine(spec(folder, ref_path=str(tmp_path / "other")), "inline") as engine:
+        assert engine.logprobs("ref", ROWS) == [pytest.approx(row) for row in expected]
+        assert engine.logprobs("actor", ROWS) != expected
+
+
+def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    with Engine(spec(model_folder(tmp_path / "shape", vocab_size=VOCAB + 1)), "inline") as other:
+        other.save(str(tmp_path / "other"))
+    with pytest.raises(EngineError, match=r"ref.path has a vocabulary of 65 tokens, the actor one of 64"):
+        Engine(spec(folder, ref_path=str(tmp_path / "other")), "inline")
+
+
+def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(**settings: object) -> int:
+        engine.begin_rollout(RolloutSpec(**{"max_running": 4, "max_len": 64, **settings}))  # type: ignore[arg-type]
+        assert engine._limits is not None
+        tokens = engine._limits.kv_tokens
+        engine.end_rollout()
+        return tokens
+
+    with Engine(spec(folder), "inline") as engine:
+        needed = room()
+        assert 4 * 64 <= needed <= 4 * (64 + 32) + 32
+        assert room(max_running=8) > needed
+        assert 100 <= room(max_kv_tokens=100) <= 160
+        assert room(max_kv_tokens=1_000_000) == needed
+        engine.begin_rollout(RolloutSpec(max_running=4, max_len=64, max_kv_tokens=64))
+        with pytest.raises(EngineError, match=r"does not fit the KV cache .* raise rollout\.max_kv_tokens"):
+            engine.submit([request(0, length=40, max_new_tokens=80)])
+        few = engine.generate([request(i, n_samples=3, max_new_tokens=40, ignore_eos=True) for i in range(3)])
+        engine.end_rollout()
+        assert tokens_of(few) == tokens_of(
+            rollout(engine, [request(i, n_samples=3, max_new_tokens=40, ignore_eos=True) for i in range(3)])
+        )
+        block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
+        monkeypatch.setattr(Worker, "_free_bytes", lambda _: 10 * block_bytes)
+        assert room(mem_fraction=0.5) == 5 * 32
+        with pytest.raises(EngineError, match=r"room for 64 tokens.*64: lower gconfig.max_new_tokens.*mem_fraction"):
+            room(mem_fraction=0.2)
+
+
+def test_without_an_optimizer_there_is_no_training(folder: Path) -> None:
+    with Engine(spec(folder, optimizer=None), "inline") as engine:
+        assert len(engine.logprobs("actor", ROWS)) == 3
+        with pytest.raises(EngineError, match="built without an optimizer"):
+            engine.train([TrainSequence([True, False], [3, 4])], sft_loss_fn)
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.logprobs("actor", ROWS)
+    engine.close()
+
+
+def test_mixed_requests_depend_on_nothing_else(engine: Engine) -> None:
+    together = rollout(engine)
+    for item in MIXED:
+        assert tokens_of(rollout(engine, [item]))[item.request_id] == tokens_of(together)[item.request_id]
