@@ -80,9 +80,9 @@ def test_what_is_written_can_be_read(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert sorted(events.Tags()["tensors"]) == ["time/rollout", "train/loss"]
-    (event,) = events.Tensors("time/rollout")
-    assert (event.step, event.tensor_proto.float_val[0]) == (2, 3.0)
+    assert sorted(events.Tags()["scalars"]) == ["time/rollout", "train/loss"]
+    (event,) = events.Scalars("time/rollout")
+    assert (event.step, event.value) == (2, 3.0)
 
 
 def test_a_recorder_without_places_writes_nothing(tmp_path):

@@ -89,10 +89,11 @@ class MetricsRecorder:
         self._writer: Any = None
         self._file: Any = None
         if path is not None:
-            from tensorboard.summary import Writer  # here, since it takes a quarter of a second
+            # Here, since it takes a quarter of a second.
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             Path(path).mkdir(parents=True, exist_ok=True)
-            self._writer = Writer(str(path))
+            self._writer = EventFileWriter(str(path))
         if jsonl is not None:
             Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(jsonl, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
@@ -100,8 +101,7 @@ class MetricsRecorder:
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scalars of a step, named <namespace>/<name>, and make them visible at once."""
         if self._writer is not None:
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, float(value), step)
+            self._writer.add_event(_event(step, scalars))
             self._writer.flush()
         if self._file is not None:
             finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
@@ -124,3 +124,12 @@ class MetricsRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _event(step: int, scalars: Mapping[str, float]) -> Any:
+    """TensorBoard's record of a step. As plain values, which all readers know; its own Writer makes tensors of them."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
+    return Event(wall_time=time.time(), step=step, summary=Summary(value=values))
