@@ -1,0 +1,167 @@
+"""Child processes of a real driver: a script as users write it, Ctrl-C, and a driver that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_engine import model_folder
+
+from areno.engine.process import dumps, hidden_main
+
+TESTS = Path(__file__).parent
+
+# A script without a guard, with a loss function and a class of its own.
+PLAIN = """
+import sys
+print("script runs", flush=True)
+
+from areno.engine.engine import Engine
+from areno.engine.types import TrainSequence
+from areno.loss_fns.sft import sft_loss_fn
+from tiny_engine import spec
+
+def scaled(pack, logprobs_N, factor):
+    loss, stats = sft_loss_fn(pack, logprobs_N)
+    return loss * factor, stats
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, pack, logprobs_N):
+        return scaled(pack, logprobs_N, self.factor)
+
+with Engine(spec(sys.argv[1]), workers="spawn") as engine:
+    rows = [TrainSequence([True, False, False], [3, 4, 5])]
+    for loss_fn in (sft_loss_fn, Scaled(2.0), lambda *args: scaled(*args, 3.0)):
+        stats = engine.train(rows, loss_fn)
+        print("factor", round(-stats["loss"] / stats["train_logprobs_mean"], 3), flush=True)
+"""
+
+# A driver that is busy until it is interrupted.
+BUSY = """
+import sys, time
+from areno.engine.engine import Engine
+from areno.engine.types import TrainSequence
+from tiny_engine import ROLLOUT, request, spec
+
+def sleepy(*_):
+    import time
+    time.sleep(60)
+
+engine = Engine(spec(sys.argv[1]), workers="spawn")
+(pid,) = engine._workers.call("ping")
+try:
+    if sys.argv[2] == "rollout":
+        engine.begin_rollout(ROLLOUT)
+    print(pid, flush=True)
+    while True:
+        if sys.argv[2] == "rollout":
+            engine.generate([request(i, max_new_tokens=80, ignore_eos=True) for i in range(16)])
+        else:
+            engine.train([TrainSequence([True, False, False], [3, 4, 5])], sleepy)
+except KeyboardInterrupt:
+    started = time.monotonic()
+    engine.close()
+    print("closed in time" if time.monotonic() - started < 5 else "too late", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def driver(script: str, folder: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """The script as the leader of a process group of its own; whatever is left of that dies in the end."""
+    path = folder / "script.py"
+    path.write_text(script)
+    process = subprocess.Popen(
+        [sys.executable, str(path), str(folder), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def worker_pid(process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    time.sleep(0.5)  # into the middle of the work
+    return int(line)
+
+
+def ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process that is not ours ends (a zombie whose parent is slow to notice has ended, too)."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Path) -> None:
+    with driver(PLAIN, folder) as process:
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.split("\n") == ["script runs", "factor 1.0", "factor 2.0", "factor 3.0", ""]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("work", ["rollout", "train"])
+def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str) -> None:
+    with driver(BUSY, folder, work) as process:
+        pid = worker_pid(process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        assert out == "closed in time\n", err
+        assert process.returncode == 0
+        assert "Traceback" not in err
+        assert ends_within(pid, 0.1)
+
+
+@pytest.mark.parametrize("work", ["rollout", "train"])
+def test_a_killed_driver_leaves_nobody(folder: Path, work: str) -> None:
+    with driver(BUSY, folder, work) as process:
+        pid = worker_pid(process)
+        process.kill()
+        assert ends_within(pid, 5)
+
+
+def test_main_is_hidden_and_shown_again() -> None:
+    main = sys.modules["__main__"]
+    file, module_spec = main.__file__, main.__spec__
+    with contextlib.suppress(KeyError), hidden_main():
+        assert main.__file__ is None
+        assert main.__spec__ is None
+        raise KeyError
+    assert (main.__file__, main.__spec__) == (file, module_spec)
+
+
+def test_plain_values_are_pickled_plainly() -> None:
+    value = {"a": [1, 2.5, None], "f": model_folder, "t": Path}
+    assert dumps(value) == pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    assert pickle.loads(dumps(lambda x: x + 1))(2) == 3

@@ -1,0 +1,204 @@
+"""Worker groups: what travels to a spawned worker, what comes back when something fails, and who is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing.dummy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_engine import MIXED, ROLLOUT, model_folder, request, spec
+from torch import Tensor
+
+from areno.config.model_roles import MicroBatchSpec
+from areno.engine.spec import EngineSpec
+from areno.engine.types import GenerationOutput, TrainSequence
+from areno.engine.workers import InlineGroup, SpawnedGroup, WorkerGroup, _Command, _fill, _Reply, start_workers
+from areno.errors import CheckpointError, EngineError
+from areno.loss_fns.pack import DataPack
+from areno.loss_fns.sft import sft_loss_fn
+
+WHOLE = MicroBatchSpec(mini_bs=16)
+ROWS = [TrainSequence([True, False, False], [3, 4, 5])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def group(folder: Path) -> Iterator[SpawnedGroup]:
+    with contextlib.closing(SpawnedGroup(spec(folder))) as group:
+        yield group
+
+
+def train(group: WorkerGroup, loss_fn: Any) -> dict[str, float]:
+    return group.call("train", ROWS, loss_fn, mb_spec=WHOLE)[0]
+
+
+def poll(group: WorkerGroup, n: int) -> list[GenerationOutput]:
+    outputs: list[GenerationOutput] = []
+    while len(outputs) < n:
+        outputs += group.poll(10.0)
+    return outputs
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_functions_that_exist_only_here_travel(group: SpawnedGroup) -> None:
+    scale = 3.0
+
+    def local(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, _ = sft_loss_fn(pack, logprobs_N)
+        return loss * scale, {"scaled": loss.detach() * scale}
+
+    class Doubled:
+        def __init__(self, inner: Callable[..., Any]):
+            self.inner = inner
+
+        def __call__(self, pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.inner(pack, logprobs_N * 2)
+
+    stats = train(group, local)
+    assert stats["loss"] == pytest.approx(stats["scaled"])
+    assert stats["loss"] == pytest.approx(-3 * stats["train_logprobs_mean"], rel=1e-5)
+    stats = train(group, lambda pack, logprobs_N: sft_loss_fn(pack, logprobs_N * 0.5))
+    assert stats["loss"] == pytest.approx(-0.5 * stats["train_logprobs_mean"], rel=1e-5)
+    stats = train(group, Doubled(sft_loss_fn))
+    assert stats["loss"] == pytest.approx(-2 * stats["train_logprobs_mean"], rel=1e-5)
+
+
+def test_what_cannot_travel_is_named(group: SpawnedGroup) -> None:
+    rows = (row for row in ROWS)
+    for loss_fn in (lambda *_: next(rows), rows, functools.partial(sft_loss_fn, rows)):
+        with pytest.raises(EngineError, match=r"an argument of train cannot be sent to a worker process .*generator"):
+            train(group, loss_fn)
+    assert group.call("ping") == [group._processes[0].pid]
+
+
+class _Stubborn:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (int, ("not a number",))
+
+
+def test_errors_in_user_code_come_with_their_traceback(group: SpawnedGroup) -> None:
+    def too_bad(*_: Any) -> Any:
+        raise KeyError("too bad")
+
+    with pytest.raises(EngineError, match=r"worker 0 failed: KeyError: 'too bad'(.|\n)*raise KeyError\(\"too bad\"\)"):
+        train(group, too_bad)
+    with pytest.raises(EngineError, match="worker 0 failed: ValueError: invalid literal"):
+        train(group, _Stubborn())
+    with pytest.raises(EngineError, match="worker 0 failed: AttributeError"):
+        group.call("no_such_method")
+    assert train(group, sft_loss_fn)["skipped_steps"] == 0
+
+
+def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup) -> None:
+    group.call("begin_rollout", ROLLOUT)
+    group.cast(0, "submit", [request(0), request(1, max_new_tokens=0)])
+    with pytest.raises(EngineError, match="request 1 cannot be served: max_new_tokens is 0"):
+        poll(group, 2)
+    assert [output.request_id for output in poll(group, 1)] == [0]
+    group.call("end_rollout")
+    assert group.poll(0.0) == []
+
+
+def test_late_answers_to_a_failed_command_are_dropped(group: SpawnedGroup) -> None:
+    pid = group.call("ping")
+    group._take(0, _Reply(group._last_id - 1, error=EngineError("late")))
+    assert group.call("ping") == pid
+    assert group.poll(0.0) == []
+
+
+def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Path) -> None:
+    inline = InlineGroup(spec(folder))
+    outputs = []
+    for each in (inline, group):
+        each.call("begin_rollout", ROLLOUT)
+        each.cast(0, "submit", MIXED)
+        finished = poll(each, 10)
+        outputs.append({(output.request_id, output.sample) for output in finished})
+        (stats,) = each.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
+        each.call("end_rollout")
+        assert each.call_each("logprobs", [("actor", [[3, 4]], 1.0)], mb_spec=WHOLE)[0][0][0] == 0.0
+    assert outputs[0] == outputs[1]
+    inline.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        inline.call("ping")
+
+
+def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
+    mine, theirs = multiprocessing.Pipe()
+    inbox: Any = multiprocessing.dummy.Queue()
+    thread = threading.Thread(target=_fill, args=(theirs, inbox), daemon=True)
+    thread.start()
+    for _ in range(3):
+        mine.send(_Command("submit", bytes(1_000_000), None))  # more than a pipe holds
+    mine.close()
+    thread.join(5)
+    assert [len(inbox.get().arguments) for _ in range(3)] == [1_000_000] * 3
+    assert inbox.get() is None
+
+
+def test_a_worker_that_cannot_start_says_why(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="safetensors"):
+        SpawnedGroup(spec(folder, random_init=False))
+
+
+def test_which_form() -> None:
+    two = EngineSpec(model_path="", devices=["cpu", "cpu"])
+    with pytest.raises(EngineError, match=r"engine\.workers=inline holds one CPU device, not cpu, cpu; use spawn"):
+        start_workers(two, "inline")
+
+
+@pytest.mark.parametrize("busy", ["idle", "decoding", "training"])
+def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy: str) -> None:
+    def sleepy(*_: Any) -> Any:
+        import time
+
+        time.sleep(60)
+
+    group = SpawnedGroup(spec(folder))
+    (pid,) = group.call("ping")
+    started = time.monotonic()
+    message = r"worker 0 \(cpu\) was killed by SIGKILL"
+    if busy == "training":
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(EngineError, match=message):
+            train(group, sleepy)
+    elif busy == "decoding":
+        group.call("begin_rollout", ROLLOUT)
+        group.cast(0, "submit", [request(i, max_new_tokens=400, ignore_eos=True) for i in range(16)])
+        group.poll(0.1)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=message):
+            poll(group, 17)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=message):
+            group.call("ping")
+    with pytest.raises(EngineError, match=message):
+        group.poll(1.0)
+    group.close()
+    group.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        group.call("ping")
+    assert time.monotonic() - started < 10
+    assert not alive(pid)
