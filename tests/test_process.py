@@ -105,7 +105,7 @@ def worker_pid(process: subprocess.Popen[str]) -> int:
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]
-    time.sleep(0.5)  # into the middle of the work
+    time.sleep(0.3)  # into the middle of the work
     return int(line)
 
 
@@ -143,7 +143,7 @@ def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str) -> None:
         assert ends_within(pid, 0.1)
 
 
-@pytest.mark.parametrize("work", ["rollout", "train"])
+@pytest.mark.parametrize("work", ["rollout", pytest.param("train", marks=pytest.mark.slow)])
 def test_a_killed_driver_leaves_nobody(folder: Path, work: str) -> None:
     with driver(BUSY, folder, work) as process:
         pid = worker_pid(process)

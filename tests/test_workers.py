@@ -168,7 +168,7 @@ def test_which_form() -> None:
         start_workers(two, "inline")
 
 
-@pytest.mark.parametrize("busy", ["idle", "decoding", "training"])
+@pytest.mark.parametrize("busy", ["decoding", "training", pytest.param("idle", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy: str) -> None:
     def sleepy(*_: Any) -> Any:
         import time

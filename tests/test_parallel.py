@@ -1,0 +1,166 @@
+"""Two ranks on one machine (gloo): tensor or data parallel, everything is as with one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_engine import MIXED, finish, logprobs_of, model_folder, request, rollout, spec, tokens_of, train_rows
+
+from areno.config.model_roles import MicroBatchSpec
+from areno.engine.engine import Engine
+from areno.engine.spec import RolloutSpec, RolloutStats
+from areno.engine.types import TrainSequence
+from areno.errors import DataError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+
+ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
+LONG = 120  # tokens: enough for the driver to do something meanwhile
+TP_SIZE = {"tp": 2, "dp": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=65)  # which two ranks do not divide
+
+
+@pytest.fixture(scope="module", params=["tp", "dp"])
+def two(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    with Engine(spec(folder, devices=2, tp_size=TP_SIZE[request.param])) as engine:
+        yield engine
+
+
+def test_scoring_and_sampling_are_those_of_one_rank(folder: Path, two: Engine) -> None:
+    with Engine(spec(folder), "inline") as one:
+        for row, expected in zip(two.logprobs("actor", ROWS), one.logprobs("actor", ROWS), strict=True):
+            assert row == pytest.approx(expected, abs=1e-4)
+        assert two.logprobs("actor", ROWS[:1]) == [pytest.approx(one.logprobs("actor", ROWS[:1])[0], abs=1e-4)]
+        expected, outputs = rollout(one), rollout(two)
+        assert dataclasses.replace(two.info, memory_gib=0.0) == dataclasses.replace(one.info, memory_gib=0.0)
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert logprobs_of(outputs) == pytest.approx(logprobs_of(expected), abs=1e-4)
+
+
+def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path) -> None:
+    two.save(str(tmp_path / "start"))
+    with Engine(spec(tmp_path / "start", random_init=False), "inline") as one:
+        requests = [item for item in MIXED if item.params.temperature == 1]
+        rows = train_rows(rollout(one, requests), requests)
+        for _ in range(2):
+            how: dict[str, Any] = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=60), "n_minibatches": 2, "seed": 3}
+            stats = two.train(rows, partial(grpo_loss_fn, clip_eps=0.2), **how)
+            expected = one.train(rows, partial(grpo_loss_fn, clip_eps=0.2), **how)
+            assert stats.keys() == expected.keys()
+            for name in stats.keys() - {"memory_gib", "step_train_time_s"}:
+                # A vocabulary that the ranks do not divide is padded, and the padding counts as zeros.
+                close = 2e-3 if name == "grad_zero_frac" else 1e-4
+                assert stats[name] == pytest.approx(expected[name], rel=1e-3, abs=close), name
+        assert stats["grad_norm"] > 0
+        for row, wanted in zip(two.logprobs("actor", ROWS), one.logprobs("actor", ROWS), strict=True):
+            assert row == pytest.approx(wanted, abs=1e-3)
+        for engine, name in ((one, "one"), (two, "two")):
+            engine.save(str(tmp_path / name))
+        assert tokens_of(rollout(two)) == tokens_of(rollout(one))
+    start, *saved = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "one", "two"))
+    assert saved[0].keys() == saved[1].keys()
+    for name, weight in saved[0].items():
+        torch.testing.assert_close(saved[1][name], weight, atol=1e-3, rtol=0.0)
+        assert (start[name] - weight).abs().max() > 5e-3
+
+
+def test_requests_join_and_end_while_others_decode(two: Engine) -> None:
+    alone = rollout(two, [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])[7]
+    two.begin_rollout(RolloutSpec(max_running=16, max_len=LONG + 10))
+    two.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(4)])
+    assert two.poll(0.0) == []
+    two.submit([request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])
+    two.abort(2)
+    outputs = finish(two, 6)
+    assert [outputs[7, sample].tokens for sample in (0, 1)] == [output.tokens for output in alone]
+    assert [outputs[i, 0].finish_reason for i in range(4)] == ["length", "length", "abort", "length"]
+    assert list(outputs).index((7, 0)) < list(outputs).index((3, 0))
+    two.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(4)])
+    two.end_rollout()
+    assert len(rollout(two)) == len(MIXED)
+
+
+def test_requests_are_spread_over_the_model_copies(two: Engine) -> None:
+    seen: list[RolloutStats] = []
+    two.begin_rollout(RolloutSpec(max_running=12, max_len=64))
+    requests = [request(0, n_samples=6), *(request(i, n_samples=2) for i in (1, 2, 3))]
+    for item in requests:
+        item.params.ignore_eos = True
+    two.generate(requests, lambda _, stats: seen.__setitem__(slice(None), stats))
+    two.end_rollout()
+    assert [stats.generated_tokens for stats in seen] == [144 // two.spec.dp_size] * two.spec.dp_size
+
+
+def test_an_error_of_all_ranks_leaves_the_engine_whole(two: Engine) -> None:
+    expected = two.logprobs("actor", ROWS)
+    for _ in range(2):
+        with pytest.raises(DataError, match="row 0: tokens is empty"):
+            two.train([TrainSequence([], [])] * 2, sft_loss_fn)
+        with pytest.raises(EngineError, match="ValueError: everywhere"):
+            two.train([TrainSequence([True, False], [3, 4])] * 2, _raises)
+    assert two.logprobs("actor", ROWS) == expected
+
+
+def _raises(*_: Any) -> Any:
+    raise ValueError("everywhere")
+
+
+def test_more_copies_than_rows(two: Engine) -> None:
+    row = TrainSequence([True, False, False], [3, 4, 5])
+    if two.spec.dp_size == 1:
+        assert two.train([row], sft_loss_fn)["skipped_steps"] == 0
+    else:
+        with pytest.raises(DataError, match="has 1 rows for 2 copies of the model"):
+            two.train([row], sft_loss_fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tp", "dp"])
+def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
+    def raises_on_one(pack: Any, logprobs_N: torch.Tensor) -> Any:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            raise ValueError("here only")
+        return sft_loss_fn(pack, logprobs_N)
+
+    with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
+        started = time.monotonic()
+        with pytest.raises(EngineError, match="worker 1 failed: ValueError: here only"):
+            engine.train([TrainSequence([True, False], [3, 4])] * 2, raises_on_one)
+        with pytest.raises(EngineError, match="the engine is closed"):
+            engine.logprobs("actor", ROWS)
+        assert time.monotonic() - started < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tp", "dp"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_all(folder: Path, form: str, victim: int) -> None:
+    with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
+        pids = [process.pid for process in engine._workers._processes]  # type: ignore[attr-defined]
+        engine.begin_rollout(RolloutSpec(max_running=8, max_len=400))
+        engine.submit([request(i, max_new_tokens=390, ignore_eos=True) for i in range(8)])
+        engine.poll(0.1)
+        os.kill(pids[victim], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineError, match=rf"worker {victim} \(cpu\) was killed by SIGKILL"):
+            finish(engine, 9)
+    assert time.monotonic() - started < 10
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
