@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
-from areno.config.paths import existing_path
+from areno.config.paths import existing_path, model_of
 from areno.config.run import EngineConfig, GenerationConfig
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.engine.types import SamplingParams
@@ -38,11 +38,10 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
     """
     actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
     devices = find_devices(config.engine)
-    path = str(resolve(existing_path(actor.path) or actor.path))
-    model = load_config(path)
-    tokenizer_path = path
-    if config.tokenizer_path:
-        tokenizer_path = str(resolve(existing_path(config.tokenizer_path) or config.tokenizer_path))
+    path = _model_folder(actor.path, "actor.path")
+    with model_of("actor.path"):
+        model = load_config(path)
+    tokenizer_path = _model_folder(config.tokenizer_path, "tokenizer_path") if config.tokenizer_path else path
     tokenizer = load_tokenizer(tokenizer_path)
     problems = [*device_problems(config.engine, devices), *model_problems(config, model)]
     if len(tokenizer) > model.vocab_size:
@@ -57,7 +56,7 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
     ref_path = ""
     ref = getattr(config, "ref", None)
     if ref is not None:
-        ref_path = path if ref.path in (None, actor.path) else str(resolve(existing_path(ref.path) or ref.path))
+        ref_path = path if ref.path in (None, actor.path) else _model_folder(ref.path, "ref.path")
     dtype = actor.dtype
     if dtype == "auto":
         dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
@@ -81,22 +80,25 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
     return spec, tokenizer
 
 
+def _model_folder(path: str, key: str) -> str:
+    with model_of(key):
+        return str(resolve(existing_path(path) or path))
+
+
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a folder. Raises ConfigError naming tokenizer_path."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
+            raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises whatever its parsers do
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(
-            [
-                Problem(
-                    "tokenizer_path",
-                    f"no tokenizer can be loaded from {folder}: {lines[0]}; set it to a folder that has one",
-                )
-            ]
-        ) from error
+        message = f"no tokenizer can be loaded from {folder}: {lines[0]}; set it to a folder that has one"
+        raise ConfigError([Problem("tokenizer_path", message)]) from error
+    tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
+    return tokenizer
 
 
 def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
@@ -110,11 +112,14 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[P
     """What in a configuration does not fit the model."""
     problems = []
     tp_size = config.engine.tp_size
-    for what, count in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
-        if count % tp_size:
-            problems.append(
-                Problem("engine.tp_size", f"is {tp_size}, which does not divide the model's {count} {what}")
-            )
+    counts = {
+        "attention heads": model.num_heads,
+        "key-value heads": model.num_kv_heads,
+        "intermediate size": model.intermediate_size,
+    }
+    if wrong := [f"{count} ({what})" for what, count in counts.items() if count % tp_size]:
+        message = f"is {tp_size}, which does not divide the model's {', '.join(wrong)}; use a divisor of these"
+        problems.append(Problem("engine.tp_size", message))
     context = model.max_position_embeddings
     if isinstance(config, PolicyExperimentConfig):
         for name in ("gconfig", "eval_gconfig"):

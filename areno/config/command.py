@@ -1,8 +1,8 @@
 """The command line of a recipe: arguments, run folders, messages and exit codes.
 
-Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted. In a sweep a
-run that fails ends alone, the others go on, and the exit code is 1 in the end. The first combination of a sweep is
-checked before anything is written.
+Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
+(SIGTERM). In a sweep a run that fails ends alone, the others go on, and the exit code is 1 in the end. The first
+combination of a sweep is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +36,10 @@ class Recipe:
     config: type[Section]
     main: Callable[[Section, Path], float]
     default: str
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whatever takes care of Ctrl-C takes care of it too."""
 
 
 class JobFailed(Exception):
@@ -65,9 +71,8 @@ def run(recipe: Recipe, arguments: Sequence[str]) -> int:
 
         name = args.config_name or recipe.default
         job_name = recipe.module.rsplit(".", 1)[-1]
-        with Session(
-            recipe.config, name, args.overrides, config_dir=config_dir, multirun=args.multirun, job_name=job_name
-        ) as session:
+        options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": job_name}
+        with _sigterm_interrupts(), Session(recipe.config, name, args.overrides, **options) as session:
             if args.info:
                 session.show_info(args.info)
                 return 0
@@ -79,9 +84,11 @@ def run(recipe: Recipe, arguments: Sequence[str]) -> int:
             return _train(recipe, session)
     except ArenoError as error:
         return _report(error)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        _trace(interrupt)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -189,19 +196,40 @@ def _run(recipe: Recipe, job: Job) -> float:
     from areno.config import run_folder
     from areno.config.build import build
 
+    config = build(recipe.config, job.composition.data, job.composition.problems)
+    run_folder.make(job.run_dir)
+    run_folder.describe(job.run_dir, config, job.overrides)
     try:
-        config = build(recipe.config, job.composition.data, job.composition.problems)
-        run_folder.make(job.run_dir)
-        run_folder.describe(job.run_dir, config, job.overrides)
         return float(recipe.main(config, job.run_dir))
-    except ArenoError:
+    except BaseException:
         run_folder.discard(job.run_dir)
         raise
 
 
 def _report(error: ArenoError) -> int:
     """Print the message, with the traceback if ARENO_DEBUG=1; the exit code."""
-    if os.environ.get("ARENO_DEBUG") == "1":
-        traceback.print_exception(error)
+    _trace(error)
     print(f"error: {error}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
+
+
+def _trace(error: BaseException) -> None:
+    if os.environ.get("ARENO_DEBUG") == "1":
+        traceback.print_exception(error)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Unwind on SIGTERM as on Ctrl-C, so that workers and reward processes end and nothing half-written stays."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from areno.errors import ConfigError, Problem
+from areno.errors import CheckpointError, ConfigError, Problem
 
 
 def root() -> Path:
@@ -21,6 +23,19 @@ def existing_path(path: str | Path) -> Path | None:
         if (base / path).exists():
             return (base / path).absolute()
     return None
+
+
+@contextmanager
+def model_of(key: str) -> Iterator[None]:
+    """Around what reads the model folder or hub id of the setting `key`: a CheckpointError then names that setting.
+
+    The models themselves know nothing of a run's settings but that a model commonly comes from actor.path.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error).replace("actor.path", key)
+        raise CheckpointError(text if key in text else f"{key}: {text}") from error
 
 
 def find_file(path: str | Path, key: str = "") -> Path:

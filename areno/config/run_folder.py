@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
@@ -16,6 +17,7 @@ from areno.config.paths import root
 from areno.errors import ConfigError, Problem
 
 _FILES = ("config.yaml", "overrides.yaml", "versions.json")
+_LOG = "run.log"  # its lines were on the console too
 _PACKAGES = (
     "torch",
     "transformers",
@@ -46,29 +48,28 @@ def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
 
     `--config-dir=<run_dir> --config-name=config` starts the same run again, under another trial_name.
     """
+    config_yaml = to_yaml({"defaults": ["recipe", "_self_"]} | to_dict(config))
+    contents = (config_yaml, to_yaml_list(overrides), json.dumps(versions(), indent=2) + "\n")
     try:
-        (run_dir / "config.yaml").write_text(
-            to_yaml({"defaults": ["recipe", "_self_"]} | to_dict(config)), encoding="utf-8"
-        )
-        (run_dir / "overrides.yaml").write_text(to_yaml_list(overrides), encoding="utf-8")
-        (run_dir / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n", encoding="utf-8")
+        for name, content in zip(_FILES, contents, strict=True):
+            with (run_dir / name).open("x", encoding="utf-8") as file:
+                file.write(content)
+    except FileExistsError as error:  # it was not there a moment ago
+        raise ConfigError([Problem("trial_name", f"another run has just started in {run_dir}")]) from error
     except OSError as error:
+        discard(run_dir)
         raise ConfigError([Problem("cluster.fileroot", f"cannot write to {run_dir}: {error.strerror}")]) from error
 
 
 def discard(run_dir: Path) -> None:
-    """Remove a folder in which a run that came to nothing left no more than what `describe` wrote."""
-    if not run_dir.is_dir() or any(path.is_file() and path.name not in _FILES for path in run_dir.rglob("*")):
+    """Remove the folder of a run that came to nothing: it holds what `describe` wrote and perhaps a log, no results."""
+    if not run_dir.is_dir() or any(path.is_file() and path.name not in (*_FILES, _LOG) for path in run_dir.rglob("*")):
         return
-    for name in _FILES:
-        (run_dir / name).unlink(missing_ok=True)
-    for folder in sorted((path for path in run_dir.rglob("*") if path.is_dir()), reverse=True):
-        folder.rmdir()
-    for folder in (run_dir, *run_dir.parents[:2]):
-        try:
+    with contextlib.suppress(OSError):  # until a folder that holds other runs
+        for path in sorted(run_dir.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        for folder in (run_dir, *run_dir.parents[:2]):
             folder.rmdir()
-        except OSError:  # other runs are in it
-            return
 
 
 def versions() -> dict[str, str | None]:

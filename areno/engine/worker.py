@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from areno.config.model_roles import MicroBatchSpec
+from areno.config.paths import model_of
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
 from areno.engine.parallel import Place
@@ -33,17 +35,24 @@ class Worker:
         self.spec, self.place = spec, place
         self.dtype = getattr(torch, spec.dtype)
         self.attn_backend = choose_backend(spec.attn_backend, place.device, self.dtype)
-        self.actor = self._load(spec.model_path, random_init=spec.random_init)
-        self.backend = TrainBackend(
-            self.actor,
-            spec.optimizer,
-            attn_backend=self.attn_backend,
-            recompute=spec.gradient_checkpointing,
-            dp=place.dp,
-        )
-        self.backends = {"actor": self.backend}
-        if spec.ref_path:
-            self.backends["ref"] = self._reference()
+        with _explained_out_of_memory(
+            "loading",
+            "raise engine.tp_size to divide the model over more devices, set actor.dtype=bfloat16, leave ref out, or "
+            "choose a smaller model (actor.path)",
+        ):
+            with model_of("actor.path"):
+                self.actor = self._load(spec.model_path, random_init=spec.random_init)
+            self.backend = TrainBackend(
+                self.actor,
+                spec.optimizer,
+                attn_backend=self.attn_backend,
+                recompute=spec.gradient_checkpointing,
+                dp=place.dp,
+            )
+            self.backends = {"actor": self.backend}
+            if spec.ref_path:
+                with model_of("ref.path"):
+                    self.backends["ref"] = self._reference()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._stats_before = RolloutStats()  # of the decoder, in earlier rollout phases
@@ -99,17 +108,21 @@ class Worker:
         self.end_rollout(drop=True)
         self._stats_before = RolloutStats()
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
-        self.decoder = Decoder(
-            self.actor,
-            n_blocks=self._kv_blocks(spec, max_running),
-            block_size=KV_BLOCK,
-            max_running=max_running,
-            max_prefill_tokens=spec.max_prefill_tokens,
-            eos_token_ids={*self.actor.config.eos_token_ids, *self.spec.eos_token_ids},
-            use_graphs=self.place.device.type == "cuda" and not spec.eager_decode,
-            attn_backend=self.attn_backend,
-            detokenize=lambda tokens: self._tokenizer.decode(tokens),
-        )
+        with _explained_out_of_memory(
+            "making the KV cache",
+            "lower rollout.mem_fraction or rollout.max_kv_tokens, or rollout.max_concurrent_rollouts",
+        ):
+            self.decoder = Decoder(
+                self.actor,
+                n_blocks=self._kv_blocks(spec, max_running),
+                block_size=KV_BLOCK,
+                max_running=max_running,
+                max_prefill_tokens=spec.max_prefill_tokens,
+                eos_token_ids={*self.actor.config.eos_token_ids, *self.spec.eos_token_ids},
+                use_graphs=self.place.device.type == "cuda" and not spec.eager_decode,
+                attn_backend=self.attn_backend,
+                detokenize=lambda tokens: self._tokenizer.decode(tokens),
+            )
         self._decoder_spec = spec
         return self.decoder.limits
 
@@ -181,7 +194,12 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """One turn of the decoder; the samples that finished in it."""
         assert self.decoder is not None
-        return self.decoder.step()
+        with _explained_out_of_memory(
+            "in rollout",
+            "lower rollout.mem_fraction to leave more beside the KV cache, rollout.max_prefill_tokens or "
+            "rollout.max_concurrent_rollouts, or set rollout.eager_decode=true to do without CUDA graphs",
+        ):
+            return self.decoder.step()
 
     def rollout_stats(self) -> RolloutStats:
         """Counters of this rollout phase."""
@@ -235,3 +253,17 @@ class Worker:
     def ping(self) -> int:
         """The process id."""
         return os.getpid()
+
+
+@contextmanager
+def _explained_out_of_memory(when: str, remedy: str) -> Iterator[None]:
+    """Say which settings lower what was needed. Training itself explains its own (TrainBackend)."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Not every allocation is torch's own: CUDA graphs, cuBLAS and the CPU's allocator have their own words.
+        said = str(error).partition("\n")[0]
+        words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
+        if isinstance(error, EngineError) or not any(word in said for word in words):
+            raise
+        raise EngineError(f"out of device memory {when} ({said[:200]}): {remedy}") from error
