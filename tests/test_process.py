@@ -143,7 +143,7 @@ def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str) -> None:
         assert ends_within(pid, 0.1)
 
 
-@pytest.mark.parametrize("work", ["rollout", pytest.param("train", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_a_killed_driver_leaves_nobody(folder: Path, work: str) -> None:
     with driver(BUSY, folder, work) as process:
         pid = worker_pid(process)
