@@ -25,6 +25,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights
 
+ONE_THREAD_BELOW = 5_000_000  # parameters
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
 
 
@@ -53,6 +54,8 @@ class Worker:
             if spec.ref_path:
                 with model_of("ref.path"):
                     self.backends["ref"] = self._reference()
+        if place.device.type == "cpu":
+            torch.set_num_threads(self._cpu_threads())
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._stats_before = RolloutStats()  # of the decoder, in earlier rollout phases
@@ -65,6 +68,13 @@ class Worker:
         else:
             load_weights(model, path)
         return model
+
+    def _cpu_threads(self) -> int:
+        """Threads of a CPU rank. Those of a tiny model would wait for each other longer than they work, ten times so on
+        a machine that does something else as well."""
+        if sum(parameter.numel() for parameter in self.actor.parameters()) < ONE_THREAD_BELOW:
+            return 1
+        return max(1, torch.get_num_threads() // self.spec.world_size)
 
     def _reference(self) -> TrainBackend:
         """A frozen model. One that equals the starting actor is copied from it instead of read again."""

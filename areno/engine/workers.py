@@ -288,13 +288,9 @@ def _worker_main(pipe: Any, spec: EngineSpec, rank: int, rendezvous: str) -> Non
     """Body of a worker process."""
     settle_as_child()
     try:
-        import torch
-
         from areno.engine.parallel import leave, take_place
         from areno.engine.worker import Worker
 
-        if spec.devices[rank] == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // spec.world_size))
         place = take_place(spec, rank, rendezvous)
         worker = Worker(spec, place)
         pipe.send(_Reply(0))
