@@ -30,7 +30,7 @@ class Trainer:
         self.engine = Engine(spec, workers)
         self.info = info = self.engine.info
         logger.info(
-            "model: %.1fM parameters, %s on %s, attention by %s", info.n_params * spec.tp_size / 1e6, info.dtype,
+            "model: %.1fM parameters, %s on %s, attention by %s", info.n_params / 1e6, info.dtype,
             ", ".join(spec.devices), BACKENDS[info.attn_backend],
         )  # fmt: skip
         self._rolling_out = False
