@@ -463,19 +463,23 @@ def test_prompt_must_leave_room_in_the_context(gpt2):
 
 
 def test_nothing_left_is_an_error(gpt2):
-    rows = [{"prompt": "a " * 100}] * 3
-    with pytest.raises(DataError, match=r"train_dataset\.max_length: every row of rows has more than 64 tokens"):
+    rows = [{"prompt": "a " * 100}] * 4
+    with pytest.raises(DataError, match=r"every row of rows has more than 64 tokens \(train_dataset\.max_length\)"):
         list(prompt_loader(rows, gpt2, config_of()).batches())
-    with pytest.raises(DataError, match=r"gconfig\.max_tokens: every row"):
+    with pytest.raises(
+        DataError, match=r"every row of rows has more than 9 tokens \(gconfig\.max_tokens\), the shortest"
+    ):
         list(prompt_loader(rows, gpt2, config_of(), context_len=10).batches())
     with pytest.raises(DataError, match=r"train_dataset\.batch_size: is 4, but rows has only 3 usable rows"):
-        list(prompt_loader(prompts(3), gpt2, config_of()).batches())
+        prompt_loader(prompts(3), gpt2, config_of())
 
 
 def test_error_in_a_row_names_it(gpt2):
     rows = [{"prompt": "x"}, {"prompt": turns("hi")}]
     with pytest.raises(DataError, match="rows row 1: messages need a tokenizer with a chat template"):
-        list(prompt_loader(rows, gpt2, config_of(shuffle=False)).batches())
+        list(prompt_loader(rows, gpt2, config_of(shuffle=False, batch_size=1)).batches())
+    with pytest.raises(DataError, match="rows row 0: messages need"):  # at the start, where it can be
+        prompt_loader(rows[::-1], gpt2, config_of(batch_size=1))
 
 
 def test_rows_are_encoded_once(gpt2):

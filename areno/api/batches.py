@@ -25,7 +25,8 @@ class BatchLoader(Generic[Item]):
     """Batches of encoded rows, epoch after epoch.
 
     `encode(row, index)` makes an item that has `tokens`; items of more than `max_tokens` tokens are skipped and counted
-    in `total_skipped_long`. The order of an epoch is a function of (seed, epoch) alone.
+    in `total_skipped_long`. The order of an epoch is a function of (seed, epoch) alone. Construction raises DataError
+    for what no batch can come of: too few rows, or a first row that cannot be encoded.
     """
 
     def __init__(
@@ -54,6 +55,9 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # row -> its tokens
+        if config.drop_last and len(rows) < config.batch_size:
+            raise self._too_few(len(rows))
+        self._item(0)
 
     def batches(self) -> Iterator[Batch[Item]]:
         """The rest of the current epoch; then the number goes up. Raises DataError if a whole epoch gives no batch."""
@@ -108,7 +112,7 @@ class BatchLoader(Generic[Item]):
         try:
             item = self.encode(self.rows[index], index)
         except DataError as error:
-            raise DataError(f"{self.config.path} row {index}: {error}") from error
+            raise DataError(f"{self.key}.path: {self.config.path} row {index}: {error}") from error
         n_tokens = len(item.tokens)  # type: ignore[attr-defined]
         if n_tokens > self.max_tokens:
             if not self._too_long:
@@ -125,14 +129,18 @@ class BatchLoader(Generic[Item]):
 
     def _nothing_left(self, usable: int) -> DataError:
         if usable:
-            return DataError(
-                f"{self.key}.batch_size: is {self.config.batch_size}, but {self.config.path} has only {usable} usable "
-                f"rows ({len(self._too_long)} are too long); lower it or set {self.key}.drop_last=false"
-            )
+            return self._too_few(usable)
         shortest = min(self._too_long.values(), default=0)
         return DataError(
-            f"{self.max_tokens_key}: every row of {self.config.path} has more than {self.max_tokens} tokens "
-            f"(the shortest has {shortest}); raise it or use shorter rows"
+            f"{self.key}.path: every row of {self.config.path} has more than {self.max_tokens} tokens "
+            f"({self.max_tokens_key}), the shortest {shortest}; use shorter rows, or raise what limits them"
+        )
+
+    def _too_few(self, usable: int) -> DataError:
+        long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
+        return DataError(
+            f"{self.key}.batch_size: is {self.config.batch_size}, but {self.config.path} has only {usable} usable "
+            f"rows{long}; lower it or set {self.key}.drop_last=false"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno")
 
@@ -23,6 +26,17 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
+class _FileHandler(logging.FileHandler):
+    """Gives a log up that cannot be written, and says so once. Whether the run goes on is not for the log to decide."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        logger.removeHandler(self)
+        with contextlib.suppress(OSError):
+            self.close()
+        logger.warning("%s cannot be written any more: %s", self.baseFilename, error)
+
+
 class _Formatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
@@ -34,14 +48,20 @@ class _Formatter(logging.Formatter):
 
 
 def setup_logging(log_file: str | Path | None = None, level: int = logging.INFO) -> None:
-    """Send areno's log lines to stderr, and to `log_file` too if one is given. Calling it again starts anew."""
+    """Send areno's log lines to stderr, and to `log_file` too if one is given. Calling it again starts anew.
+
+    Raises ConfigError if the file cannot be made.
+    """
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
     handlers: list[logging.Handler] = [_StderrHandler()]
     if log_file is not None:
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_file, encoding="utf-8"))
+        try:
+            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_FileHandler(log_file, encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError([Problem("cluster.fileroot", f"cannot write {log_file}: {error.strerror}")]) from error
     for handler in handlers:
         handler.setFormatter(_Formatter())
         logger.addHandler(handler)

@@ -57,7 +57,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
         rows = _rows_from_loader(config, key)
     else:
         rows = read_rows(config.path, config.split, key)
-    check_rows(rows, kind, config.path, key, hint_loader=config.loader is None)
+    check_rows(rows, kind, config.path, key, has_loader=config.loader is not None)
     return rows
 
 
@@ -74,6 +74,8 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
             raise DataError(f"{key}.path: {path} has no known format; expected one of {' '.join(_FORMATS)} or a folder")
         try:
             return _read_file(file, path, split)
+        except DataError as error:
+            raise DataError(f"{key}.path: {error}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{key}.path: cannot read {path}: {error}") from error
     if Path(path).suffix in _FORMATS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) or path[0] in "./~":
@@ -83,12 +85,11 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
     return _read_hub(path, split, key)
 
 
-def check_rows(
-    rows: Rows, kind: RowKind, source: str, key: str = "train_dataset", *, hint_loader: bool = False
-) -> None:
+def check_rows(rows: Rows, kind: RowKind, source: str, key: str = "train_dataset", *, has_loader: bool = True) -> None:
     """Raise DataError for the first row that is not of `kind`, or if there is none."""
+    setting = f"{key}.loader" if has_loader else f"{key}.path"
     if len(rows) == 0:
-        raise DataError(f"{key}.path: {source} has no rows")
+        raise DataError(f"{setting}: {source} has no rows")
     for number, row in enumerate(_iter_fields(rows, _FIELDS[kind])):
         problem = _row_problem(row, kind)
         if problem is None:
@@ -96,8 +97,8 @@ def check_rows(
         found = (
             "" if not isinstance(row, Mapping) else f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}"
         )
-        hint = f"; set {key}.loader to a file.py that makes such rows" if hint_loader else ""
-        raise DataError(f"{source} row {number}: {problem}; expected {_EXPECTED[kind]}{found}{hint}")
+        hint = "" if has_loader else f"; set {key}.loader to a file.py that makes such rows"
+        raise DataError(f"{setting}: {source} row {number}: {problem}; expected {_EXPECTED[kind]}{found}{hint}")
 
 
 # Row checks ----------------------------------------------------------------------------------------------------------
@@ -179,23 +180,25 @@ def _rows_from_loader(config: DatasetConfig, key: str) -> Rows:
     loader_file = find_file(file, f"{key}.loader")
     function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
     try:
-        return _as_rows(function(str(existing_path(config.path) or config.path), config.split), config.split)
+        found = function(str(existing_path(config.path) or config.path), config.split)
+        rows = _as_rows(found, config.split)
     except ArenoError:
         raise
     except Exception as error:
         where = describe(error, loader_file.resolve())
         raise DataError(f"{key}.loader: {name}(path, split) in {file} failed: {where}") from error
+    if rows is None:
+        raise DataError(f"{key}.loader: {name} in {file} returned {_shown(found)}; expected a list of rows")
+    return rows
 
 
-def _as_rows(rows: Any, split: str) -> Any:
-    """What a loader returned, as rows."""
-    if isinstance(rows, Mapping) and split in rows:  # a DatasetDict, or the like
-        rows = rows[split]
-    if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
-        raise TypeError(f"it returned {_shown(rows)}; expected a list of rows")
-    if isinstance(rows, Sequence) or hasattr(rows, "column_names"):
-        return rows
-    return list(rows)
+def _as_rows(found: Any, split: str) -> Any:
+    """What a loader returned, as rows; None if it is nothing of the kind."""
+    if isinstance(found, Mapping) and split in found:  # a DatasetDict, or the like
+        found = found[split]
+    if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
+        return None
+    return found if isinstance(found, Sequence) or hasattr(found, "column_names") else list(found)
 
 
 def _read_file(file: Path, shown: str, split: str) -> Rows:
@@ -320,5 +323,5 @@ def _hub_answers(timeout_s: float = 5.0) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines: Iterable[str] = str(error).splitlines() or [type(error).__name__]
-    return next(iter(lines))
+    lines = str(error.__cause__ or error).splitlines() or [type(error).__name__]  # the library wraps what was wrong
+    return lines[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areno.api.types import ScoredSample
-from areno.errors import ConfigError
+from areno.errors import ArenoError, ConfigError
 
 logger = logging.getLogger("areno.rollout")
 
@@ -42,15 +43,27 @@ def log_completions(samples: Sequence[ScoredSample], step: int) -> None:
 
 
 def dump_rollouts(folder: str | Path, step: int, samples: Sequence[ScoredSample]) -> Path:
-    """Write all samples of a step to <folder>/<step>.jsonl, one line each; a crash leaves no half file of that name."""
+    """Write all samples of a step to <folder>/<step>.jsonl, one line each; nothing is left of a half one.
+
+    ArenoError, naming the setting, where it cannot be written.
+    """
     path = Path(folder) / f"{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        for sample in samples:
-            # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
-            file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for sample in samples:
+                # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+                file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
+        unfinished.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise ArenoError(
+            f"rollout.dump_to_file: {path} cannot be written: {error.strerror}; free space there, or set it to false"
+        ) from error
     return path
 
 

@@ -6,10 +6,15 @@ partial credit below it does not count.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from areno.api.types import ScoredSample
+from areno.errors import ArenoError
 
 _RIGHT = 1.0 - 1e-6
 
@@ -82,40 +88,36 @@ class MetricsRecorder:
     not.
 
     Every line of the file is {"step", "time" (seconds since 1970), and the scalars}; what is not finite is written as
-    null.
+    null. Files come into being with the first scalars. ArenoError, naming the setting, where they cannot be written.
     """
 
     def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
-        self._writer: Any = None
-        self._file: Any = None
+        self._events: _GrowingFile | None = None
+        self._lines: _GrowingFile | None = None
         if path is not None:
-            # Here, since it takes a quarter of a second.
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            Path(path).mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(path))
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = _GrowingFile(Path(path).expanduser() / name, "stats_logger.tensorboard.path")
         if jsonl is not None:
-            Path(jsonl).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(jsonl, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+            self._lines = _GrowingFile(Path(jsonl), "cluster.fileroot")
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scalars of a step, named <namespace>/<name>, and make them visible at once."""
-        if self._writer is not None:
-            self._writer.add_event(_event(step, scalars))
-            self._writer.flush()
-        if self._file is not None:
+        now = time.time()
+        if self._events is not None:
+            if not self._events.size:
+                self._events.append(_event(now, file_version="brain.Event:2"))
+            self._events.append(_event(now, step, scalars))
+        if self._lines is not None:
             finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
-            self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
-            self._file.flush()
+            line = json.dumps({"step": step, "time": round(now, 3), **finite}) + "\n"
+            self._lines.append(line.encode())
 
     def close(self) -> None:
         """Close the files. Calling it again does nothing."""
-        writer, self._writer = self._writer, None
-        file, self._file = self._file, None
-        if writer is not None:
-            writer.close()
-        if file is not None:
-            file.close()
+        for file in (self._events, self._lines):
+            if file is not None:
+                file.close()
+        self._events = self._lines = None
 
     def __enter__(self) -> MetricsRecorder:
         return self
@@ -126,10 +128,58 @@ class MetricsRecorder:
         self.close()
 
 
-def _event(step: int, scalars: Mapping[str, float]) -> Any:
-    """TensorBoard's record of a step. As plain values, which all readers know; its own Writer makes tensors of them."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
+class _GrowingFile:
+    """A file that grows by whole records: of one that the disk has no room for, nothing stays. `key`: its setting."""
 
-    values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
-    return Event(wall_time=time.time(), step=step, summary=Summary(value=values))
+    def __init__(self, path: Path, key: str):
+        self.path, self.key = path, key
+        self.size = 0  # bytes
+        self._file: Any = None
+        with self._explained():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(path.parent, os.W_OK):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def append(self, record: bytes) -> None:
+        with self._explained():
+            if self._file is None:
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
+                self.size = self._file.tell()
+            try:
+                rest = memoryview(record)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(self.size)
+                raise
+            self.size += len(record)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ArenoError(
+                f"{self.key}: {self.path} cannot be written: {error.strerror}; free space there or set another folder"
+            ) from error
+
+
+def _event(now: float, step: int = 0, scalars: Mapping[str, float] | None = None, file_version: str = "") -> bytes:
+    """A record of a TensorBoard event file. Its own writer has a thread, in which errors are lost."""
+    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf makes it
+    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    if file_version:
+        event = Event(wall_time=now, file_version=file_version)
+    else:
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in (scalars or {}).items()]
+        event = Event(wall_time=now, step=step, summary=Summary(value=values))
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(event.SerializeToString())
+    return buffer.getvalue()

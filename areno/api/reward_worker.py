@@ -97,9 +97,10 @@ class _Scorer:
                 result = self.function(pickle.loads(payload))
                 if inspect.isawaitable(result):
                     result = self.loop.run_until_complete(_await(result))
-                answer: Answer = ("ok", to_reward(result), "")
             except BaseException as error:
                 answer = self._failure(error)
+            else:
+                answer = _verdict(result)
             self.connection.send((position, *answer))
 
     async def _score_together(self, chunk: Chunk) -> None:
@@ -110,9 +111,11 @@ class _Scorer:
                 if not done:
                     task.cancel()
                     raise TimeoutError(f"no answer within {self.timeout_s:g} s (reward.timeout_s)")
-                answer: Answer = ("ok", to_reward(task.result()), "")
+                result = task.result()
             except BaseException as error:
                 answer = self._failure(error)
+            else:
+                answer = _verdict(result)
             self.connection.send((position, *answer))
 
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
@@ -128,6 +131,13 @@ class _Scorer:
 
 async def _await(awaitable: Any) -> Any:
     return await awaitable
+
+
+def _verdict(result: Any) -> Answer:
+    try:
+        return "ok", to_reward(result), ""
+    except Exception as error:  # objects decide themselves how they refuse to be a float
+        return "error", None, (str(error) or type(error).__name__)[:500]
 
 
 def to_reward(result: Any) -> float:

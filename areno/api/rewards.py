@@ -40,6 +40,7 @@ _KEY = "reward.fn"
 _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
+_HOPELESS = 4  # this many timeouts of each process, and never an answer: to wait for all the others may take hours
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
 
@@ -65,6 +66,7 @@ class RewardPool:
         self.config = config
         self._spec = ""
         self._workers: list[_Worker] = []
+        self._has_answered = False
 
     def start(self) -> None:
         """Start the processes and return at once. Raises ConfigError if the file is missing or is no Python."""
@@ -77,7 +79,10 @@ class RewardPool:
             self._wait([worker for worker in self._workers if worker.is_starting])
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """The outcome of every record, in order. Raises ArenoError if there are records and none could be scored."""
+        """The outcome of every record, in order.
+
+        Raises ArenoError if there are records and none could be scored, or if the function does nothing but hang.
+        """
         if not self._workers:
             raise EngineError("the reward pool is not running; call start() first")
         scoring = _Scoring(records)
@@ -87,6 +92,10 @@ class RewardPool:
                     if worker.is_idle:
                         worker.send(scoring.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
                 self._wait([worker for worker in self._workers if not worker.is_idle], scoring)
+                self._has_answered = self._has_answered or scoring.n_answers > 0
+                if not self._has_answered and scoring.n_timeouts >= _HOPELESS * len(self._workers):
+                    limit = f"{self.config.timeout_s:g} s (reward.timeout_s)"
+                    raise ArenoError(f"{_KEY}: no answer within {limit} for any of {scoring.n_timeouts} samples")
         except BaseException:
             for worker in self._workers:
                 if worker.chunk:
@@ -232,6 +241,7 @@ class _Scoring:
     def __init__(self, records: Sequence[RewardRecord]):
         self.outcomes: list[Any] = [None] * len(records)
         self.n_open = len(records)
+        self.n_timeouts = self.n_answers = 0
         self._payloads: list[bytes] = []
         self._waiting: deque[int] = deque()
         self._alone: deque[int] = deque()
@@ -260,6 +270,10 @@ class _Scoring:
     def settle(self, position: int, outcome: RewardOutcome) -> None:
         self.outcomes[position] = outcome
         self.n_open -= 1
+        if outcome.status == "timeout":
+            self.n_timeouts += 1
+        else:
+            self.n_answers += 1
 
     def give_back(self, positions: list[int]) -> None:
         self._waiting.extendleft(reversed(positions))

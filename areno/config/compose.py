@@ -79,6 +79,7 @@ class _CommandLine:
     lines: list[str] = field(default_factory=list)
     sample: list[str] = field(default_factory=list)
     deletions: list[str] = field(default_factory=list)
+    chosen: set[str] = field(default_factory=set)  # groups
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: str, sample: str | None = None) -> None:
@@ -279,7 +280,10 @@ class Session(AbstractContextManager["Session"]):
                     choices = ", ".join(groups[key])
                     close = did_you_mean(name, groups[key])
                     line.problems.append(Problem(key, f"has no choice {name!r}; there are {choices}{close}"))
-            if all(name in groups[key] for name in names):
+            if key in line.chosen:
+                line.problems.append(Problem(key, f"is chosen more than once, in {text!r} for the second time"))
+            elif all(name in groups[key] for name in names):
+                line.chosen.add(key)
                 start = f"{'' if key in listed else '+'}{key}="
                 quoted = ["'null'" if name == "null" else name for name in names]
                 line.add(start + ",".join(quoted), start + quoted[0])

@@ -31,7 +31,11 @@ class SFTTrainer:
         self.valid_loader = loader(config.valid_dataset, "valid_dataset") if config.valid_dataset else None
         self.eval_losses: list[float] = []  # of each evaluation so far
         self.run = Run(config, run_dir)
-        self.trainer = Trainer(spec, workers=config.engine.workers)
+        try:
+            self.trainer = Trainer(spec, workers=config.engine.workers)
+        except BaseException:
+            self.run.close()
+            raise
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
