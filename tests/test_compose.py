@@ -138,9 +138,7 @@ def test_optional_sections_are_groups(work):
     assert load("actor.kl_ctl=0.1", name="with_ref").ref.path == "x"
     assert load("ref=null", name="with_ref").ref is None
     assert problems_of("valid_dataset=default")[0].startswith("valid_dataset.path: missing")
-    assert problems_of("ref=default", "ref=null") == [
-        "ref: is chosen more than once, in 'ref=null' for the second time"
-    ]
+    assert "ref: is chosen more than once" in problems_of("ref=default", "ref=null")[0]
     assert load("eval_gconfig=greedy", "gconfig.n_samples=4").eval_gconfig.n_samples == 1
     assert load("actor/adv_norm=dr_grpo").actor.adv_norm.std_level is None
 
