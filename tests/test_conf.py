@@ -17,7 +17,10 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "gsm8k": (["grpo", "gspo"], []),
     "quickstart": (["grpo", "gspo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
+    "stories": (["grpo", "gspo"], ["actor.path=folder"]),
 }
+# What experiments leave to the user.
+EXPERIMENT_NEEDS = {"grpo-stories-stories260k-cpu": ["actor.path=folder"]}
 GROUPS = [(group, choice) for group, choices in library.groups().items() for choice in choices]
 # What a choice needs beside it to make sense.
 COMPANIONS = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}
@@ -40,8 +43,12 @@ def test_task(task, recipe):
 
 @pytest.mark.parametrize("name", library.experiments())
 def test_experiment(name):
-    """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu."""
-    assert load(RECIPES[name.split("-")[0]], name).experiment_name
+    """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu. Its header says what to expect."""
+    assert load(RECIPES[name.split("-")[0]], name, EXPERIMENT_NEEDS.get(name)).experiment_name
+    header = library.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
+    assert all(f"# {word} " in header for word in ("Hardware", "Time", "Memory", "Curve"))
+    assert f"--config-name={name}" in header
+    assert name in Path(find_file("recipes/README.md")).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("group", "choice"), GROUPS)

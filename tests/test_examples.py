@@ -70,3 +70,12 @@ def test_reward_runs_in_its_process(fn, tmp_path, monkeypatch):
     with RewardPool(RewardConfig(fn=fn, workers=1)) as pool:
         outcomes = pool.score([RewardRecord(completion=text, solutions="1/2") for text in texts])
     assert [outcome.value for outcome in outcomes] == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_stories():
+    rows = load_rows(DatasetConfig(path="examples/stories", loader="examples/stories/dataset_loader.py"), "prompt")
+    assert len({row["prompt"] for row in rows}) == 64
+    assert rows[0]["prompt"] == "<s>Once upon a time, there was a little girl named Lily."
+    reward_fn = load_function(str(ROOT / "examples/stories/reward.py"), "reward_fn", "reward.fn")
+    given = {"A Dog!": 1.0, "two puppies ran": 1.0, "the dogs.": 1.0, "a doge": 0.0, "hotdog": 0.0, "": 0.0}
+    assert {text: reward_fn(RewardRecord(completion=text)) for text in given} == given

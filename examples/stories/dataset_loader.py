@@ -1,0 +1,26 @@
+"""Openings of children's stories for a model to continue, made from lists of words.
+
+`<s>` stands for the beginning of a text: a plain prompt is encoded as it is written, so what the model was trained to
+see first has to be in it.
+"""
+
+NAMES = {
+    "girl": ["Lily", "Anna", "Mia", "Sara", "Lucy", "Amy", "Sue", "Jane"],
+    "boy": ["Tom", "Ben", "Max", "Tim", "Sam", "Jack", "Bob", "John"],
+}
+OPENINGS = [
+    "Once upon a time, there was a little {kind} named {name}.",
+    "One day, a {kind} named {name} went to the park.",
+    "There was a {kind} called {name} who liked to play outside.",
+    "{name} was a happy {kind}.",
+]
+
+
+def load_dataset(path, split):
+    """Every opening with every name: 64 prompts."""
+    return [
+        {"prompt": "<s>" + opening.format(kind=kind, name=name)}
+        for opening in OPENINGS
+        for kind, names in NAMES.items()
+        for name in names
+    ]
