@@ -272,7 +272,10 @@ def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
         else:
             found = datasets.load_dataset(str(folder), split=split)
     except Exception as error:  # the library raises a dozen kinds, none of them shared
-        raise DataError(f"{key}.path: cannot read folder {shown}: {_first_line(error)}") from error
+        raise DataError(
+            f"{key}.path: cannot read folder {shown}: {_first_line(error)}; "
+            f"set it to a data file, or set {key}.loader to a file.py that reads it"
+        ) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise DataError(f"{key}.split: {shown} has no split {split!r}; it has {', '.join(map(str, found))}")
@@ -323,5 +326,6 @@ def _hub_answers(timeout_s: float = 5.0) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error.__cause__ or error).splitlines() or [type(error).__name__]  # the library wraps what was wrong
-    return lines[0]
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    # The library wraps what was wrong in an error that says next to nothing.
+    return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"

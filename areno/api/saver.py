@@ -116,6 +116,8 @@ class Saver:
             is_disk = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
             if not is_disk or (isinstance(error, ArenoError) and not isinstance(error, CheckpointError)):
                 raise
+            if "saver.path" in str(error):  # the engine has said it all
+                raise
             reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
                 f"saver.path: {self.folder} cannot {what}: {reason}; free space there or set another folder"
