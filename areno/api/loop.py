@@ -130,19 +130,29 @@ class Run:
 
 
 class RolloutProgress:
-    """Follows one rollout: a progress bar or lines for people, decode progress of each data-parallel rank for logs."""
+    """Follows one rollout: a progress bar or lines for people, decode progress of each data-parallel rank for logs.
 
-    def __init__(self, title: str, n_prompts: int, n_samples: int, dp_size: int, interval_s: float = 10.0):
+    reward: the mean reward of the rollout before this one, shown beside the bar, if there was one.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        n_prompts: int,
+        n_samples: int,
+        dp_size: int,
+        reward: float | None = None,
+        interval_s: float = 10.0,
+    ):
         self.bar = Progress(title, n_prompts, interval_s)
-        self.n_samples, self.dp_size, self.interval_s = n_samples, dp_size, interval_s
-        self._samples = self._tokens = 0
+        self.n_samples, self.dp_size, self.reward, self.interval_s = n_samples, dp_size, reward, interval_s
+        self._samples = 0
         self._since = time.monotonic()
         self._before = [RolloutStats()] * dp_size
 
     def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
         self._samples += len(outputs)
-        self._tokens += sum(len(output.tokens) for output in outputs)
-        self.bar.update(self._samples // self.n_samples, self._tokens)
+        self.bar.update(self._samples // self.n_samples, sum(rank.generated_tokens for rank in stats), self.reward)
         now = time.monotonic()
         if now - self._since < self.interval_s:
             return

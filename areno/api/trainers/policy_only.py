@@ -39,6 +39,7 @@ class PolicyOnlyTrainer:
         self.rollout_spec, self.context_len = rollout_spec(config, spec.context_len), spec.context_len
         self.eval_gconfig = config.eval_gconfig or config.gconfig
         self.accuracies: list[float] = []  # of each evaluation so far
+        self.last_reward: float | None = None  # mean reward of the last training step
         self.loader = self._loader(config.train_dataset, "train_dataset", config.gconfig, "gconfig")
         self.valid_loader = None
         if config.valid_dataset is not None:
@@ -96,7 +97,8 @@ class PolicyOnlyTrainer:
                 log_stage("train_end")
             stats.update(agreement)
             stats["tokens_per_second"] = sum(len(row.tokens or []) for row in rows) / watch.seconds["train"]
-            mean_rewards.append(rollout["rollout/rewards_mean"])
+            self.last_reward = rollout["rollout/rewards_mean"]
+            mean_rewards.append(self.last_reward)
             run.log_step(stats, watch, {"reward_mean": mean_rewards[-1], "response_len": stats["response_len"]})
             run.save_if_due(trainer.save_checkpoint)
             if run.evaluation_is_due() and self.valid_loader is not None:
@@ -119,7 +121,8 @@ class PolicyOnlyTrainer:
         """Completions of every prompt, in a rollout phase of their own."""
         assert self.trainer is not None
         log_stage(f"{title}_start")
-        progress = RolloutProgress(title, len(items), gconfig.n_samples, self.trainer.engine.spec.dp_size)
+        dp_size = self.trainer.engine.spec.dp_size
+        progress = RolloutProgress(title, len(items), gconfig.n_samples, dp_size, self.last_reward)
         with self.trainer.rollout_phase(self.rollout_spec, drop=self.config.rollout.drop_rollout_state), progress:
             results = self.trainer.rollout_token_batch(
                 [item.tokens for item in items],
