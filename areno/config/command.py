@@ -147,7 +147,9 @@ def _train(recipe: Recipe, session: Session) -> int:
     if composition.output_dir is None:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
     session.multirun = composition.multirun
-    run_folder.make(composition.output_dir)
+    output_dir = composition.output_dir
+    while not run_folder.make(output_dir, new=session.is_named_by_time(output_dir)):
+        output_dir = session.rename(output_dir)
     if not session.multirun:
         session.run(lambda job: _run_alone(recipe, job))
         return 0
@@ -155,7 +157,7 @@ def _train(recipe: Recipe, session: Session) -> int:
     outcomes: list[tuple[Job, float | str]] = []
     with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
         session.run(lambda job: _run_in_sweep(recipe, job, outcomes))
-    print(f"\n{len(outcomes)} runs in {composition.output_dir}")
+    print(f"\n{len(outcomes)} runs in {output_dir}")
     for job, outcome in outcomes:
         result = f"{outcome:.6g}" if isinstance(outcome, float) else outcome
         print(f"  {job.number}  {' '.join(job.overrides)}  {result}")

@@ -7,6 +7,7 @@ for the same reason. `areno.config.build` then checks everything at once.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -227,11 +228,21 @@ class Session(AbstractContextManager["Session"]):
             name = key[2] or time.strftime("%Y%m%d-%H%M%S")
             folder = Path(fileroot).expanduser() / key[1]
             path, count = folder / name, 1
-            while key[2] is None and path.exists():
+            while key[2] is None and os.path.lexists(path):
                 count += 1
                 path = folder / f"{name}-{count}"
             self._run_dirs[key] = str(path)
         return self._run_dirs[key]
+
+    def is_named_by_time(self, run_dir: Path) -> bool:
+        """Whether the folder has its name from us, and not from the user."""
+        return any(trial is None and Path(path).absolute() == run_dir for (*_, trial), path in self._run_dirs.items())
+
+    def rename(self, run_dir: Path) -> Path:
+        """Another name for a folder that is named by the time, since this one is taken."""
+        [key] = [key for key, path in self._run_dirs.items() if Path(path).absolute() == run_dir]
+        del self._run_dirs[key]
+        return Path(self._run_dir(*key)).absolute()
 
     def _read_overrides(self) -> _CommandLine:
         """Sort the overrides into groups, values and deletions. What cannot be read or chosen becomes a problem."""

@@ -31,16 +31,22 @@ _PACKAGES = (
 )
 
 
-def make(run_dir: Path) -> None:
-    """Create the folder of a run or a sweep. Raises ConfigError if an earlier one's is there, or if it cannot be."""
-    if any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
+def make(run_dir: Path, new: bool = False) -> bool:
+    """Create the folder of a run or a sweep. Raises ConfigError if an earlier one's is there, or if it cannot be.
+
+    False if it is there but must be `new`: runs that start in the same second do not share one.
+    """
+    if not new and any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
         raise ConfigError(
             [Problem("trial_name", f"{run_dir} holds an earlier run; choose another name or move that folder away")]
         )
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=not new)
     except OSError as error:
+        if new and isinstance(error, FileExistsError):
+            return False
         raise ConfigError([Problem("cluster.fileroot", f"cannot make {run_dir}: {error.strerror}")]) from error
+    return True
 
 
 def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
