@@ -353,6 +353,23 @@ def test_template_without_end_of_turn_token(gpt2):
     assert trained_text(gpt2, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
 
 
+def test_end_of_turn_that_is_not_the_end_token():
+    base = tokenizer_of("qwen2.5")
+    base.eos_token = "<|endoftext|>"  # as in the base models, whose template ends turns with <|im_end|>
+    messages = turns("a", "b c", "d", "e f")
+    assert trained_text(base, {"messages": messages}) == ["b c<|im_end|>", "e f<|im_end|>"]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    asked = [*messages, {"role": "user", "content": "g"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained_text(base, {"messages": asked})[2].endswith("</tool_call><|im_end|>")
+    # A template that also closes the whole conversation: the turn ends before that.
+    base.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+    )
+    assert trained_text(base, {"messages": messages}) == ["b c<|im_end|>", "e f<|im_end|>"]
+    with pytest.raises(DataError, match=r"leaves out the tool calls of messages\[5\]"):  # and would train on silence
+        sft_sequence(base, {"messages": asked})
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -137,7 +137,7 @@ def assistant_spans(
     train on the wrong words.
     """
     contents = _content_ends(tokenizer, messages, text, tools)
-    eos = tokenizer.eos_token or ""
+    end_token = _end_of_turn(tokenizer, messages, tools)
     spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -150,11 +150,34 @@ def assistant_spans(
             )
         content_end = contents.get(turn, start)
         later = [end for other, end in contents.items() if other > turn]
-        eos_at = text.find(eos, content_end, min(later, default=len(text))) if eos else -1
-        if eos_at < 0 and turn not in contents:
+        end_at = text.find(end_token, content_end, min(later, default=len(text))) if end_token else -1
+        if end_at < 0 and turn not in contents:
             raise DataError(f"where messages[{turn}], which has no text, ends cannot be found; leave it out")
-        spans.append((start, eos_at + len(eos) if eos_at >= 0 else content_end))
+        if message.get("tool_calls") and not text[start : max(content_end, end_at)].strip():
+            raise DataError(f"the chat template leaves out the tool calls of messages[{turn}]; use one that has tools")
+        spans.append((start, end_at + len(end_token) if end_at >= 0 else content_end))
     return spans
+
+
+def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
+    """The special token that the template puts behind an assistant's text; the tokenizer's own end where it has none.
+
+    The two differ in base models (Qwen2.5: <|im_end|> and <|endoftext|>), and a turn must teach the former.
+    """
+    texts = [i for i, message in enumerate(messages) if _is_answer(message)]
+    if texts:
+        turn = messages[texts[-1]]
+        marked = [*messages[: texts[-1]], {**turn, "content": _mark(turn["content"], texts[-1])}]
+        behind = _render(tokenizer, marked, None, tools, add_generation_prompt=False).split(_END_MARK)[-1].lstrip()
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if found := [token for token in special if behind.startswith(token)]:
+            return max(found, key=len)
+    return tokenizer.eos_token or ""
+
+
+def _is_answer(message: Any) -> bool:
+    """An assistant's message that is text and nothing after it."""
+    return message["role"] == "assistant" and not message.get("tool_calls") and bool(str(message["content"]).strip())
 
 
 def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) -> dict[int, int]:
