@@ -94,8 +94,8 @@ def load_tokenizer(folder: str) -> Any:
         if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises whatever its parsers do
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        message = f"no tokenizer can be loaded from {folder}: {lines[0]}; set it to a folder that has one"
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
         raise ConfigError([Problem("tokenizer_path", message)]) from error
     tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
     return tokenizer

@@ -1,0 +1,630 @@
+"""What a user gets for bad input: one clear line that names the key, an exit code other than 0, nothing half-written.
+
+Every case goes through the command line, most of them in this process. Those that end processes start real ones. Slow
+are, beside these, the cases that other files hold the same code to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areno.config import command
+from areno.config.command import Recipe
+from areno.recipes import gspo, sft
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples/quickstart/model"
+TINY = [
+    "total_train_steps=2",
+    "train_dataset.batch_size=2",
+    "gconfig.n_samples=2",
+    "reward.workers=1",
+    "saver.freq_steps=null",
+    "engine.device=cpu",
+]
+ADDITIONS = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(10, 30)]
+REWARD = "def reward_fn(record):\n    return float(record.completion == record.solutions)\n"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in an empty folder, and leave areno's log as it was."""
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("areno")
+    before = logger.propagate, logger.level
+    yield
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate, logger.level = before
+
+
+def run(*overrides: str, recipe=gspo, evaluate: bool = False) -> int:
+    """The exit code of `python -m areno.recipes.<recipe> *overrides`, with the quickstart cut down to two steps."""
+    arguments = [*TINY, "cluster.fileroot=out", *([] if evaluate else ["valid_dataset=null"]), *overrides]
+    if recipe is sft:
+        arguments = [a for a in arguments if not a.startswith(("gconfig", "reward"))]
+    try:
+        return command.run(Recipe(recipe.__name__, recipe.CONFIG, recipe.main, recipe.DEFAULT), arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def files(folder: str | Path = "out") -> list[str]:
+    """Everything below a folder."""
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def children(pid: int | None = None) -> list[int]:
+    """All processes that a process has started, and theirs; those that have ended do not count."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                parents.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, frontier = [], [os.getpid() if pid is None else pid]
+    while frontier:
+        frontier = [child for process in frontier for child in parents.get(process, [])]
+        found += frontier
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def fails(capsys: pytest.CaptureFixture[str], message: str, code: int, *overrides: str, **how) -> str:
+    """Run it and hold it to the rule: the message is one line, nothing is left of the run, no process either."""
+    before = children()
+    assert run(*overrides, **how) == code
+    error = capsys.readouterr().err
+    last = error.rstrip("\n").rpartition("\n")[2]
+    assert last.startswith("error: "), error
+    assert re.search(message, last), last
+    assert "Traceback" not in error
+    assert not Path("out").exists(), files()
+    assert set(children()) <= set(before)
+    return error
+
+
+def slow(*case, name: str):
+    """A case that runs with -m slow."""
+    return pytest.param(*case, id=name, marks=pytest.mark.slow)
+
+
+def write(name: str, content: str | list) -> str:
+    """A file in the working folder, JSON lines from a list; its name."""
+    text = content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_everything_wrong_with_the_settings_in_one_report(capsys):
+    wrong = {
+        "+foo.bar=1": "foo: unknown key",
+        "actor.optimzer.lr=1": "actor.optimzer: unknown key; did you mean actor.optimizer?",
+        "gconfig.temprature=2": "gconfig.temprature: unknown key; did you mean gconfig.temperature?",
+        "gconfig.n_samples=many": "gconfig.n_samples: is 'many'; an integer is expected",
+        "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be more than 0",
+        "eval_gconfig.top_p=2": "eval_gconfig.top_p: is 2.0; it must be",
+        "engine.device=tpu": "engine.device: is 'tpu'; expected one of 'auto', 'cpu', 'cuda'",
+        "reward.fn=null": "reward.fn: is null; text is expected",
+        "~experiment_name": "experiment_name: missing",
+        "ref=big": "ref: has no choice 'big'; there are default, null",
+        "valid_dataset=default": "valid_dataset: is chosen more than once",
+    }
+    assert run(*wrong) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {len(wrong)} problems in the configuration:\n")
+    assert [message for message in wrong.values() if f"\n  {message}" not in error] == []
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("engine.tp_size=3", r"tp_size: is 3, which does not divide the model's 4 \(attention heads\), 2 \(key-value"),
+        ("engine.tp_size=4 engine.world_size=6", "tp_size: is 4, which does not divide engine.world_size=6"),
+        ("engine.world_size=2 engine.workers=inline", "workers: inline holds one device"),
+        (
+            "gconfig.max_new_tokens=128 eval_gconfig=null",
+            "max_new_tokens: is 128; the model's context of 128 tokens must",
+        ),
+        ("gconfig.max_tokens=200", "max_tokens: is 200, the model's context is 128 tokens"),
+        ("gconfig.stop_token_ids=[99]", "stop_token_ids: holds 99; the vocabulary has 16 tokens"),
+        ("gconfig.n_samples=1", "n_samples: is 1; a group advantage needs at least 2"),
+        ("actor.ppo_n_minibatches=3", "ppo_n_minibatches: is 3, which does not divide the 4 rows"),
+        ("actor.kl_ctl=0.1", "kl_ctl: is 0.1, but there is no reference model; add ref=default"),
+        ("engine.attn_backend=flash", "attn_backend: is flash, but"),
+    ],
+)
+def test_settings_that_do_not_fit_together(capsys, overrides, message):
+    section = overrides.partition(".")[0]
+    fails(capsys, f"{section}.{message}", 2, *overrides.split())
+
+
+def test_more_devices_than_there_are(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    fails(capsys, "engine.device: is cuda, but torch sees no CUDA device", 2, "engine.device=cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    fails(capsys, "engine.world_size: is 4, but only 2 CUDA devices", 2, "engine.device=cuda", "engine.world_size=4")
+
+
+def test_a_name_that_is_taken(capsys):
+    assert run("trial_name=one", "total_train_steps=1") == 0
+    before = files()
+    assert run("trial_name=one", "total_train_steps=1") == 2
+    assert "error: trial_name: " in capsys.readouterr().err
+    assert files() == before
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def damage(how: str) -> None:
+    """Put a copy of the quickstart's model into the folder `model`, and break it."""
+    model = Path(shutil.copytree(MODEL, "model"))
+    weights, config = model / "model.safetensors", model / "config.json"
+    if how == "no weights":
+        weights.unlink()
+    elif how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:300_000])
+    elif how == "no header":
+        weights.write_bytes(b"")
+    elif how == "architecture":
+        config.write_text(config.read_text().replace("Qwen3ForCausalLM", "MambaForCausalLM"))
+    elif how == "other shape":
+        config.write_text(config.read_text().replace('"intermediate_size": 256', '"intermediate_size": 128'))
+    elif how == "no config":
+        config.unlink()
+    elif how == "no JSON":
+        config.write_text("{")
+    elif how == "no tokenizer":
+        (model / "tokenizer.json").unlink()
+        (model / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("no weights", "actor.path: .*model has no weights.*actor.init_from_scratch=true"),
+        ("truncated", "actor.path: .*model.safetensors is truncated or not a safetensors file"),
+        slow("no header", "actor.path: .*model.safetensors is truncated or not a safetensors file", name="no header"),
+        ("architecture", "actor.path: .*architectures is .*MambaForCausalLM.*expected one of Qwen3ForCausalLM"),
+        ("other shape", "actor.path: .*has shape .96, 256., expected .96, 128. from config.json"),
+        slow("no config", "no config.json.*actor.path", name="no config"),
+        ("no JSON", "actor.path: .*config.json cannot be read as JSON"),
+        ("no tokenizer", "tokenizer_path: no tokenizer can be loaded"),
+    ],
+)
+def test_model_folders(capsys, how, message):
+    damage(how)
+    fails(capsys, message, 2 if how == "no tokenizer" else 1, "actor.path=model", recipe=sft if "JSON" in how else gspo)
+
+
+def test_reference_model(capsys):
+    damage("truncated")
+    fails(capsys, "ref.path: .*truncated", 1, "ref=default", "ref.path=model", "actor.kl_ctl=0.1")
+
+
+@pytest.mark.parametrize("key", ["actor.path", "tokenizer_path"])
+def test_model_names_without_network(capsys, monkeypatch, key):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    fails(capsys, f"nobody/nothing.*cannot be reached.*pass a local path: {key}=", 1, f"{key}=nobody/nothing")
+    fails(capsys, f"/no/where does not exist.*{key}", 1, f"{key}=/no/where")
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+LONG = [{"prompt": "1+" * 200}] * 4
+MESSAGES = [{"prompt": [{"role": "user", "content": "1+1="}]}] * 4
+
+
+@pytest.mark.parametrize(
+    ("section", "rows", "message"),
+    [
+        ("valid_dataset", "", "path: rows.jsonl has no rows"),
+        ("train_dataset", '{"prompt": "1+1="}\n{"prompt": \n', "path: rows.jsonl line 2: not JSON"),
+        (
+            "train_dataset",
+            [*ADDITIONS, {"question": "1+1="}],
+            "path: rows.jsonl row 20: field prompt is missing.*the row has question; set train_dataset.loader to",
+        ),
+        ("valid_dataset", [*ADDITIONS, {"prompt": 2}], "path: rows.jsonl row 20: field prompt is int 2, not text"),
+        (
+            "train_dataset",
+            LONG,
+            r"path: every row of rows.jsonl has more than 64 tokens \(train_dataset.max_length\), the shortest 400",
+        ),
+        (
+            "valid_dataset",
+            LONG,
+            r"path: every row of rows.jsonl has more than 64 tokens \(valid_dataset.max_length\), the shortest 400",
+        ),
+        ("train_dataset", MESSAGES, "path: rows.jsonl row 0: messages need a tokenizer with a chat template; set tok"),
+    ],
+    ids=["empty", "not JSON", "other fields", "other type", "too long", "too long to evaluate", "messages"],
+)
+def test_data_files(capsys, section, rows, message):
+    write("rows.jsonl", rows)
+    settings = [f"{section}.path=rows.jsonl", f"{section}.loader=null", "evaluator.eval_before_train=true"]
+    fails(capsys, f"{section}.{message}", 1, *settings, evaluate=section == "valid_dataset")
+
+
+def test_data_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr("areno.api.data._hub_answers", lambda: False)
+    for path, message in {
+        "rows.jsonl": "there is no file or folder rows.jsonl",
+        "nobody/nothing": "hub cannot be reached .*to use local data, set train_dataset.path to a file or folder",
+    }.items():
+        settings = [f"train_dataset.path={path}", "train_dataset.loader=null"]
+        fails(capsys, f"train_dataset.path: .*{message}", 1, *settings)
+
+
+def test_fewer_rows_than_a_batch(capsys):
+    write("rows.jsonl", ADDITIONS[:3])
+    settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.batch_size=4"]
+    fails(
+        capsys, "train_dataset.batch_size: is 4, but rows.jsonl has only 3 usable rows; lower it or set", 1, *settings
+    )
+    assert run(*settings, "train_dataset.drop_last=false", "total_train_epochs=1") == 0
+
+
+def test_an_evaluation_smaller_than_its_batch(capsys):
+    write("rows.jsonl", ADDITIONS[:3])
+    assert run("valid_dataset.path=rows.jsonl", "valid_dataset.loader=null", "total_train_steps=1", evaluate=True) == 0
+    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
+    assert '"eval/num_sequences": 3.0' in lines.read_text()
+
+
+def test_rows_longer_than_the_context_are_skipped_and_counted():
+    write("rows.jsonl", [LONG[0], *ADDITIONS])
+    settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.max_length=1000"]
+    assert run(*settings, "train_dataset.batch_size=20", "total_train_steps=1") == 0
+    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
+    assert '"rollout/num_sequences": 40.0' in lines.read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("import nowhere_to_be_found", 2, "loader.py does not import: ModuleNotFoundError: No module named"),
+        ("def rows(path, split): return []", 2, "loader.py has no function load_dataset; it has rows"),
+        ("def load_dataset(path, split): return None", 1, "load_dataset in loader.py returned null; expected a list"),
+        ("def load_dataset(path, split): return [{'q': 1}]", 1, "row 0: field prompt is missing.*the row has q"),
+        ("def load_dataset(path, split): return 1 / 0", 1, r"failed: ZeroDivisionError: .*\(loader.py:1\)"),
+    ],
+    ids=["import", "function", "none", "fields", "raises"],
+)
+def test_loaders(capsys, source, code, message):
+    fails(capsys, f"train_dataset.loader: .*{message}", code, f"train_dataset.loader={write('loader.py', source)}")
+
+
+# Rewards -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        pytest.param(None, 2, "there is no 'reward.py'", id="missing"),
+        ("import nowhere_to_be_found", 2, "reward.py does not import: ModuleNotFoundError"),
+        slow("import os; os._exit(3)", 2, r"importing it ended its process \(exit code 3\)", name="exits"),
+        ("def score(record): return 1.0", 2, "reward.py has no function reward_fn; it has score"),
+        slow("def reward_fn(): return 1.0", 2, r"reward_fn\(record\) cannot be called", name="signature"),
+        ("def reward_fn(r): return None", 1, "any of the 4 samples.*returned None .*a reward is a number$"),
+        slow("def reward_fn(r): return float('nan')", 1, "returned nan; a reward is a finite number$", name="nan"),
+        slow("def reward_fn(r): return 'good'", 1, "returned 'good' .*a reward is a number$", name="text"),
+        ("def reward_fn(r): return 1 / 0", 1, r"any of the 4 samples.*ZeroDivisionError: .*\(reward.py:1\)"),
+        ("import os\ndef reward_fn(r): os.kill(os.getpid(), 9)", 1, "any of the 4 samples.*its process.*SIGKILL"),
+        ("import time\ndef reward_fn(r): time.sleep(99)", 1, r"no answer within 0.2 s \(reward.timeout_s\)"),
+    ],
+)
+def test_rewards(capsys, source, code, message):
+    if source is not None:
+        write("reward.py", source)
+    fails(capsys, f"reward.fn: .*{message}", code, "reward.fn=reward.py", "reward.timeout_s=0.2")
+
+
+def test_a_reward_that_fails_now_and_then_costs_those_samples_only(capsys):
+    write(
+        "reward.py",
+        "import os, time\n"
+        "FAILURES = {'10': lambda: None, '11': lambda: float('nan'), '12': lambda: 'good', '13': lambda: 1 / 0,\n"
+        "            '14': lambda: os.kill(os.getpid(), 9), '15': lambda: time.sleep(99)}\n"
+        "def reward_fn(record):\n"
+        "    return FAILURES.get(record.prompt[:2], lambda: 1.0)()\n",
+    )
+    write("rows.jsonl", ADDITIONS)
+    settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.batch_size=20"]
+    assert run(*settings, "reward.fn=reward.py", "reward.timeout_s=0.2", "total_train_steps=1", "reward.workers=2") == 0
+    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
+    metrics = json.loads(lines.read_text().splitlines()[0])
+    assert metrics["rollout/reward_errors"] == 10
+    assert metrics["rollout/reward_timeouts"] == 2
+    assert metrics["rollout/rewards_mean"] == 1.0
+    assert metrics["rollout/num_sequences"] == 40
+    assert "warning: reward error: " in capsys.readouterr().err
+
+
+# Disks ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def files_up_to(n_bytes: int) -> Iterator[None]:
+    """No file can grow beyond this, as if the disk were full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_no_room_for_a_checkpoint(capsys):
+    with files_up_to(500_000):
+        assert run("saver.path=checkpoints") == 1
+    error = capsys.readouterr().err
+    assert re.search(r"\nerror: cannot write the model to checkpoints.*saver.path\n$", error)
+    assert "Traceback" not in error
+    assert files("checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "settings", "message"),
+    [
+        (5_000, ["stats_logger.tensorboard.path=tb"], "cluster.fileroot: .*metrics.jsonl cannot be written"),
+        (1_000, [], "cluster.fileroot: cannot write to .*quickstart"),
+        (
+            5_000,
+            ["rollout.dump_to_file=true", "gconfig.n_samples=40"],
+            "rollout.dump_to_file: .*1.jsonl cannot be writ",
+        ),
+    ],
+)
+def test_no_room_for_logs(capsys, n_bytes, settings, message):
+    with files_up_to(n_bytes):
+        assert run("total_train_steps=20", *settings) in (1, 2)
+    error = capsys.readouterr().err
+    assert re.search(f"(^|\n)error: {message}.*\n$", error), error
+    assert "Traceback" not in error
+    for lines in Path("out").rglob("*.jsonl"):
+        assert [json.loads(line) for line in lines.read_text().splitlines()], "whole lines only"
+    assert not [name for name in files() if "step-" in name or name.endswith(".tmp")] if Path("out").exists() else True
+
+
+def test_no_room_for_events_or_log_lines(tmp_path, caplog):
+    from areno.api.console import setup_logging
+    from areno.api.metrics import MetricsRecorder
+    from areno.errors import ArenoError
+
+    recorder = MetricsRecorder(tmp_path / "tb")
+    recorder.record(1, {"train/loss": 1.0})
+    [events] = (tmp_path / "tb").iterdir()
+    size = events.stat().st_size
+    setup_logging(tmp_path / "run.log")
+    logging.getLogger("areno").propagate = True
+    with files_up_to(size + 1):
+        with pytest.raises(ArenoError, match=r"stats_logger\.tensorboard\.path: .*cannot be written"):
+            recorder.record(2, {"train/loss": 1.0})
+        for _ in range(50):
+            logging.getLogger("areno").info("a line")
+    assert events.stat().st_size == size
+    assert caplog.text.count("run.log cannot be written any more") == 1
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "where"),
+    [
+        ("cluster.fileroot", 2, "cannot make"),
+        ("saver.path", 1, "cannot be written"),
+        ("stats_logger.tensorboard.path", 1, "cannot be written"),
+    ],
+)
+def test_folders_that_cannot_be_made(capsys, key, code, where):
+    write("file", "no folder")
+    fails(capsys, f"{key}: .*file.*{where}|{key}: {where} .*file", code, f"{key}=file/x")
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "keys"),
+    [
+        ("areno.engine.worker.build_model", ["engine.tp_size", "actor.dtype", "actor.path"]),
+        ("areno.engine.train.backend.FlatParameters", ["engine.tp_size", "actor.dtype"]),
+        ("areno.engine.decoder.runner.KVCache", ["rollout.mem_fraction", "rollout.max_kv_tokens"]),
+        ("areno.engine.decoder.runner.Runner.launch", ["rollout.max_prefill_tokens", "rollout.eager_decode"]),
+        ("areno.engine.train.backend.selected_logprobs", ["actor.mb_spec.max_tokens_per_mb"]),
+    ],
+    ids=["load", "optimizer", "KV cache", "decode", "train"],
+)
+def test_out_of_device_memory(capsys, monkeypatch, place, keys):
+    import torch
+
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(place, exhausted)
+    assert run() == 1
+    error = capsys.readouterr().err
+    assert re.search("\nerror: out of device memory .*\n$|^error: out of device memory .*\n$", error), error
+    assert [key for key in keys if key not in error] == []
+
+
+# Failures of our own --------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_foresaw_has_its_traceback(capsys, monkeypatch):
+    monkeypatch.setattr("areno.api.trainers.policy_only.sample_advantages", lambda *args: 1 / 0)
+    before = children()
+    assert run() == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.endswith("ZeroDivisionError: division by zero\n")
+    assert set(children()) <= set(before)
+
+
+def test_debugging_shows_where_an_error_came_from(capsys, monkeypatch):
+    monkeypatch.setenv("ARENO_DEBUG", "1")
+    assert run("actor.path=/no/where") == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert "CheckpointError: /no/where does not exist" in error
+
+
+# Signals --------------------------------------------------------------------------------------------------------------
+
+# A rollout and an optimizer step that last until somebody ends them, with a model that loads at once.
+ENDLESS = {
+    "rollout": ["gconfig.max_new_tokens=100000", "gconfig.ignore_eos=true", "actor.path=model"],
+    "train": [
+        "train_dataset.batch_size=8",
+        "gconfig.n_samples=256",
+        "gconfig.max_new_tokens=4",
+        "actor.mb_spec.max_tokens_per_mb=8",
+    ],
+}
+
+
+reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+
+
+class Driver:
+    """A run in a process of its own, from the moment it is in the middle of a phase."""
+
+    def __init__(self, phase: str, *overrides: str):
+        model = Path(shutil.copytree(MODEL, "model"))
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text(
+            config.replace('"max_position_embeddings": 128', '"max_position_embeddings": 200000')
+        )
+        arguments = [*TINY, "cluster.fileroot=out", "valid_dataset=null", "trial_name=t", *ENDLESS[phase], *overrides]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "areno.recipes.gspo", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        started = threading.Event()
+
+        def read() -> None:
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.lines.append(line)
+                if f"stage={phase}_start" in line:
+                    started.set()
+
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
+        assert started.wait(60), "".join(self.lines)
+        time.sleep(0.3)
+        self.children = children(self.process.pid)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Exit code and last line, which must come within this time; its processes must be gone then, too."""
+        deadline = time.monotonic() + seconds
+        try:
+            code = self.process.wait(seconds)
+            while left := [pid for pid in self.children if is_running(pid)]:
+                assert time.monotonic() < deadline, f"still there: {left}"
+                time.sleep(0.05)
+        finally:
+            self.process.kill()
+        self.reader.join(5)
+        assert "Traceback" not in "".join(self.lines), "".join(self.lines)
+        return code, self.lines[-1]
+
+    def worker(self) -> int:
+        """The process of the only spawned worker."""
+        [pid] = [pid for pid in self.children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return pid
+
+
+@reads_proc
+def test_ctrl_c_in_rollout():
+    driver = Driver("rollout")
+    assert len(driver.children) == 1, "the reward process"
+    driver.process.send_signal(signal.SIGINT)
+    assert driver.end(5) == (130, "interrupted\n")
+    assert not Path("out").exists(), "it has come to nothing"
+
+
+@reads_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["inline", "spawn"])
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_interrupted(workers, phase, number):
+    driver = Driver(phase, f"engine.workers={workers}")
+    driver.process.send_signal(number)
+    expected = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "terminated\n")}
+    assert driver.end(5) == expected[number]
+    if Path("out").exists():  # the rollout was recorded
+        assert files("out/quickstart/t/checkpoints") == []
+
+
+@reads_proc
+@pytest.mark.slow
+def test_ctrl_c_twice():
+    driver = Driver("train", "engine.workers=spawn")
+    driver.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    driver.process.send_signal(signal.SIGINT)
+    code, _ = driver.end(5)
+    assert code in (130, -signal.SIGINT)
+
+
+@reads_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_killed_worker(phase):
+    driver = Driver(phase, "engine.workers=spawn")
+    os.kill(driver.worker(), signal.SIGKILL)
+    code, line = driver.end(10)
+    assert code == 1
+    assert re.search(r"^error: worker 0 \(cpu\) was killed by SIGKILL", line)
+
+
+@reads_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_killed_driver(phase):
+    driver = Driver(phase, "engine.workers=spawn")
+    assert len(driver.children) >= 2
+    driver.process.kill()
+    driver.process.wait()
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in driver.children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
