@@ -467,6 +467,7 @@ def test_long_rows_are_skipped_and_counted(gpt2, caplog):
         batches = list(loader.batches())
     assert [[item.index for item in batch.items] for batch in batches] == [[1, 2, 4], [5, 7, 8]]
     assert [batch.skipped_long for batch in batches] == [2, 1]
+    assert [batch.total_skipped_long for batch in batches] == [2, 3]  # of a batch, however far the loader has read on
     assert loader.total_skipped_long == 3
     assert caplog.text.count("rows row 0 has") == 1
     assert "train_dataset.max_length" in caplog.text

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def rollouts(run_dir: Path, step: int) -> list[dict]:
 
 def command(recipe: str, cwd: Path, *arguments: str) -> tuple[str, float]:
     """`python -m areno.recipes.<recipe>` from another folder: what it says, and the seconds it took."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", f"areno.recipes.{recipe}", *arguments],
@@ -312,7 +313,7 @@ def test_gsm8k_rollouts(gsm8k_run):
 def test_gsm8k_folder(gsm8k_run):
     assert "enable_thinking: false" in (gsm8k_run / "config.yaml").read_text(encoding="utf-8")
     assert f"tokenizer_path={QWEN3}" in (gsm8k_run / "overrides.yaml").read_text(encoding="utf-8")
-    assert json.loads((gsm8k_run / "versions.json").read_text(encoding="utf-8"))["torch"] == torch.__version__
+    assert json.loads((gsm8k_run / "versions.json").read_text(encoding="utf-8"))["torch"] == version("torch")
     saved = gsm8k_run / "checkpoints/latest"
     assert saved.resolve().name == "step-000003"
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
@@ -479,6 +480,15 @@ def test_saver_frequency(arguments: Sequence[str], expected, tmp_path):
     run_dir = quickstart_run(tmp_path, *arguments, *of_rows)
     assert checkpoints(run_dir) == expected
     assert (run_dir / "checkpoints/latest").resolve().name == expected[-1]
+
+
+def test_evaluation_decodes_by_its_own_settings(tmp_path):
+    file = tmp_path / "ended.py"
+    file.write_text("def reward_fn(record):\n    return float('<eos>' in record.completion)\n", encoding="utf-8")
+    settings = ["total_train_steps=1", f"reward.fn={file}", "eval_gconfig.skip_special_tokens=false"]
+    run_dir = quickstart_run(tmp_path, *settings)
+    assert series(run_dir, "rollout/rewards_mean") == [0.0]
+    assert series(run_dir, "eval/accuracy")[0] > 0.9
 
 
 def test_checkpoint_continues(tmp_path):

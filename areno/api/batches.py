@@ -77,15 +77,20 @@ class BatchLoader(Generic[Item]):
             items.append(item)
             if len(items) == self.config.batch_size:
                 n_batches += 1
-                yield self.batch_type(items=items, skipped_long=skipped, epoch=self.epoch)
+                yield self._batch(items, skipped)
                 items, skipped = [], 0
         if items and not self.config.drop_last:
             n_batches += 1
-            yield self.batch_type(items=items, skipped_long=skipped, epoch=self.epoch)
+            yield self._batch(items, skipped)
         if whole_epoch and not n_batches:
             raise self._nothing_left(len(items))
         self.epoch += 1
         self._next = 0
+
+    def _batch(self, items: list[Item], skipped: int) -> Batch[Item]:
+        return self.batch_type(
+            items=items, skipped_long=skipped, total_skipped_long=self.total_skipped_long, epoch=self.epoch
+        )
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands: after the batch it last gave."""

@@ -34,10 +34,14 @@ class PromptItem:
 
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
-    """The rows of one step. skipped_long: rows passed over, because they are too long, while this batch was filled."""
+    """The rows of one step. skipped_long: rows passed over, because they are too long, while this batch was filled.
+
+    total_skipped_long: the same since the start of the run, this batch included.
+    """
 
     items: list[Item]
     skipped_long: int = 0
+    total_skipped_long: int = 0
     epoch: int = 0
 
     def __len__(self) -> int:

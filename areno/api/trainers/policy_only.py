@@ -18,7 +18,7 @@ from areno.api.metrics import rollout_metrics
 from areno.api.rewards import RewardPool
 from areno.api.rows import policy_rows, replace_logprobs, sample_advantages
 from areno.api.trainer import Trainer
-from areno.api.types import PromptItem, RewardRecord, RolloutResult, ScoredSample
+from areno.api.types import Batch, PromptItem, RewardRecord, RolloutResult, ScoredSample
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.run import DatasetConfig, GenerationConfig
 from areno.engine.types import TrainSequence
@@ -71,7 +71,7 @@ class PolicyOnlyTrainer:
             with watch.phase("rollout"):
                 results = self.sample(batch.items, config.gconfig, seed, "rollout")
             with watch.phase("reward"):
-                samples = self.score(batch.items, results)
+                samples = self.score(batch.items, results, config.gconfig)
             with watch.phase("advantage"):
                 advantages = sample_advantages(samples, config.actor.adv_norm)
                 rows = policy_rows(samples, advantages, self.tokenizer.eos_token_id or 0)
@@ -83,7 +83,7 @@ class PolicyOnlyTrainer:
                 with watch.phase("ref"):
                     for row, logprobs in zip(rows, self._logprobs("ref", rows), strict=True):
                         row.ref_logprobs = logprobs
-            rollout = self._log_rollout(samples, advantages, batch.skipped_long, watch)
+            rollout = self._log_rollout(samples, advantages, batch, watch)
             with watch.phase("train"):
                 log_stage("train_start")
                 stats = trainer.train(
@@ -134,13 +134,15 @@ class PolicyOnlyTrainer:
         log_stage(f"{title}_end")
         return results
 
-    def score(self, items: Sequence[PromptItem], results: Sequence[RolloutResult]) -> list[ScoredSample]:
+    def score(
+        self, items: Sequence[PromptItem], results: Sequence[RolloutResult], gconfig: GenerationConfig
+    ) -> list[ScoredSample]:
         """Every completion with its text and what the reward function made of it, group by group."""
         pairs = [(item, sequence) for item, result in zip(items, results, strict=True) for sequence in result.sequences]
         token_rows = [sequence.resp_tokens for _, sequence in pairs]
         rendered = self.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
         texts = rendered
-        if self.config.gconfig.skip_special_tokens:
+        if gconfig.skip_special_tokens:
             texts = self.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
         outcomes = self.rewards.score(
             [
@@ -160,7 +162,7 @@ class PolicyOnlyTrainer:
         samples: list[ScoredSample] = []
         for batch in self.valid_loader.batches():
             results = self.sample(batch.items, self.eval_gconfig, self.config.seed, "eval")
-            samples += self.score(batch.items, results)
+            samples += self.score(batch.items, results, self.eval_gconfig)
         metrics = rollout_metrics(samples, np.zeros(len(samples)))
         kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
         scalars = {name: metrics[f"rollout/{name}"] for name in kept}
@@ -200,11 +202,11 @@ class PolicyOnlyTrainer:
         return self.trainer.score_logprobs(role, [row.tokens or [] for row in rows], self.config.gconfig.temperature)
 
     def _log_rollout(
-        self, samples: list[ScoredSample], advantages: np.ndarray, skipped_long: int, watch: Stopwatch
+        self, samples: list[ScoredSample], advantages: np.ndarray, batch: Batch[PromptItem], watch: Stopwatch
     ) -> dict[str, float]:
         assert self.run is not None
         metrics = rollout_metrics(
-            samples, advantages, skipped_long=skipped_long, total_skipped_long=self.loader.total_skipped_long
+            samples, advantages, skipped_long=batch.skipped_long, total_skipped_long=batch.total_skipped_long
         )
         n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
         metrics["rollout/tokens_per_second"] = n_tokens / watch.seconds["rollout"]
