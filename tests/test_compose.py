@@ -357,7 +357,7 @@ def python(*arguments, cwd, **environment):
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPO), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]), **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -40,7 +40,7 @@ def commands(kind: str) -> list[tuple[str, str]]:
 
 def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command, comments=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "2"}
     return subprocess.run(
         [sys.executable, *words[1:], *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
