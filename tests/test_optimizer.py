@@ -143,7 +143,19 @@ def test_skipping_changes_nothing():
     assert not math.isfinite(optimizer.gradient_stats().norm)
     optimizer.skip()
     assert torch.equal(flat.params, before)
-    assert (optimizer.steps, optimizer.skipped_steps, optimizer.exp_avg) == (0, 1, None)
+    assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
+    assert not optimizer.exp_avg.any()
+    assert not optimizer.exp_avg_sq.any()
+
+
+def test_an_update_takes_no_memory_that_was_free_before_it():
+    """A KV cache that is sized in between would leave no room for it."""
+    ours, _ = models(torch.bfloat16)
+    optimizer = AdamW(FlatParameters(ours), constant(), ALONE)
+    before = optimizer.exp_avg.data_ptr(), optimizer.exp_avg_sq.data_ptr()
+    loss_of(ours, 0).backward()
+    optimizer.step(1.0)
+    assert (optimizer.exp_avg.data_ptr(), optimizer.exp_avg_sq.data_ptr()) == before
 
 
 def test_zero_fraction_ignores_padding():

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from areno.config.model_roles import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
@@ -41,15 +40,15 @@ class AdamW:
     """Updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
 
     steps: updates applied; the schedule and the bias correction count these. skipped_steps: updates that were not
-    applied. exp_avg, exp_avg_sq: float32 moments in the layout of the flat buffers, None until the first update.
+    applied. exp_avg, exp_avg_sq: float32 moments in the layout of the flat buffers, there from the start, since the KV
+    cache is sized by what is free before the first update.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: TensorParallel):
         self.flat, self.config, self.tp = flat, config, tp
         self.steps = 0
         self.skipped_steps = 0
-        self.exp_avg: Tensor | None = None
-        self.exp_avg_sq: Tensor | None = None
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(flat.grads), torch.zeros_like(flat.grads)
 
     @property
     def lr(self) -> float:
@@ -80,8 +79,6 @@ class AdamW:
     def step(self, grad_norm: float) -> None:
         """One update. grad_norm: finite, of `gradient_stats`; gradients are scaled down to gradient_clipping."""
         config, flat = self.config, self.flat
-        if self.exp_avg is None or self.exp_avg_sq is None:
-            self.exp_avg, self.exp_avg_sq = torch.zeros_like(flat.grads), torch.zeros_like(flat.grads)
         lr = self.lr
         self.steps += 1
         scale = min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0
