@@ -14,6 +14,7 @@ from areno.config.paths import find_file
 RECIPES = {"sft": SFTConfig, "grpo": GRPOConfig, "gspo": GSPOConfig}
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
+    "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "gsm8k": (["grpo", "gspo"], []),
     "quickstart": (["grpo", "gspo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
