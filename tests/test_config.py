@@ -156,6 +156,11 @@ def test_dataclasses_check_themselves():
         EngineConfig(workers="inline", world_size=2)
 
 
+def test_an_empty_stop_string_would_end_every_completion():
+    with pytest.raises(ConfigError, match="stop: holds an empty string"):
+        GenerationConfig(stop=["a", ""])
+
+
 @pytest.mark.parametrize(
     ("value", "hint", "result"),
     [

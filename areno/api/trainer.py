@@ -13,7 +13,7 @@ from areno.config.model_roles import MicroBatchSpec
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.engine.types import GenerationRequest, SamplingParams, TrainSequence
-from areno.errors import EngineError
+from areno.errors import ArenoError, EngineError
 from areno.kernels.attention import BACKENDS
 
 logger = logging.getLogger("areno")
@@ -40,9 +40,16 @@ class Trainer:
         """The border of the decode phase; `drop` frees KV cache and graphs at its end."""
         self.engine.begin_rollout(spec)
         self._rolling_out = True
-        yield  # after an exception the engine is closed, not wound down: the error must not wait for requests under way
-        self._rolling_out = False
-        self.engine.end_rollout(drop)
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(ArenoError):  # where workers are gone, the first error tells why
+                self.engine.end_rollout(drop)
+            raise
+        else:
+            self.engine.end_rollout(drop)
+        finally:  # after Ctrl-C the engine is closed, not wound down
+            self._rolling_out = False
 
     def rollout_token_batch(
         self,

@@ -75,6 +75,11 @@ class GenerationConfig(Section):
         if self.top_k == 0:
             yield Problem("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
 
+    @check
+    def stop_strings_have_text(self) -> Iterator[Problem]:
+        if "" in (self.stop or []):
+            yield Problem("stop", "holds an empty string, which every completion has; leave it out")
+
 
 @dataclass(kw_only=True)
 class RolloutConfig(Section):
