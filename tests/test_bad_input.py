@@ -166,6 +166,13 @@ def test_settings_that_do_not_fit_together(capsys, overrides, message):
     fails(capsys, f"{section}.{message}", 2, *overrides.split())
 
 
+def test_unusual_settings_that_are_fine():
+    single = ["gconfig.n_samples=1", "actor.adv_norm.mean_level=null", "actor.adv_norm.std_level=null"]
+    assert run(*single, "total_train_n_seqs=3", "total_train_steps=null", "rollout.max_kv_tokens=40") == 0
+    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
+    assert json.loads(lines.read_text().splitlines()[-1])["step"] == 2
+
+
 def test_more_devices_than_there_are(capsys, monkeypatch):
     import torch
 

@@ -276,4 +276,5 @@ def _explained_out_of_memory(when: str, remedy: str) -> Iterator[None]:
         words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
         if isinstance(error, EngineError) or not any(word in said for word in words):
             raise
-        raise EngineError(f"out of device memory {when} ({said[:200]}): {remedy}") from error
+        said = ". ".join(said.split(". ")[:2])  # what was asked for; more is of no use to most
+        raise EngineError(f"out of device memory {when} ({said}): {remedy}") from error
