@@ -92,7 +92,7 @@ def test_everything_wrong_is_reported_together():
         "gconfig.stop": "is 'a'; a list is expected: ['a'], or null",
         "gconfig.stop_token_ids": "[1] is null; an integer is expected, or null",
         "gconfig.top_k": "is 0, which keeps no token; use -1 for all or a positive number",
-        "gconfig.max_tokens": "is 5, which leaves no room for a prompt beside gconfig.max_new_tokens=3071",
+        "gconfig.max_tokens": "is 5, which leaves no room for a prompt beside max_new_tokens=3071",
         "reward.fn": found["reward.fn"],
         "actor.kl_ctl": "is 0.1, but there is no reference model; add ref=default",
     }

@@ -93,15 +93,6 @@ class PolicyExperimentConfig(ExperimentConfig):
             yield Problem("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
 
     @check
-    def prompts_have_room(self) -> Iterator[Problem]:
-        if self.gconfig.max_tokens is not None and self.gconfig.max_tokens <= self.gconfig.max_new_tokens:
-            yield Problem(
-                "gconfig.max_tokens",
-                f"is {self.gconfig.max_tokens}, which leaves no room for a prompt beside "
-                f"gconfig.max_new_tokens={self.gconfig.max_new_tokens}",
-            )
-
-    @check
     def minibatches_divide_the_batch(self) -> Iterator[Problem]:
         rows = self.train_dataset.batch_size * self.gconfig.n_samples
         if rows % self.actor.ppo_n_minibatches:

@@ -64,6 +64,14 @@ class GenerationConfig(Section):
     skip_special_tokens: bool = knob(True, help="leave special tokens out of the text that rewards and logs see")
 
     @check
+    def prompts_have_room(self) -> Iterator[Problem]:
+        if self.max_tokens is not None and self.max_tokens <= self.max_new_tokens:
+            yield Problem(
+                "max_tokens",
+                f"is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
+            )
+
+    @check
     def shortest_below_longest(self) -> Iterator[Problem]:
         if self.min_new_tokens > self.max_new_tokens:
             yield Problem(
