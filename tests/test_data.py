@@ -73,7 +73,8 @@ def test_file_formats(tmp_path, form):
     assert len(rows) == 5
     assert rows[3]["prompt"] == "What is 3+3?"
     assert int(rows[3]["solutions"]) == 6
-    assert [row["level"] for row in rows] == [0, 1, 2, 3, 4]
+    is_text = form in ("csv", "tsv")
+    assert [row["level"] for row in rows] == [str(level) if is_text else level for level in range(5)]
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])
@@ -522,3 +523,19 @@ def test_sft_batches(qwen3):
     assert all(len(sequence.tokens) <= 20 for batch in batches for sequence in batch.items)
     assert all(len(batch) == 4 for batch in batches)
     assert loader.total_skipped_long > 0
+
+
+def test_csv_cells_stay_text(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,solutions\n1+9=,10\n2+9=,011\n3,\n", encoding="utf-8")
+    rows = read_rows(str(tmp_path / "a.csv"))
+    assert [row["solutions"] for row in rows] == ["10", "011", ""]
+
+
+def test_tools_may_be_json_text(qwen3):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    row = {"prompt": "Go", "response": "Gone"}
+    as_list = sft_sequence(qwen3, {**row, "tools": [tool]})
+    assert sft_sequence(qwen3, {**row, "tools": json.dumps([tool])}) == as_list
+    assert as_list != sft_sequence(qwen3, row)
+    with pytest.raises(DataError, match="tools is text, but not JSON"):
+        sft_sequence(qwen3, {**row, "tools": "[look"})

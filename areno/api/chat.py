@@ -7,6 +7,7 @@ the tokenizer has a template, and is encoded as it is (special tokens such as BO
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def prompt_item(
 ) -> PromptItem:
     """One RL row, encoded."""
     prompt = row[prompt_key]
-    text = render_generation_prompt(tokenizer, prompt, enable_thinking, row.get("tools"))
+    text = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
     plain = isinstance(prompt, str)
     return PromptItem(
         prompt=prompt if plain else text,
@@ -70,19 +71,30 @@ def prompt_item(
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
     """One supervised row: {prompt, response} trains on the response and its end, {messages} on every assistant turn."""
     if row.get("response") is not None:
-        prompt = encode_generation_prompt(tokenizer, row["prompt"], enable_thinking, row.get("tools"))
+        prompt = encode_generation_prompt(tokenizer, row["prompt"], enable_thinking, _tools(row))
         response = tokenizer.encode(row["response"], add_special_tokens=False)
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token; set tokenizer_path to one that has")
         pieces = [(prompt, False), ([*response, tokenizer.eos_token_id], True)]
     else:
-        pieces = _conversation_pieces(tokenizer, list(row["messages"]), enable_thinking, row.get("tools"))
+        pieces = _conversation_pieces(tokenizer, list(row["messages"]), enable_thinking, _tools(row))
     tokens = [token for piece, _ in pieces for token in piece]
     return TrainSequence(
         tokens=tokens,
         prompt_mask=[not trained for piece, trained in pieces for _ in piece],
         eos_token_id=tokenizer.eos_token_id or 0,
     )
+
+
+def _tools(row: Mapping[str, Any]) -> Any:
+    """The row's tool descriptions; many data sets hold them as JSON text."""
+    tools = row.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) if tools.strip() else None
+    except json.JSONDecodeError as error:
+        raise DataError(f"field tools is text, but not JSON: {error.msg}") from error
 
 
 def _render(tokenizer: Any, messages: list[Any], thinking: bool | None, tools: Any, **options: Any) -> str:

@@ -254,10 +254,14 @@ def _read_table(file: Path, shown: str) -> Rows:
             with pa.memory_map(str(file)) as source:
                 reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
                 return Dataset(reader.read_all())
-        from pyarrow.csv import ParseOptions, read_csv
+        from pyarrow.csv import ConvertOptions, ParseOptions, open_csv, read_csv
 
-        delimiter = "\t" if file.suffix == ".tsv" else ","
-        return Dataset(read_csv(file, parse_options=ParseOptions(delimiter=delimiter, newlines_in_values=True)))
+        parse = ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
+        with open_csv(file, parse_options=parse) as reader:
+            names = reader.schema.names
+        # Cells are text, as they stand in the file: a solution "10" must not become the number 10.
+        convert = ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        return Dataset(read_csv(file, parse_options=parse, convert_options=convert))
     except pa.ArrowException as error:
         raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
 

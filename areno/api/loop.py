@@ -53,7 +53,7 @@ class Run:
         self._started = time.monotonic()
         self.step = 0  # of the batch under way; counts from 1
         self.evaluated_step: int | None = None
-        self._epoch_ended = False
+        self._epoch_ended = self._ended = False
 
     def steps(self, loader: BatchLoader[Any]) -> Iterator[tuple[int, Batch[Any]]]:
         """(step, batch) until the run has had its epochs, steps or rows."""
@@ -123,9 +123,14 @@ class Run:
         shown = ", ".join(f"{name} {before:.3f} -> {after:.3f}" for name, (before, after) in changes.items())
         seconds = time.monotonic() - self._started
         logger.info("done: %d steps in %.0f s; %s; files in %s", self.step, seconds, shown, self.folder)
+        self._ended = True
 
     def close(self) -> None:
-        """Close the metric files."""
+        """Close the metric files. A run that did not come to its end says what is left of it."""
+        if self.step and not self._ended:
+            saved = self.saver.saved_step
+            kept = "no checkpoint was saved" if saved is None else f"the last checkpoint is that of step {saved}"
+            logger.warning("stopped in step %d; %s", self.step, kept)
         self.recorder.close()
 
 

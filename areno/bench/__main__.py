@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             figures = measure(args, Path(folder))
     except ArenoError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(figures))

@@ -15,8 +15,8 @@ _HEAD = """\
 
 Every setting of every recipe. Set one on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file; the types and
 bounds are checked before anything starts, and all problems are reported at once. *Recipes* says which recipes have
-the setting, where not all do; a default that differs between recipes is given for each. *Flag* is its name on the
-command line of `areno train`. This page is generated from `areno/config/`; a test keeps it current.
+the setting, where not all do; a default that differs between recipes is given for each. This page is
+generated from `areno/config/`; a test keeps it current.
 """
 
 
@@ -37,14 +37,11 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         row = next(iter(by_recipe.values()))
         optional = f" Optional, default {row.default}." if row.setting.optional else ""
         lines += [f"{_sentence(row.setting.help)}{optional}{_recipes(by_recipe)}", ""]
-    # valid_dataset repeats train_dataset's fields, eval_gconfig those of gconfig; the flag means the first of the two.
-    flags = {row.setting.flag: row.key for by_recipe in reversed(merged.values()) for row in by_recipe.values()}
-    lines += ["| key | type | default | meaning | flag |", "|---|---|---|---|---|"]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, by_recipe in merged.items():
         row = next(iter(by_recipe.values()))
         if key.rpartition(".")[0] == name and not row.setting.section:
-            flag = f"`{row.setting.flag}`" if row.setting.flag and flags[row.setting.flag] == key else ""
-            lines.append(f"| {' | '.join([*_cells(row, by_recipe), flag])} |")
+            lines.append(f"| {' | '.join(_cells(row, by_recipe))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ class DatasetConfig(Section):
         flag="--dataset-loader-fn",
     )
     split: str = knob("train", help="split, where the source has several")
-    batch_size: int = knob(32, help="prompts (RL), rows (SFT) or pairs (DPO) for each step", gt=0, flag="--batch-size")
+    batch_size: int = knob(32, help="prompts (RL) or rows (SFT) for each step", gt=0, flag="--batch-size")
     shuffle: bool = knob(True, help="new order every epoch, from seed")
     drop_last: bool = knob(True, help="leave out the last batch of an epoch if it is not full")
     max_length: int = knob(

@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.api.batches import BatchLoader, prompt_loader
 from areno.api.build import open_model, rollout_spec, sampling_params
-from areno.api.console import log_metric, log_stage
+from areno.api.console import log_metric, log_stage, setup_logging
 from areno.api.data import load_rows
 from areno.api.dumps import completions_to_log, dump_rollouts, log_completions
 from areno.api.loop import RolloutProgress, Run, Stopwatch
@@ -34,7 +34,20 @@ class PolicyOnlyTrainer:
 
     def __init__(self, config: PolicyExperimentConfig, loss_fn: Any, run_dir: Path):
         self.config, self.loss_fn = config, loss_fn
+        setup_logging()
         completions_to_log()  # a mistyped variable should not end a run after its first rollout
+        self.rewards = RewardPool(config.reward)
+        self.run: Run | None = None
+        self.trainer: Trainer | None = None
+        try:
+            self.rewards.start()  # it imports the user's file while the data is read
+            self._open(run_dir)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, run_dir: Path) -> None:
+        config = self.config
         spec, self.tokenizer = open_model(config)
         self.rollout_spec, self.context_len = rollout_spec(config, spec.context_len), spec.context_len
         self.eval_gconfig = config.eval_gconfig or config.gconfig
@@ -45,17 +58,9 @@ class PolicyOnlyTrainer:
         if config.valid_dataset is not None:
             eval_key = "gconfig" if config.eval_gconfig is None else "eval_gconfig"
             self.valid_loader = self._loader(config.valid_dataset, "valid_dataset", self.eval_gconfig, eval_key)
-        self.rewards = RewardPool(config.reward)
-        self.run: Run | None = None
-        self.trainer: Trainer | None = None
-        try:
-            self.rewards.start()  # it imports the user's file while the model loads
-            self.run = Run(config, run_dir)
-            self.trainer = Trainer(spec, workers=config.engine.workers)
-            self.rewards.wait_ready()
-        except BaseException:
-            self.close()
-            raise
+        self.rewards.wait_ready()
+        self.run = Run(config, run_dir)
+        self.trainer = Trainer(spec, workers=config.engine.workers)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""

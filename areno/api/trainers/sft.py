@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areno.api.batches import BatchLoader, sft_loader
 from areno.api.build import open_model
-from areno.api.console import log_stage
+from areno.api.console import log_stage, setup_logging
 from areno.api.data import load_rows
 from areno.api.loop import Run, Stopwatch
 from areno.api.trainer import Trainer
@@ -21,6 +21,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig, run_dir: Path):
         self.config = config
+        setup_logging()
         spec, tokenizer = open_model(config)
 
         def loader(dataset: DatasetConfig, key: str) -> BatchLoader[TrainSequence]:
