@@ -12,7 +12,7 @@ from areno.engine.types import SamplingParams
 from areno.errors import ConfigError, Problem
 from areno.models.config import TransformerConfig
 from areno.models.hub import resolve
-from areno.models.registry import load_config
+from areno.models.registry import load_config, tp_problems
 
 
 def find_devices(engine: EngineConfig) -> list[str]:
@@ -110,16 +110,7 @@ def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[Problem]:
     """What in a configuration does not fit the model."""
-    problems = []
-    tp_size = config.engine.tp_size
-    counts = {
-        "attention heads": model.num_heads,
-        "key-value heads": model.num_kv_heads,
-        "intermediate size": model.intermediate_size,
-    }
-    if wrong := [f"{count} ({what})" for what, count in counts.items() if count % tp_size]:
-        message = f"is {tp_size}, which does not divide the model's {', '.join(wrong)}; use a divisor of these"
-        problems.append(Problem("engine.tp_size", message))
+    problems = tp_problems(model, config.engine.tp_size)
     context = model.max_position_embeddings
     if isinstance(config, PolicyExperimentConfig):
         for name in ("gconfig", "eval_gconfig"):

@@ -39,6 +39,22 @@ def load_config(path: str | Path) -> TransformerConfig:
     return family.read(raw, tuple(sorted(eos_token_ids)))
 
 
+def tp_problems(config: TransformerConfig, tp_size: int) -> list[Problem]:
+    """What `tp_size` ranks cannot divide among them."""
+    sizes = [
+        ("attention heads", "num_attention_heads", config.num_heads),
+        ("key-value heads", "num_key_value_heads", config.num_kv_heads),
+        ("intermediate size", "intermediate_size", config.intermediate_size),
+    ]
+    wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
+    if not wrong:
+        return []
+    shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
+    fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
+    message = f"is {tp_size}, which does not divide the model's {shown}; use a divisor of these (config.json: {fields})"
+    return [Problem("engine.tp_size", message)]
+
+
 def build_model(
     config: TransformerConfig,
     *,
@@ -48,17 +64,7 @@ def build_model(
 ) -> Transformer:
     """The model with uninitialised weights, this rank's shards only. ConfigError where the ranks do not divide it."""
     tp = tp or TensorParallel()
-    sizes = {
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.intermediate_size,
-    }
-    problems = [
-        Problem("engine.tp_size", f"is {tp.size}, which does not divide the model's {name}={size}; use a divisor of it")
-        for name, size in sizes.items()
-        if size % tp.size
-    ]
-    if problems:
+    if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
     return Transformer(config, FAMILIES[config.family], dtype=dtype, device=device, tp=tp)
 
