@@ -9,6 +9,22 @@ from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
 
 
 @dataclass(kw_only=True)
+class RoleSpec:
+    """One more model beside the actor, in the same workers and the same parallel layout.
+
+    path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
+    key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while it is not used.
+    """
+
+    path: str
+    head: Literal["lm", "value"]
+    key: str
+    optimizer: OptimizerConfig | None = None
+    gradient_checkpointing: bool = True
+    offload: bool = False
+
+
+@dataclass(kw_only=True)
 class EngineSpec:
     """One engine: which model, on which devices, trained how.
 

@@ -66,6 +66,8 @@ class TrainSequence:
     logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it; 0.0 on the prompt.
     advantages, returns, values, ref_logprobs: per token, None where the loss does not need them.
     reward: of the whole row. eos_token_id: kept for callers that pad; the backend packs without padding.
+    weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.
+    staleness: optimizer steps between the policy that sampled the row and the policy as it is; 0 is on-policy.
     """
 
     prompt_mask: list[bool] | None = None
@@ -77,3 +79,5 @@ class TrainSequence:
     ref_logprobs: list[float] | None = None
     reward: float = 0.0
     eos_token_id: int = 0
+    weights: list[float] | None = None
+    staleness: int = 0

@@ -34,7 +34,10 @@ class DataPack:
     ref_logprobs: Tensor | None = None  # (N,) float32
     returns: Tensor | None = None  # (N,) float32
     values: Tensor | None = None  # (N,) float32
+    weights: Tensor | None = None  # (N,) float32, factor on each token's policy loss; None is 1 everywhere
     rewards: Tensor | None = None  # (R,) float32
+    staleness: Tensor | None = None  # (R,) float32, optimizer steps since the row was sampled
+    granularity: int = 1  # rows that belong together: the pack holds whole units of so many adjacent rows
     entropy: Tensor | None = None  # (N,) float32 of the current policy, detached; 0 outside loss_mask
     # Where loss_mask is True: (T,) int64. Indexing with it, unlike with the mask, does not make the host wait for the
     # device, so the backend gives the one it knows anyway; None derives it.
