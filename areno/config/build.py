@@ -77,7 +77,9 @@ def _examine(
             problems.append(Problem(f"{prefix}{key}", f"unknown key{_suggest(str(key), prefix, fields, all_keys)}"))
     for name, setting in fields.items():
         key = prefix + name
-        if name in data and not (setting.section and isinstance(data[name], Mapping)):
+        if setting.required and setting.optional and name in data and data[name] is None:
+            problems.append(Problem(key, f"{MISSING} ({setting.help})"))
+        elif name in data and not (setting.section and isinstance(data[name], Mapping)):
             try:
                 known[name] = setting.convert(data[name])
             except Mismatch as mismatch:
@@ -93,7 +95,7 @@ def _examine(
         else:
             known[name] = setting.default()
     view = View(cls, known)
-    problems += [problem.under(prefix[:-1]) if prefix else problem for problem in view.problems()]
+    problems += [problem.under(prefix[:-1]) if prefix else problem for problem in view.problems(files=True)]
     return view
 
 

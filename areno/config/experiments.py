@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.fields import Section, check, knob
-from areno.config.model_roles import ModelConfig, PolicyConfig, RefConfig
+from areno.config.model_roles import (
+    CriticConfig,
+    ModelConfig,
+    NormConfig,
+    PolicyConfig,
+    RefConfig,
+    TokenPolicyConfig,
+)
 from areno.config.run import (
     ClusterConfig,
     DatasetConfig,
@@ -35,7 +42,7 @@ class ExperimentConfig(Section):
     total_train_n_seqs: int | None = knob(None, help="stop after so many training rows", gt=0)
     tokenizer_path: str | None = knob(None, help="tokenizer folder or hub id; null = actor.path")
     engine: EngineConfig = knob(factory=EngineConfig, help="devices and processes")
-    train_dataset: DatasetConfig = knob(help="training data")
+    train_dataset: DatasetConfig = knob(factory=DatasetConfig, help="training data", needed=True)
     valid_dataset: ValidDatasetConfig | None = knob(None, help="evaluation data; null = no evaluation")
     saver: SaverConfig = knob(factory=SaverConfig, help="checkpoints")
     evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, help="evaluation")
@@ -73,14 +80,36 @@ class PolicyExperimentConfig(ExperimentConfig):
     gconfig: GenerationConfig = knob(factory=GenerationConfig, help="sampling in training")
     eval_gconfig: GenerationConfig | None = knob(None, help="sampling in evaluation; null = gconfig")
     rollout: RolloutConfig = knob(factory=RolloutConfig, help="decoder")
-    reward: RewardConfig = knob(help="reward function")
+    reward: RewardConfig = knob(factory=RewardConfig, help="reward function and reward model", needed=True)
+    dynamic_bs: bool = knob(
+        False, help="train on fewer prompts where rollout.dynamic_sampling drops some, instead of sampling others"
+    )
 
     @check
     def groups_are_groups(self) -> Iterator[Problem]:
-        if self.gconfig.n_samples < 2 and "group" in (self.actor.adv_norm.mean_level, self.actor.adv_norm.std_level):
+        norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
+        if self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms):
             yield Problem(
                 "gconfig.n_samples", f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples a prompt"
             )
+
+    @check
+    def samples_can_differ(self) -> Iterator[Problem]:
+        if self.rollout.dynamic_sampling and self.gconfig.n_samples < 2:
+            yield Problem(
+                "rollout.dynamic_sampling", "drops groups without a difference; with gconfig.n_samples=1 that is all"
+            )
+
+    @check
+    def smaller_batches_have_a_cause(self) -> Iterator[Problem]:
+        if self.dynamic_bs and not self.rollout.dynamic_sampling:
+            yield Problem("dynamic_bs", "is true, but nothing is dropped; set rollout.dynamic_sampling=true too")
+
+    @check
+    def overlong_zone_fits(self) -> Iterator[Problem]:
+        tokens, longest = self.actor.overlong_tokens, self.gconfig.max_new_tokens
+        if tokens is not None and tokens > longest:
+            yield Problem("actor.overlong_tokens", f"is {tokens}, more than gconfig.max_new_tokens={longest}; lower it")
 
     @check
     def kl_has_a_reference(self) -> Iterator[Problem]:
@@ -104,27 +133,22 @@ class PolicyExperimentConfig(ExperimentConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOActorConfig(PolicyConfig):
-    """The actor of GRPO (2402.03300)."""
-
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
-        "seq_mean_token_mean",
-        help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
-    )
-
-
-@dataclass(kw_only=True)
 class GSPOActorConfig(PolicyConfig):
     """The actor of GSPO (2507.18071): the ratio is that of the whole sequence, so its clip is far smaller."""
 
     eps_clip: float = knob(3e-4, help="sequence-ratio clip: 1 - eps_clip .. 1 + eps_clip", gt=0, flag="--gspo-clip-eps")
+
+    @check
+    def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
+        if self.prox_logp_method == "loglinear":
+            yield Problem("prox_logp_method", "is loglinear, which is for token ratios; use recompute, or the grpo recipe")
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(PolicyExperimentConfig):
     """Group Relative Policy Optimization, token ratios."""
 
-    actor: GRPOActorConfig = knob(help="the policy")
+    actor: TokenPolicyConfig = knob(help="the policy")
 
 
 @dataclass(kw_only=True)
@@ -132,3 +156,46 @@ class GSPOConfig(PolicyExperimentConfig):
     """Group Sequence Policy Optimization, sequence ratios."""
 
     actor: GSPOActorConfig = knob(help="the policy")
+
+
+@dataclass(kw_only=True)
+class PPOActorConfig(TokenPolicyConfig):
+    """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
+
+    c_clip: float | None = knob(
+        3.0, help="dual clip (1912.09729): bound on the loss of negative advantages, > 1", gt=1, flag="--clip-ratio-c"
+    )
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
+        "token_mean", help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)"
+    )
+    kl_ctl: float = knob(0.001, help="coefficient of the KL to ref; 0 = off", ge=0, flag="--kl-loss-coef")
+    adv_norm: NormConfig | None = knob(
+        factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
+        help="of the advantages of response tokens (whitening); null = leave them",
+    )
+    discount: float = knob(1.0, help="of later rewards, for each token", gt=0, le=1, flag="--gamma")
+    gae_lambda: float = knob(0.95, help="GAE: 0 trusts the critic, 1 the rewards", ge=0, le=1, flag="--lam")
+
+
+@dataclass(kw_only=True)
+class PPOConfig(PolicyExperimentConfig):
+    """Proximal Policy Optimization, with a critic."""
+
+    actor: PPOActorConfig = knob(help="the policy")
+    ref: RefConfig | None = knob(factory=RefConfig, help="frozen reference for the KL; null = none, with actor.kl_ctl=0")
+    critic: CriticConfig = knob(factory=CriticConfig, help="the value function")
+
+    @check
+    def critic_minibatches_divide_the_batch(self) -> Iterator[Problem]:
+        rows = self.train_dataset.batch_size * self.gconfig.n_samples
+        if rows % self.critic.ppo_n_minibatches:
+            yield Problem(
+                "critic.ppo_n_minibatches",
+                f"is {self.critic.ppo_n_minibatches}, which does not divide the {rows} rows of a step "
+                "(train_dataset.batch_size * gconfig.n_samples)",
+            )
+
+    @check
+    def leave_one_out_needs_others(self) -> Iterator[Problem]:
+        if self.actor.adv_norm is not None and self.actor.adv_norm.mean_leave1out:
+            yield Problem("actor.adv_norm.mean_leave1out", "is for samples; the advantages of PPO are those of tokens")

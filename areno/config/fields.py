@@ -32,12 +32,14 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
     flag: str | None = None,
+    needed: bool = False,
 ) -> Any:
     """Declare one setting. Without `default` and `factory` it is required.
 
-    ge, gt, le, lt bound a number (None values are not compared). Choices come from a `Literal` type.
+    ge, gt, le, lt bound a number (None values are not compared). Choices come from a `Literal` type. needed: required
+    of a run that is described by files, but not of a script, which may hand over the thing itself (rows, a function).
     """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "flag": flag}
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "flag": flag, "needed": needed}
     kwargs: dict[str, Any] = {"metadata": metadata, "kw_only": True}
     if default is not _MISSING:
         kwargs["default"] = default
@@ -52,6 +54,12 @@ def check(method: _Check) -> _Check:
     Each check looks at one rule, because one that meets a value which is itself wrong is left out of the report.
     """
     method.is_check = True  # type: ignore[attr-defined]
+    return method
+
+
+def file_check(method: _Check) -> _Check:
+    """Like check, for a rule that only a run described by files must keep: see `needed` in knob."""
+    method.is_file_check = True  # type: ignore[attr-defined]
     return method
 
 
@@ -93,7 +101,8 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         hint = hints[field.name]
         arms = get_args(hint) or (hint,)
-        required = field.default is _MISSING and field.default_factory is _MISSING
+        has_default = field.default is not _MISSING or field.default_factory is not _MISSING
+        required = field.metadata["needed"] or not has_default
         found[field.name] = Setting(
             name=field.name,
             hint=hint,
@@ -148,13 +157,13 @@ class View:
             raise _Unknown(name)
         return inspect.getattr_static(self._cls, name).__get__(self, self._cls)
 
-    def problems(self) -> list[Problem]:
-        """What the section's own checks find; nested sections have theirs."""
+    def problems(self, files: bool = False) -> list[Problem]:
+        """What the section's own checks find; nested sections have theirs. files: those of `file_check` too."""
         found = []
         names = dict.fromkeys(name for base in reversed(self._cls.__mro__) for name in vars(base))
         for name in names:
             method = getattr(self._cls, name)
-            if getattr(method, "is_check", False):
+            if getattr(method, "is_check", False) or (files and getattr(method, "is_file_check", False)):
                 try:
                     found += list(method(self))
                 except _Unknown:

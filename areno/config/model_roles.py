@@ -53,6 +53,7 @@ class NormConfig(Section):
     """Normalisation: (x - mean) / (std + eps), each of the two over the group, the batch, or not at all."""
 
     mean_level: Literal["batch", "group"] | None = knob("group", help="subtract the mean over this; null = no centring")
+    mean_leave1out: bool = knob(False, help="the mean is that of the others, without the sample itself (RLOO 2402.14740)")
     std_level: Literal["batch", "group"] | None = knob(
         "group", help="divide by the standard deviation over this; null = do not divide (Dr.GRPO)"
     )
@@ -85,8 +86,41 @@ class ModelConfig(Section):
 
 
 @dataclass(kw_only=True)
+class RejectionSamplingConfig(Section):
+    """What happens to tokens or rows on which the proximal policy and the one that sampled disagree."""
+
+    level: Literal["token", "sequence"] = knob("token", help="each token by itself, or the row as a whole")
+    action: Literal["mask", "clamp"] = knob(
+        "mask", help="mask = leave out of training; clamp = cut the importance weight to [lower, upper] (truncated IS)"
+    )
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = knob(
+        "ratio", help="ratio = proximal / behaviour probability r; k1 = log r, k2 = (log r)^2 / 2, k3 = r - log r - 1"
+    )
+    agg: Literal["sum", "mean", "max"] = knob(
+        "mean", help="of the tokens, for level=sequence; of a ratio in log space, so that mean is the geometric mean"
+    )
+    upper: float = knob(5.0, help="largest metric that passes", gt=0)
+    lower: float | None = knob(None, help="smallest metric that passes; null = no bound")
+
+    @check
+    def only_a_ratio_is_clamped(self) -> Iterator[Problem]:
+        if self.action == "clamp" and self.metric != "ratio":
+            yield Problem("action", f"is clamp, which bounds a ratio, but metric is {self.metric}; use mask")
+
+    @check
+    def bounds_are_in_order(self) -> Iterator[Problem]:
+        if self.lower is not None and self.lower >= self.upper:
+            yield Problem("lower", f"is {self.lower}, not below upper={self.upper}")
+
+    @check
+    def a_ratio_of_one_passes(self) -> Iterator[Problem]:
+        if self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0):
+            yield Problem("upper", f"and lower are {self.upper} and {self.lower}; for a ratio, 0 < lower < 1 < upper")
+
+
+@dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
-    """The actor of GRPO and GSPO."""
+    """What the actors of all policy algorithms share."""
 
     ppo_n_minibatches: int = knob(
         1, help="optimizer steps for each rollout batch; the ratio stays against the rollout's log-probabilities", gt=0
@@ -103,9 +137,45 @@ class PolicyConfig(ModelConfig):
         help="take the ratio against log-probabilities recomputed by the training forward pass, not the rollout's: one "
         "more forward pass, and bf16 noise between the two no longer reaches the ratio clip (it matters for GSPO)",
     )
-    kl_ctl: float = knob(0.0, help="coefficient of the KL loss to ref; 0 = off", ge=0, flag="--kl-loss-coef")
-    kl_estimator: Literal["k3"] = knob("k3", help="estimator of the KL loss (2402.03300 eq. 4)", flag="--kl-loss-type")
-    adv_norm: NormConfig = knob(factory=NormConfig, help="reward to advantage")
+    use_decoupled_loss: bool = knob(
+        False,
+        help="clip against the proximal policy (see prox_logp_method) and weigh each token by proximal / behaviour "
+        "probability (decoupled PPO 2505.24298); corrects for stale or mismatched rollouts",
+    )
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = knob(
+        "recompute",
+        help="proximal log-probabilities by a forward pass, by interpolation between behaviour and current policy with "
+        "the row's staleness (no forward pass), or by the former with the error of the latter logged",
+    )
+    rejection_sampling: RejectionSamplingConfig | None = knob(
+        None, help="truncate or mask what use_decoupled_loss weighs by too extreme a weight; null = leave it"
+    )
+    m2_threshold: float | None = knob(
+        None,
+        help="mask the tokens farthest from the behaviour policy until the mean squared log-ratio is at most this "
+        "(M2PO 2510.01161: 0.04)",
+        gt=0,
+    )
+    kl_ctl: float = knob(0.0, help="coefficient of the KL to ref; 0 = off", ge=0, flag="--kl-loss-coef")
+    kl_estimator: Literal["k1", "k2", "k3"] = knob(
+        "k3", help="estimator of the KL: -log r, (log r)^2 / 2, or r - log r - 1 with r = ref / policy", flag="--kl-loss-type"
+    )
+    use_kl_in_reward: bool = knob(
+        False, help="take kl_ctl * KL off the reward of each token, instead of adding it to the loss"
+    )
+    reward_bias: float = knob(0.0, help="added to each reward, before reward_scaling")
+    reward_scaling: float = knob(1.0, help="factor on each reward")
+    reward_clip: float | None = knob(None, help="largest absolute reward after scaling; null = no limit", gt=0)
+    overlong_reward_penalty: bool = knob(
+        False, help="take something off the reward of completions near max_new_tokens (DAPO 2503.14476 eq. 13)"
+    )
+    overlong_tokens: int | None = knob(None, help="tokens before max_new_tokens over which the penalty grows", gt=0)
+    overlong_penalty_factor: float | None = knob(None, help="penalty at max_new_tokens", gt=0)
+    mask_no_eos_with_zero: bool = knob(
+        False, help="do not train on completions cut off at max_new_tokens (their reward still counts in the group)"
+    )
+    reward_norm: NormConfig | None = knob(None, help="normalise rewards before anything else is made of them")
+    adv_norm: NormConfig | None = knob(factory=NormConfig, help="reward to advantage; null = the reward itself")
 
     @check
     def one_way_to_cut_the_batch(self) -> Iterator[Problem]:
@@ -116,11 +186,89 @@ class PolicyConfig(ModelConfig):
                 f"{self.gradient_accumulation_steps}; both cut the batch into optimizer steps, set one of them",
             )
 
+    @check
+    def rejection_has_weights(self) -> Iterator[Problem]:
+        if self.rejection_sampling is not None and not self.use_decoupled_loss:
+            yield Problem("rejection_sampling", "judges the weights of use_decoupled_loss, which is false; set it to true")
+
+    @check
+    def loglinear_decides_late(self) -> Iterator[Problem]:
+        late = self.prox_logp_method == "loglinear"
+        if late and (self.rejection_sampling is not None or self.m2_threshold is not None or self.recompute_logprob):
+            yield Problem(
+                "prox_logp_method",
+                "is loglinear, which has no log-probabilities before the update; rejection_sampling, m2_threshold and "
+                "recompute_logprob need recompute",
+            )
+
+    @check
+    def proximal_policy_is_used(self) -> Iterator[Problem]:
+        if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
+            yield Problem("prox_logp_method", f"is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true")
+
+    @check
+    def overlong_penalty_is_whole(self) -> Iterator[Problem]:
+        if self.overlong_reward_penalty:
+            for name in ("overlong_tokens", "overlong_penalty_factor"):
+                if getattr(self, name) is None:
+                    yield Problem(name, "is null, but overlong_reward_penalty is true; set it")
+        elif self.overlong_tokens is not None or self.overlong_penalty_factor is not None:
+            yield Problem("overlong_reward_penalty", "is false, so overlong_tokens and overlong_penalty_factor do nothing")
+
+
+@dataclass(kw_only=True)
+class TokenPolicyConfig(PolicyConfig):
+    """The actor of GRPO and PPO, whose ratio is that of each token."""
+
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
+        "seq_mean_token_mean",
+        help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = knob(
+        "token", help="sequence = the ratio of the row, with the gradient of each token (GSPO-token 2507.18071 eq. 13)"
+    )
+    use_cispo_loss: bool = knob(
+        False, help="clip the weight of the gradient instead of the objective (CISPO 2506.13585 eq. 4)"
+    )
+    use_sapo_loss: bool = knob(False, help="a soft gate in place of the clip (SAPO 2511.20347)")
+    sapo_tau_pos: float = knob(1.0, help="temperature of SAPO's gate for positive advantages", gt=0)
+    sapo_tau_neg: float = knob(1.05, help="the same for negative ones", gt=0)
+
+    @property
+    def surrogate(self) -> Literal["clip", "cispo", "sapo"]:
+        """What the loss makes of the ratio."""
+        return "sapo" if self.use_sapo_loss else "cispo" if self.use_cispo_loss else "clip"
+
+    @check
+    def one_surrogate(self) -> Iterator[Problem]:
+        if self.use_cispo_loss and self.use_sapo_loss:
+            yield Problem("use_sapo_loss", "is true, and so is use_cispo_loss; set one of them")
+
 
 @dataclass(kw_only=True)
 class RefConfig(Section):
-    """The frozen reference policy of the KL loss."""
+    """The frozen reference policy."""
 
     path: str | None = knob(
         None, help="model folder or hub id; null = the actor as it starts, loaded once", flag="--ref-ckpt"
+    )
+    offload: bool = knob(False, help="keep it in host memory while it is not used (CUDA)")
+
+
+@dataclass(kw_only=True)
+class CriticConfig(Section):
+    """PPO's value function: a transformer body with one output for each token."""
+
+    path: str | None = knob(
+        None, help="model folder or hub id; null = the actor's body as it starts", flag="--critic-ckpt"
+    )
+    offload: bool = knob(False, help="keep it in host memory while it is not used (CUDA)")
+    warmup_steps: int = knob(20, help="steps that train the critic alone", ge=0, flag="--critic-warmup-steps")
+    eps_clip: float = knob(0.5, help="values stay this near to those of the rollout", gt=0, flag="--value-clip-eps")
+    value_loss_coef: float = knob(0.5, help="factor on the value loss", gt=0, flag="--value-loss-coef")
+    ppo_n_minibatches: int = knob(1, help="optimizer steps for each rollout batch", gt=0)
+    gradient_checkpointing: bool = knob(True, help="recompute activations per layer in the backward pass")
+    mb_spec: MicroBatchSpec = knob(factory=MicroBatchSpec, help="micro-batches")
+    optimizer: OptimizerConfig = knob(
+        factory=lambda: OptimizerConfig(lr=1e-5), help="optimizer and learning-rate schedule (lr: 001's --critic-lr)"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, knob
+from areno.config.fields import Section, check, file_check, knob
 from areno.errors import Problem
 
 
@@ -14,9 +14,11 @@ from areno.errors import Problem
 class DatasetConfig(Section):
     """Where rows come from and how many go into a step."""
 
-    path: str = knob(
+    path: str | None = knob(
+        None,
         help="json, jsonl, parquet, csv, tsv or arrow file, save_to_disk folder, or hub name repo[:config[:split]]",
         flag="--dataset-path",
+        needed=True,
     )
     loader: str | None = knob(
         None,
@@ -111,18 +113,43 @@ class RolloutConfig(Section):
     enable_thinking: bool | None = knob(
         None, help="passed to the chat template; null = the template's own default", flag="--disable-thinking"
     )
+    dynamic_sampling: bool = knob(
+        False,
+        help="drop prompts whose samples all have the same reward, and sample others in their place (DAPO 2503.14476 "
+        "sec. 3.2); dynamic_bs=true trains on what is left instead",
+    )
+    max_sampling_rounds: int = knob(
+        10, help="batches of prompts that dynamic_sampling may sample for one step; then it trains on what there is", gt=0
+    )
     dump_to_file: bool = knob(False, help="write every completion with its reward to rollouts/<step>.jsonl")
 
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
-    """The reward of a completion."""
+    """The reward of a completion: of a function, of a reward model, or the sum of both."""
 
-    fn: str = knob(
-        help="file.py[:function] (default function: reward_fn), or a built-in: math", flag="--reward-fn-path"
+    fn: str | None = knob(
+        None, help="file.py[:function] (default function: reward_fn), or a built-in: math", flag="--reward-fn-path"
     )
-    timeout_s: float = knob(30.0, help="seconds for one call; then the sample counts as a timeout", gt=0)
-    workers: int = knob(2, help="processes that score", gt=0)
+    path: str | None = knob(
+        None,
+        help="reward model: a ...ForSequenceClassification folder or hub id with one label and the actor's tokenizer; "
+        "its score of the whole row is added to what fn returns",
+        flag="--reward-ckpt",
+    )
+    offload: bool = knob(False, help="keep the reward model in host memory while it is not used (CUDA)")
+    timeout_s: float = knob(30.0, help="seconds for one call of fn; then the sample counts as a timeout", gt=0)
+    workers: int = knob(2, help="processes that call fn", gt=0)
+
+    @file_check
+    def something_rewards(self) -> Iterator[Problem]:
+        if self.fn is None and self.path is None:
+            yield Problem("fn", "missing (file.py[:function] or a built-in: math); or set reward.path to a reward model")
+
+    @check
+    def offload_has_a_model(self) -> Iterator[Problem]:
+        if self.offload and self.path is None:
+            yield Problem("offload", "is true, but reward.path names no model")
 
 
 @dataclass(kw_only=True)
