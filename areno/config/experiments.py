@@ -141,7 +141,9 @@ class GSPOActorConfig(PolicyConfig):
     @check
     def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
         if self.prox_logp_method == "loglinear":
-            yield Problem("prox_logp_method", "is loglinear, which is for token ratios; use recompute, or the grpo recipe")
+            yield Problem(
+                "prox_logp_method", "is loglinear, which is for token ratios; use recompute, or the grpo recipe"
+            )
 
 
 @dataclass(kw_only=True)
@@ -182,7 +184,9 @@ class PPOConfig(PolicyExperimentConfig):
     """Proximal Policy Optimization, with a critic."""
 
     actor: PPOActorConfig = knob(help="the policy")
-    ref: RefConfig | None = knob(factory=RefConfig, help="frozen reference for the KL; null = none, with actor.kl_ctl=0")
+    ref: RefConfig | None = knob(
+        factory=RefConfig, help="frozen reference for the KL; null = none, with actor.kl_ctl=0"
+    )
     critic: CriticConfig = knob(factory=CriticConfig, help="the value function")
 
     @check

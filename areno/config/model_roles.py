@@ -53,7 +53,9 @@ class NormConfig(Section):
     """Normalisation: (x - mean) / (std + eps), each of the two over the group, the batch, or not at all."""
 
     mean_level: Literal["batch", "group"] | None = knob("group", help="subtract the mean over this; null = no centring")
-    mean_leave1out: bool = knob(False, help="the mean is that of the others, without the sample itself (RLOO 2402.14740)")
+    mean_leave1out: bool = knob(
+        False, help="the mean is that of the others, without the sample itself (RLOO 2402.14740)"
+    )
     std_level: Literal["batch", "group"] | None = knob(
         "group", help="divide by the standard deviation over this; null = do not divide (Dr.GRPO)"
     )
@@ -158,7 +160,9 @@ class PolicyConfig(ModelConfig):
     )
     kl_ctl: float = knob(0.0, help="coefficient of the KL to ref; 0 = off", ge=0, flag="--kl-loss-coef")
     kl_estimator: Literal["k1", "k2", "k3"] = knob(
-        "k3", help="estimator of the KL: -log r, (log r)^2 / 2, or r - log r - 1 with r = ref / policy", flag="--kl-loss-type"
+        "k3",
+        help="estimator of the KL: -log r, (log r)^2 / 2, or r - log r - 1 with r = ref / policy",
+        flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = knob(
         False, help="take kl_ctl * KL off the reward of each token, instead of adding it to the loss"
@@ -189,7 +193,9 @@ class PolicyConfig(ModelConfig):
     @check
     def rejection_has_weights(self) -> Iterator[Problem]:
         if self.rejection_sampling is not None and not self.use_decoupled_loss:
-            yield Problem("rejection_sampling", "judges the weights of use_decoupled_loss, which is false; set it to true")
+            yield Problem(
+                "rejection_sampling", "judges the weights of use_decoupled_loss, which is false; set it to true"
+            )
 
     @check
     def loglinear_decides_late(self) -> Iterator[Problem]:
@@ -204,7 +210,9 @@ class PolicyConfig(ModelConfig):
     @check
     def proximal_policy_is_used(self) -> Iterator[Problem]:
         if self.prox_logp_method != "recompute" and not self.use_decoupled_loss:
-            yield Problem("prox_logp_method", f"is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true")
+            yield Problem(
+                "prox_logp_method", f"is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true"
+            )
 
     @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
@@ -213,7 +221,9 @@ class PolicyConfig(ModelConfig):
                 if getattr(self, name) is None:
                     yield Problem(name, "is null, but overlong_reward_penalty is true; set it")
         elif self.overlong_tokens is not None or self.overlong_penalty_factor is not None:
-            yield Problem("overlong_reward_penalty", "is false, so overlong_tokens and overlong_penalty_factor do nothing")
+            yield Problem(
+                "overlong_reward_penalty", "is false, so overlong_tokens and overlong_penalty_factor do nothing"
+            )
 
 
 @dataclass(kw_only=True)

@@ -119,7 +119,9 @@ class RolloutConfig(Section):
         "sec. 3.2); dynamic_bs=true trains on what is left instead",
     )
     max_sampling_rounds: int = knob(
-        10, help="batches of prompts that dynamic_sampling may sample for one step; then it trains on what there is", gt=0
+        10,
+        help="batches of prompts that dynamic_sampling may sample for one step; then it trains on what there is",
+        gt=0,
     )
     dump_to_file: bool = knob(False, help="write every completion with its reward to rollouts/<step>.jsonl")
 
@@ -144,7 +146,9 @@ class RewardConfig(Section):
     @file_check
     def something_rewards(self) -> Iterator[Problem]:
         if self.fn is None and self.path is None:
-            yield Problem("fn", "missing (file.py[:function] or a built-in: math); or set reward.path to a reward model")
+            yield Problem(
+                "fn", "missing (file.py[:function] or a built-in: math); or set reward.path to a reward model"
+            )
 
     @check
     def offload_has_a_model(self) -> Iterator[Problem]:
