@@ -26,7 +26,7 @@ from tiny_engine import (
 )
 
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec, RolloutStats
+from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats
 from areno.engine.types import GenerationOutput, TrainSequence
 from areno.engine.worker import Worker
 from areno.errors import CheckpointError, DataError, EngineError
@@ -210,7 +210,8 @@ def test_what_is_saved_is_what_transformers_loads(engine: Engine, tmp_path: Path
 
 
 def test_reference_is_the_starting_actor_and_stays(folder: Path) -> None:
-    with Engine(spec(folder, ref_path=str(folder)), "inline") as engine:
+    with Engine(spec(folder), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
         start = engine.logprobs("actor", ROWS)
         assert engine.logprobs("ref", ROWS) == start
         engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
@@ -222,7 +223,8 @@ def test_reference_from_another_folder(folder: Path, tmp_path: Path) -> None:
     with Engine(spec(folder, seed=2), "inline") as other:
         other.save(str(tmp_path / "other"))
         expected = other.logprobs("actor", ROWS)
-    with Engine(spec(folder, ref_path=str(tmp_path / "other")), "inline") as engine:
+    with Engine(spec(folder), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(tmp_path / "other"), head="lm", key="ref.path")})
         assert engine.logprobs("ref", ROWS) == [pytest.approx(row) for row in expected]
         assert engine.logprobs("actor", ROWS) != expected
 
@@ -230,8 +232,12 @@ def test_reference_from_another_folder(folder: Path, tmp_path: Path) -> None:
 def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
     with Engine(spec(model_folder(tmp_path / "shape", vocab_size=VOCAB + 1)), "inline") as other:
         other.save(str(tmp_path / "other"))
-    with pytest.raises(EngineError, match=r"ref.path has a vocabulary of 65 tokens, the actor one of 64"):
-        Engine(spec(folder, ref_path=str(tmp_path / "other")), "inline")
+    role = RoleSpec(path=str(tmp_path / "other"), head="lm", key="ref.path")
+    with (
+        Engine(spec(folder), "inline") as engine,
+        pytest.raises(EngineError, match=r"ref.path has a vocabulary of 65 tokens, the actor one of 64"),
+    ):
+        engine.ensure_roles({"ref": role})
 
 
 def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

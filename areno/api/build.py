@@ -7,7 +7,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.config.paths import existing_path, model_of
 from areno.config.run import EngineConfig, GenerationConfig
-from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec
 from areno.engine.types import SamplingParams
 from areno.errors import ConfigError, Problem
 from areno.models.config import TransformerConfig
@@ -53,10 +53,6 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
         )
     if problems:
         raise ConfigError(problems)
-    ref_path = ""
-    ref = getattr(config, "ref", None)
-    if ref is not None:
-        ref_path = path if ref.path in (None, actor.path) else _model_folder(ref.path, "ref.path")
     dtype = actor.dtype
     if dtype == "auto":
         dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
@@ -67,7 +63,6 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
         tp_size=config.engine.tp_size,
         dtype=dtype,
         random_init=actor.init_from_scratch or config.engine.dummy_load,
-        ref_path=ref_path,
         seed=config.seed,
         attn_backend=config.engine.attn_backend,
         gradient_checkpointing=actor.gradient_checkpointing,
@@ -78,6 +73,15 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
         context_len=model.max_position_embeddings,
     )
     return spec, tokenizer
+
+
+def reference_role(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
+    """The role of the frozen reference, where the experiment has one. `ref.path: null` is the actor as it starts."""
+    if config.ref is None:
+        return {}
+    own = config.ref.path in (None, config.actor.path)
+    path = spec.model_path if own else _model_folder(config.ref.path or "", "ref.path")
+    return {"ref": RoleSpec(path=path, head="lm", key="ref.path")}
 
 
 def _model_folder(path: str, key: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from areno.config.model_roles import MicroBatchSpec
 from areno.engine.limits import RequestLimits
-from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats
 from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
 from areno.engine.workers import start_workers
 from areno.errors import EngineError
@@ -27,6 +27,12 @@ class Engine:
         self._load = [0] * spec.dp_size  # samples under way on each data-parallel rank
         self._rank_of: dict[int, int] = {}
         self._missing: dict[int, int] = {}  # request id -> samples still to come
+
+    # -- roles -----------------------------------------------------------------------------------------------------
+
+    def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
+        """Load the models of these roles, as far as they are not there."""
+        self._workers.call("ensure_roles", dict(roles))
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ class RoleSpec:
     """One more model beside the actor, in the same workers and the same parallel layout.
 
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
-    key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while it is not used.
+    key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
+    needs_head: the folder must hold a trained value head (a reward model), not just a body to train one on (a critic).
     """
 
     path: str
@@ -22,6 +23,7 @@ class RoleSpec:
     optimizer: OptimizerConfig | None = None
     gradient_checkpointing: bool = True
     offload: bool = False
+    needs_head: bool = False
 
 
 @dataclass(kw_only=True)
@@ -30,7 +32,6 @@ class EngineSpec:
 
     devices: one entry per worker process, "cpu" or "cuda:<i>"; its length is the world size.
     random_init: weights drawn from `seed` instead of read from the folder.
-    ref_path: "" for no reference, the model's own path for a copy of the starting actor, or another folder.
     optimizer: None builds an engine that cannot train (and allocates nothing for it).
     """
 
@@ -39,7 +40,6 @@ class EngineSpec:
     tp_size: int = 1
     dtype: str = "float32"
     random_init: bool = False
-    ref_path: str = ""
     seed: int = 1
     attn_backend: Literal["auto", "flash", "native"] = "auto"
     gradient_checkpointing: bool = True

@@ -16,7 +16,7 @@ from areno.config.paths import model_of
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
 from areno.engine.parallel import Place
-from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats
 from areno.engine.train.backend import LossFn, TrainBackend
 from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
 from areno.errors import EngineError
@@ -51,9 +51,6 @@ class Worker:
                 dp=place.dp,
             )
             self.backends = {"actor": self.backend}
-            if spec.ref_path:
-                with model_of("ref.path"):
-                    self.backends["ref"] = self._reference()
         if place.device.type == "cpu":
             torch.set_num_threads(self._cpu_threads())
         self.decoder: Decoder | None = None
@@ -76,20 +73,26 @@ class Worker:
             return 1
         return max(1, torch.get_num_threads() // self.spec.world_size)
 
-    def _reference(self) -> TrainBackend:
+    def ensure_roles(self, roles: dict[str, RoleSpec]) -> None:
+        """Load the roles that are not there."""
+        for name, role in roles.items():
+            if name not in self.backends:
+                with model_of(role.key):
+                    self.backends[name] = self._reference(role)
+
+    def _reference(self, role: RoleSpec) -> TrainBackend:
         """A frozen model. One that equals the starting actor is copied from it instead of read again."""
-        spec = self.spec
-        if spec.ref_path == spec.model_path:
+        if role.path == self.spec.model_path:
             config = self.actor.config
             model = build_model(config, dtype=self.dtype, device=self.place.device, tp=self.place.tp)
             with torch.no_grad():
                 for mine, theirs in zip(model.parameters(), self.actor.parameters(), strict=True):
                     mine.copy_(theirs)
         else:
-            model = self._load(spec.ref_path, random_init=False)
+            model = self._load(role.path, random_init=False)
             if model.config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
-                    f"ref.path has a vocabulary of {model.config.vocab_size} tokens, the actor one of "
+                    f"{role.key} has a vocabulary of {model.config.vocab_size} tokens, the actor one of "
                     f"{self.actor.config.vocab_size}; both must use the same tokenizer"
                 )
         return TrainBackend(model, None, attn_backend=self.attn_backend, recompute=False, dp=self.place.dp)

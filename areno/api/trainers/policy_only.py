@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from areno.api.batches import BatchLoader, prompt_loader
-from areno.api.build import open_model, rollout_spec, sampling_params
+from areno.api.build import open_model, reference_role, rollout_spec, sampling_params
 from areno.api.console import log_metric, log_stage, setup_logging
 from areno.api.data import load_rows
 from areno.api.dumps import completions_to_log, dump_rollouts, log_completions
@@ -49,6 +49,7 @@ class PolicyOnlyTrainer:
     def _open(self, run_dir: Path) -> None:
         config = self.config
         spec, self.tokenizer = open_model(config)
+        roles = reference_role(config, spec)
         self.rollout_spec, self.context_len = rollout_spec(config, spec.context_len), spec.context_len
         self.eval_gconfig = config.eval_gconfig or config.gconfig
         self.accuracies: list[float] = []  # of each evaluation so far
@@ -61,6 +62,7 @@ class PolicyOnlyTrainer:
         self.rewards.wait_ready()
         self.run = Run(config, run_dir)
         self.trainer = Trainer(spec, workers=config.engine.workers)
+        self.trainer.engine.ensure_roles(roles)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
