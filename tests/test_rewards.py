@@ -300,3 +300,51 @@ def test_record_of_a_completion():
     assert (record.rendered_completion, record.prompt_tokens, record.tokens) == ("4<end>", [1, 2], [5, 6])
     assert record.loss_mask == [True, True]
     assert record.record["level"] == 1
+
+
+def test_a_function_of_a_script_is_scored_in_the_processes(tmp_path):
+    """A closure, a lambda, an async function and an object travel by value; what they hold must be able to."""
+    bonus = 2.0
+
+    def closure(record):
+        return bonus + len(record.completion)
+
+    class Scorer:
+        def __call__(self, record):
+            return bonus
+
+    async def slow(record):
+        return bonus
+
+    records = [RewardRecord(completion="abc"), RewardRecord(completion="")]
+    for function, expected in [
+        (closure, [5.0, 2.0]),
+        (lambda _: 1, [1.0, 1.0]),
+        (Scorer(), [2.0, 2.0]),
+        (slow, [2, 2]),
+    ]:
+        with RewardPool(RewardConfig(workers=1), function) as pool:
+            pool.wait_ready()
+            assert [outcome.value for outcome in pool.score(records)] == expected
+            assert os.getpid() not in pool.pids()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("reward.py", "expected a function of one record"),
+        (lambda record, other: 0.0, r"reward_fn\(record\) cannot be called"),
+        (None, "reward.fn: is null, and no function was given"),
+    ],
+)
+def test_a_function_of_a_script_that_cannot_be_used(function, message):
+    pool = RewardPool(RewardConfig(workers=1), function)
+    with pytest.raises(ConfigError, match=message), pool:
+        pool.wait_ready()
+
+
+def test_a_function_that_holds_what_cannot_travel():
+    numbers = (n for n in range(3))
+    pool = RewardPool(RewardConfig(workers=1), lambda record: next(numbers))
+    with pytest.raises(ConfigError, match="cannot be sent to the reward processes"):
+        pool.start()

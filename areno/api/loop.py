@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,28 +53,40 @@ class Run:
         self._started = time.monotonic()
         self.step = 0  # of the batch under way; counts from 1
         self.evaluated_step: int | None = None
+        self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = False
 
     def steps(self, loader: BatchLoader[Any]) -> Iterator[tuple[int, Batch[Any]]]:
         """(step, batch) until the run has had its epochs, steps or rows."""
-        config = self.config
-        rows_left = config.total_train_n_seqs
-        for epoch in range(config.total_train_epochs):
+        self._batches = self._through_epochs(loader)
+        self._rows_left = self.config.total_train_n_seqs
+        while self.step != self.config.total_train_steps and (batch := self.more()) is not None:
+            self.step += 1
+            yield self.step, batch
+            self._epoch_ended = False
+        if self._epoch is not None:
+            log_epoch(self._epoch, "end")
+
+    def more(self) -> Batch[Any] | None:
+        """The next batch, also for a step that needs more than its own; None where the run has had them all."""
+        batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
+        if batch is not None and self._rows_left is not None:
+            self._rows_left -= len(batch) * self._samples_per_item
+        return batch
+
+    def _through_epochs(self, loader: BatchLoader[Any]) -> Generator[Batch[Any], None, None]:
+        for epoch in range(self.config.total_train_epochs):
+            self._epoch = epoch
             log_epoch(epoch, "start")
             batches = loader.batches()
             batch = next(batches, None)
             while batch is not None:
                 following = next(batches, None)  # known one ahead, so that the last step of an epoch knows that it is
-                self._epoch_ended = following is None
-                self.step += 1
-                yield self.step, batch
-                if rows_left is not None:
-                    rows_left -= len(batch) * self._samples_per_item
-                if self.step == config.total_train_steps or (rows_left is not None and rows_left <= 0):
-                    log_epoch(epoch, "end")
-                    return
+                self._epoch_ended = self._epoch_ended or following is None
+                yield batch
                 batch = following
             log_epoch(epoch, "end")
+            self._epoch = None
 
     @property
     def _samples_per_item(self) -> int:

@@ -1,7 +1,7 @@
 """The process in which a user's reward function runs. Started and fed by `areno.api.rewards`; imports next to nothing.
 
-Messages are pickled tuples over one socket. In: (spec, key, timeout_s) once, then chunks [(position, pickled record),
-...].
+Messages are pickled tuples over one socket. In: (file:function or a pickled function, key, timeout_s) once, then chunks
+[(position, pickled record), ...].
 Out: ("ready", is_async) or ("failed", why) once, then (position, status, value, message) for each record, as soon as it
 is scored.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.user_code import describe, load_function, split_spec
-from areno.errors import ArenoError
+from areno.errors import ArenoError, ConfigError, Problem
 
 Chunk = list[tuple[int, bytes]]
 Answer = tuple[str, float | None, str]  # status, value, message
@@ -49,18 +49,24 @@ def _serve(connection: Connection) -> None:
     spec, key, timeout_s = connection.recv()
     watchdog = _Watchdog()
     watchdog.arm(IMPORT_LIMIT_S)
+    name, path = "reward_fn", None
     try:
-        function = load_function(spec, DEFAULT_FUNCTION, key)
+        if isinstance(spec, bytes):
+            function = _unpickle(spec, key)
+        else:
+            file, name = split_spec(spec, DEFAULT_FUNCTION)
+            path = Path(file)
+            function = load_function(spec, DEFAULT_FUNCTION, key)
         inspect.signature(function).bind(None)
     except ArenoError as error:
         connection.send(("failed", str(error)))
         return
     except TypeError as error:
-        connection.send(("failed", f"{key}: {split_spec(spec, DEFAULT_FUNCTION)[1]}(record) cannot be called: {error}"))
+        connection.send(("failed", f"{key}: {name}(record) cannot be called: {error}"))
         return
     except ValueError:
         pass  # some callables have no signature to look at
-    scorer = _Scorer(connection, function, Path(split_spec(spec, DEFAULT_FUNCTION)[0]), timeout_s, watchdog)
+    scorer = _Scorer(connection, function, path, timeout_s, watchdog)
     watchdog.disarm()
     connection.send(("ready", scorer.is_async))
     while True:
@@ -69,11 +75,25 @@ def _serve(connection: Connection) -> None:
         watchdog.disarm()
 
 
+def _unpickle(data: bytes, key: str) -> Callable[..., Any]:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # it imports the function's module, which may do anything
+        raise ConfigError(
+            [Problem(key, f"the function given as reward_fn does not load: {describe(error)}")]
+        ) from error
+
+
 class _Scorer:
     """Calls the function and sends what comes of it."""
 
     def __init__(
-        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, watchdog: _Watchdog
+        self,
+        connection: Connection,
+        function: Callable[..., Any],
+        path: Path | None,
+        timeout_s: float,
+        watchdog: _Watchdog,
     ):
         self.connection = connection
         self.function = function

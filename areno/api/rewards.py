@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from areno.api.types import RewardOutcome, RewardRecord
 from areno.api.user_code import check_file, split_spec
 from areno.config.paths import find_file
 from areno.config.run import RewardConfig
+from areno.engine.process import dumps
 from areno.errors import ArenoError, ConfigError, EngineError, Problem
 
 logger = logging.getLogger("areno.rewards")
@@ -60,18 +61,38 @@ def resolve_reward(fn: str) -> str:
 
 
 class RewardPool:
-    """`workers` processes that call the reward function. Start it early: the import runs beside other work."""
+    """`workers` processes that call the reward function. Start it early: the import runs beside other work.
 
-    def __init__(self, config: RewardConfig):
+    function: of a script, called in place of config.fn; it travels to the processes by value.
+    """
+
+    def __init__(self, config: RewardConfig, function: Callable[..., Any] | None = None):
         self.config = config
-        self._spec = ""
+        self._function = function
+        self._name = config.fn if function is None else getattr(function, "__name__", type(function).__name__)
+        self._spec: str | bytes = ""
         self._workers: list[_Worker] = []
         self._has_answered = False
 
     def start(self) -> None:
         """Start the processes and return at once. Raises ConfigError if the file is missing or is no Python."""
-        self._spec = resolve_reward(self.config.fn)
+        self._spec = self._resolve()
         self._workers = [self._start_worker() for _ in range(self.config.workers)]
+
+    def _resolve(self) -> str | bytes:
+        if self._function is None:
+            if self.config.fn is None:
+                raise ConfigError([Problem(_KEY, "is null, and no function was given; set it, or pass reward_fn=")])
+            return resolve_reward(self.config.fn)
+        if not callable(self._function):
+            raise ConfigError(f"reward_fn is {self._function!r}; expected a function of one record")
+        try:
+            return dumps(self._function)
+        except Exception as error:  # objects decide themselves how they refuse
+            raise ConfigError(
+                f"reward_fn {self._name} cannot be sent to the reward processes ({type(error).__name__}: {error}); "
+                f"make what it holds inside of it, or put it into a file and set {_KEY}"
+            ) from error
 
     def wait_ready(self) -> None:
         """Wait until the function is imported everywhere. Raises ConfigError, naming reward.fn, if it cannot be."""
@@ -161,7 +182,7 @@ class RewardPool:
         if worker.is_starting:
             hangs = status == "timeout"
             text = f"importing it took more than {IMPORT_LIMIT_S:g} s" if hangs else f"importing it {text}"
-            raise ConfigError([Problem(_KEY, f"{self.config.fn}: {text}")])
+            raise ConfigError([Problem(_KEY, f"{self._name}: {text}")])
         chunk = list(worker.chunk)
         self._replace(worker)
         if scoring is None:
@@ -176,7 +197,7 @@ class RewardPool:
 class _Worker:
     """The driver's view of one process. It is starting, idle (no chunk), or busy with `chunk` until `deadline`."""
 
-    def __init__(self, first_message: tuple[str, str, float]):
+    def __init__(self, first_message: tuple[str | bytes, str, float]):
         ours, theirs = socket.socketpair()
         # Not multiprocessing: its children import the driver's main module again, with all that this imports.
         code = (
