@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.model_roles import ModelConfig
 from areno.config.paths import existing_path, model_of
 from areno.config.run import EngineConfig, GenerationConfig
 from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec
@@ -15,15 +17,27 @@ from areno.models.hub import resolve
 from areno.models.registry import load_config, tp_problems
 
 
-def find_devices(engine: EngineConfig) -> list[str]:
-    """The devices a run uses, one worker each. Raises ConfigError when there are fewer than asked for."""
+def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) -> list[str]:
+    """The devices a run uses, one worker each. `cuda_ids`: which of the visible ones; None takes the first.
+
+    Raises ConfigError when there are fewer than asked for.
+    """
     import torch
 
     visible = torch.cuda.device_count() if engine.device != "cpu" else 0
     if engine.device == "cuda" and not visible:
         raise ConfigError([Problem("engine.device", "is cuda, but torch sees no CUDA device; use cpu or auto")])
     if not visible:
+        if cuda_ids is not None:
+            why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
+            raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
         return ["cpu"] * (engine.world_size or engine.tp_size)
+    if cuda_ids is not None:
+        if missing := [index for index in cuda_ids if index >= visible]:
+            shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"
+            message = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
+            raise ConfigError([Problem("devices", message)])
+        return [f"cuda:{index}" for index in cuda_ids]
     wanted = engine.world_size or visible
     if wanted > visible:
         raise ConfigError([Problem("engine.world_size", f"is {wanted}, but only {visible} CUDA devices are visible")])
@@ -31,19 +45,38 @@ def find_devices(engine: EngineConfig) -> list[str]:
 
 
 def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
-    """The engine an experiment needs, and the tokenizer. Nothing large is loaded yet.
+    """The engine an experiment needs, and the tokenizer. Nothing large is loaded yet. Raises as `open_actor` does."""
+    actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
+    return open_actor(
+        actor,
+        config.engine,
+        tokenizer_path=config.tokenizer_path,
+        seed=config.seed,
+        more_problems=lambda model: model_problems(config, model),
+    )
+
+
+def open_actor(
+    actor: ModelConfig,
+    engine: EngineConfig,
+    *,
+    tokenizer_path: str | None = None,
+    cuda_ids: Sequence[int] | None = None,
+    seed: int = 1,
+    more_problems: Callable[[TransformerConfig], list[Problem]] = lambda model: [],
+) -> tuple[EngineSpec, Any]:
+    """The engine of one trained model, and its tokenizer, that of `tokenizer_path` where given.
 
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
     """
-    actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
-    devices = find_devices(config.engine)
-    path = _model_folder(actor.path, "actor.path")
+    devices = find_devices(engine, cuda_ids)
+    path = model_folder(actor.path, "actor.path")
     with model_of("actor.path"):
         model = load_config(path)
-    tokenizer_path = _model_folder(config.tokenizer_path, "tokenizer_path") if config.tokenizer_path else path
-    tokenizer = load_tokenizer(tokenizer_path)
-    problems = [*device_problems(config.engine, devices), *model_problems(config, model)]
+    tokenizer_folder = model_folder(tokenizer_path, "tokenizer_path") if tokenizer_path else path
+    tokenizer = load_tokenizer(tokenizer_folder)
+    problems = device_problems(engine, devices) + tp_problems(model, engine.tp_size) + more_problems(model)
     if len(tokenizer) > model.vocab_size:
         problems.append(
             Problem(
@@ -60,15 +93,15 @@ def open_model(config: ExperimentConfig) -> tuple[EngineSpec, Any]:
     spec = EngineSpec(
         model_path=path,
         devices=devices,
-        tp_size=config.engine.tp_size,
+        tp_size=engine.tp_size,
         dtype=dtype,
-        random_init=actor.init_from_scratch or config.engine.dummy_load,
-        seed=config.seed,
-        attn_backend=config.engine.attn_backend,
+        random_init=actor.init_from_scratch or engine.dummy_load,
+        seed=seed,
+        attn_backend=engine.attn_backend,
         gradient_checkpointing=actor.gradient_checkpointing,
         optimizer=actor.optimizer,
         mb_spec=actor.mb_spec,
-        tokenizer_path=tokenizer_path,
+        tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,
     )
@@ -80,11 +113,12 @@ def reference_role(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str
     if config.ref is None:
         return {}
     own = config.ref.path in (None, config.actor.path)
-    path = spec.model_path if own else _model_folder(config.ref.path or "", "ref.path")
+    path = spec.model_path if own else model_folder(config.ref.path or "", "ref.path")
     return {"ref": RoleSpec(path=path, head="lm", key="ref.path")}
 
 
-def _model_folder(path: str, key: str) -> str:
+def model_folder(path: str, key: str) -> str:
+    """The local folder of a model folder or hub id. CheckpointError naming `key`."""
     with model_of(key):
         return str(resolve(existing_path(path) or path))
 
@@ -113,8 +147,8 @@ def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[Problem]:
-    """What in a configuration does not fit the model."""
-    problems = tp_problems(model, config.engine.tp_size)
+    """What in a configuration's lengths and tokens does not fit the model."""
+    problems: list[Problem] = []
     context = model.max_position_embeddings
     if isinstance(config, PolicyExperimentConfig):
         for name in ("gconfig", "eval_gconfig"):
