@@ -346,7 +346,7 @@ def test_out_of_memory_names_the_keys(make, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backend, "_score", full)
+    monkeypatch.setattr(backend, "_logprobs", full)
     for call in (
         lambda: backend.train(make_rows(), sft_loss_fn, mb_spec=WHOLE),
         lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from areno.config.model_roles import MicroBatchSpec
-from areno.engine.train.packing import micro_batches, optimizer_steps, pack_rows, read_rows, split_balanced
+from areno.engine.train.packing import (
+    micro_batches,
+    optimizer_steps,
+    pack_units,
+    read_rows,
+    split_balanced,
+    units_of,
+)
 from areno.engine.types import TrainSequence
 from areno.errors import DataError
 
@@ -82,7 +89,7 @@ def test_tensors():
         vocab_size=10,
     )
     assert [r.n_trained for r in rows] == [2, 0, 2]  # the first token of a row is never trained
-    packed, pack = pack_rows(rows, 11, 7, CPU)
+    packed, pack = pack_units(units_of(rows, 1, MicroBatchSpec())[0], 11, 7, CPU)
     assert packed.tokens_N.tolist() == pack.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
     assert packed.positions_N.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert packed.cu_seqlens.tolist() == [0, 3, 5, 9]

@@ -9,12 +9,17 @@ from areno.errors import CheckpointError
 from areno.layers.rotary import Rope, RopeScaling
 
 FamilyName = Literal["qwen3", "llama", "qwen2"]
+HeadName = Literal["lm", "value"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Everything the decoder-only transformer of `models/transformer.py` needs to know."""
+    """Everything the decoder-only transformer of `models/transformer.py` needs to know.
+
+    head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
+    head; False for a value model made from a causal language model, whose head starts at 0.
+    """
 
     family: FamilyName
     vocab_size: int
@@ -35,6 +40,8 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...]
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
+    head: HeadName = "lm"
+    has_head: bool = True
 
 
 class RawConfig:

@@ -17,7 +17,8 @@ class Family:
     """
 
     name: FamilyName
-    architecture: str
+    architecture: str  # of config.json, with a head over the vocabulary
+    value_architecture: str  # the same with a head of one label
     read: Callable[[RawConfig, tuple[int, ...]], TransformerConfig]  # config.json and end-of-sequence ids
     names: dict[str, tuple[str, ...]]
     layers_prefix: str

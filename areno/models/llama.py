@@ -5,7 +5,12 @@ from __future__ import annotations
 from areno.models.config import RawConfig, TransformerConfig, read_decoder
 from areno.models.family import Family
 
-NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",)}
+NAMES = {
+    "embed": ("model.embed_tokens",),
+    "final_norm": ("model.norm",),
+    "head": ("lm_head",),
+    "score": ("score",),
+}
 LAYER_NAMES = {
     "input_norm": ("input_layernorm",),
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -34,6 +39,7 @@ def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
+    value_architecture="LlamaForSequenceClassification",
     read=read,
     names=NAMES,
     layers_prefix="model.layers",

@@ -24,6 +24,7 @@ def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
+    value_architecture="Qwen2ForSequenceClassification",
     read=read,
     names=NAMES,
     layers_prefix="model.layers",

@@ -25,6 +25,7 @@ def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
+    value_architecture="Qwen3ForSequenceClassification",
     read=read,
     names=NAMES,
     layers_prefix="model.layers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from areno.errors import CheckpointError, ConfigError, Problem
 from areno.layers.parallel import TensorParallel
-from areno.models.config import RawConfig, TransformerConfig
+from areno.models.config import HeadName, RawConfig, TransformerConfig
 from areno.models.family import Family
 from areno.models.hub import resolve
 from areno.models.llama import LLAMA
@@ -21,26 +22,37 @@ from areno.models.transformer import Transformer
 FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2)}
 
 
-def load_config(path: str | Path) -> TransformerConfig:
+def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
     """Read `config.json` of a model folder or hub id, with the end-of-sequence ids of `generation_config.json` added.
 
-    CheckpointError where there is none, where the architecture is not one of ours, or where a field asks for something
-    that is not implemented.
+    head: "lm" wants a ...ForCausalLM. "value" wants a ...ForSequenceClassification with one label, or takes the body of
+    a ...ForCausalLM unless `needs_head`.
+
+    CheckpointError where there is none, where the architecture is not one of ours or has another head, or where a field
+    asks for something that is not implemented.
     """
     folder = resolve(path)
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face model folder (actor.path)")
     raw = RawConfig(_read_json(file), str(file))
-    family = _find_family(raw)
+    family, has_value_head = _find_family(raw)
+    if head == "value" and (has_value_head or needs_head):
+        _check_value_head(raw, has_value_head)
+    elif head == "lm" and has_value_head:
+        raise CheckpointError(
+            f"{raw.origin}: architectures is {raw.values['architectures']!r}, a model that gives scores and no next "
+            "token; expected a causal language model (...ForCausalLM) in actor.path"
+        )
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     eos_token_ids = _eos_ids(raw) | _eos_ids(RawConfig(generation, str(generation_file)))
-    return family.read(raw, tuple(sorted(eos_token_ids)))
+    config = family.read(raw, tuple(sorted(eos_token_ids)))
+    return dataclasses.replace(config, head=head, has_head=head == "lm" or has_value_head)
 
 
-def tp_problems(config: TransformerConfig, tp_size: int) -> list[Problem]:
-    """What `tp_size` ranks cannot divide among them."""
+def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model") -> list[Problem]:
+    """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message."""
     sizes = [
         ("attention heads", "num_attention_heads", config.num_heads),
         ("key-value heads", "num_key_value_heads", config.num_kv_heads),
@@ -51,7 +63,7 @@ def tp_problems(config: TransformerConfig, tp_size: int) -> list[Problem]:
         return []
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
-    message = f"is {tp_size}, which does not divide the model's {shown}; use a divisor of these (config.json: {fields})"
+    message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
     return [Problem("engine.tp_size", message)]
 
 
@@ -69,16 +81,39 @@ def build_model(
     return Transformer(config, FAMILIES[config.family], dtype=dtype, device=device, tp=tp)
 
 
-def _find_family(raw: RawConfig) -> Family:
-    """By `architectures`, or by `model_type` where that is absent."""
+def _find_family(raw: RawConfig) -> tuple[Family, bool]:
+    """By `architectures`, or by `model_type` where that is absent; and whether it is the one with a value head."""
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
         if family.architecture in architectures or (not architectures and family.name == model_type):
-            return family
+            return family, False
+        if family.value_architecture in architectures:
+            return family, True
     name, value = ("architectures", architectures) if architectures else ("model_type", model_type)
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise raw.refuse(name, value, f"one of {supported}")
+    raise raw.refuse(name, value, f"one of {supported}, or for critics and reward models {_value_architectures()}")
+
+
+def _value_architectures() -> str:
+    return ", ".join(family.value_architecture for family in FAMILIES.values())
+
+
+def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
+    """There is one, of one label."""
+    if not has_value_head:
+        found = raw.values.get("architectures") or raw.values.get("model_type")
+        raise CheckpointError(
+            f"{raw.origin}: architectures is {found!r}, which has no trained value head; expected a reward model in "
+            f"actor.path: {_value_architectures()}, with one label"
+        )
+    # transformers writes the number of labels as id2label, and nothing where it is its default of two.
+    n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2)
+    if n_labels != 1:
+        raise CheckpointError(
+            f"{raw.origin}: the model has {n_labels} labels (id2label), expected 1; a critic or reward model gives one "
+            "number, choose another model in actor.path"
+        )
 
 
 def _eos_ids(raw: RawConfig) -> set[int]:

@@ -19,6 +19,7 @@ from areno.layers.norm import RMSNorm
 from areno.layers.parallel import TensorParallel
 from areno.layers.rotary import Rotary, rotate
 from areno.layers.shard import Part
+from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
 from areno.models.family import Family
 
@@ -122,8 +123,10 @@ class Transformer(nn.Module):
             Layer(config, index, tp=tp, dtype=dtype, device=device) for index in range(config.num_layers)
         )
         self.final_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
-        self.head = None
-        if not config.tie_word_embeddings:
+        self.head = self.score = None
+        if config.head == "value":
+            self.score = ValueHead(size, dtype=dtype, device=device)
+        elif not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding(vocab, size, tp=tp, dtype=dtype, device=device)
 
     def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
@@ -142,8 +145,13 @@ class Transformer(nn.Module):
         return self.final_norm(x_ND)
 
     @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
     def output(self) -> VocabParallelEmbedding:
-        """The vocabulary matrix of the head: the embedding itself when tied."""
+        """The vocabulary matrix of an "lm" head: the embedding itself when tied."""
+        assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
 
     @property
@@ -158,6 +166,11 @@ class Transformer(nn.Module):
         """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""
         return self.output.logits(hidden_KD)
 
+    def values(self, hidden_KD: Tensor) -> Tensor:
+        """(K,) float32, the output of a "value" head."""
+        assert self.score is not None, "a language model has no value head"
+        return self.score(hidden_KD)
+
     def layout(self, parameter: str) -> tuple[Part, ...]:
         """The checkpoint tensors that the named parameter holds, from the first row down."""
         layer, kind = parameter.rsplit(".", 1)
@@ -169,7 +182,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices normal with the config's `initializer_range`, norms 1, biases 0.
+        """Matrices normal with the config's `initializer_range`, norms 1, biases and a value head 0.
 
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
@@ -178,12 +191,14 @@ class Transformer(nn.Module):
                 module.weight.fill_(1.0)
             elif isinstance(module, VocabParallelEmbedding):
                 module.clear_padding()
-        device = self.embed.weight.device
+            elif isinstance(module, ValueHead):
+                module.weight.zero_()
+        device = self.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif parameter.dim() == 2:
+            elif parameter.dim() == 2 and name != "score.weight":
                 for part in self.layout(name):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
                     full.normal_(0.0, self.config.initializer_range, generator=generator)

@@ -53,6 +53,10 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     folder = resolve(folder)
     file_of = _tensor_files(folder)
     table = {entry.name: entry for entry in checkpoint_table(model)}
+    if not model.config.has_head:  # a critic that starts from a language model
+        assert model.score is not None
+        model.score.weight.detach().zero_()
+        table = {name: entry for name, entry in table.items() if entry.parameter is not model.score.weight}
     missing = [name for name in table if name not in file_of]
     if missing:
         raise CheckpointError(f"{folder}: the weights lack {_listing(missing)}, which its config.json asks for")
@@ -169,9 +173,10 @@ def _fill(entry: Entry, stored: Any, file: Path) -> None:
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:
-    """Tensors that carry no information: computed tables, and the second copy of a tied head."""
-    tied_copy = model.head is None and name in model.family.checkpoint_names("head.weight")
-    return tied_copy or name.endswith("rotary_emb.inv_freq")
+    """Tensors that carry no information: computed tables, the second copy of a tied head, the vocabulary head of what
+    becomes a value model."""
+    not_needed = model.head is None and name in model.family.checkpoint_names("head.weight")
+    return not_needed or name.endswith("rotary_emb.inv_freq")
 
 
 def _listing(names: list[str]) -> str:
@@ -204,10 +209,14 @@ def _index(shards: list[list[Entry]], names: list[str], itemsize: int) -> dict[s
 
 
 def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json as it was read, with the dtype of the written weights under the key it used."""
+    """config.json as it was read, with the dtype of the written weights under the key it used, and the model's head."""
     values = dict(model.config.hf)
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[dtype]
-    values.setdefault("architectures", [model.family.architecture])
+    if model.score is None:
+        values.setdefault("architectures", [model.family.architecture])
+    elif not model.config.has_head:
+        values["architectures"] = [model.family.value_architecture]
+        values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     values.setdefault("model_type", model.family.name)
     return values
 
@@ -224,7 +233,7 @@ def _written_by_rank_0(model: Transformer, folder: Path) -> Iterator[bool]:
         yield model.tp.rank == 0
     except (OSError, SafetensorError) as error:
         failure = error
-    failed = torch.tensor(float(failure is not None), device=model.embed.weight.device)
+    failed = torch.tensor(float(failure is not None), device=model.device)
     if model.tp.all_reduce(failed).item():
         reason = f": {failure}" if failure else ""
         raise CheckpointError(

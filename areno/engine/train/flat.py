@@ -26,10 +26,44 @@ class Segment:
     n_params: int  # elements without alignment padding
 
 
+def flatten(
+    model: nn.Module, is_sharded: Callable[[str], bool] | None = None
+) -> tuple[torch.Tensor, list[Segment], list[tuple[nn.Parameter, slice]]]:
+    """Move all parameters into one buffer of their dtype: (buffer, its segments, each parameter's place in it).
+
+    The model's parameters are views of the buffer from now on. is_sharded: see FlatParameters.
+    """
+    named = list(model.named_parameters())  # a tied parameter appears once
+    dtypes = {parameter.dtype for _, parameter in named}
+    assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
+        kinds.setdefault(kind, []).append(parameter)
+
+    segments: list[Segment] = []
+    places: list[tuple[nn.Parameter, slice]] = []
+    end = 0
+    for (decayed, sharded), parameters in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+        start = end
+        for parameter in parameters:
+            places.append((parameter, slice(end, end + parameter.numel())))
+            end += -(-parameter.numel() // ALIGN) * ALIGN
+        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for p in parameters)))
+
+    first = named[0][1]
+    buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
+    for parameter, place in places:
+        view = buffer[place].view(parameter.shape)
+        view.copy_(parameter.detach())
+        parameter.data = view
+    return buffer, segments, places
+
+
 class FlatParameters:
     """Moves the parameters of `model` into one buffer and gives each a gradient in another.
 
-    params: in the model's dtype; the model's parameters are views of it from now on.
+    params: see `flatten`.
     grads: float32. Each `parameter.grad` is a view of it and autograd adds into that view, whatever the model's dtype.
     So gradients are cleared by `zero_grad` here and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32.
@@ -37,35 +71,12 @@ class FlatParameters:
     """
 
     def __init__(self, model: nn.Module, is_sharded: Callable[[str], bool] | None = None):
-        named = list(model.named_parameters())  # a tied parameter appears once
-        dtypes = {parameter.dtype for _, parameter in named}
-        assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
-        kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-        for name, parameter in named:
-            kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
-            kinds.setdefault(kind, []).append(parameter)
-
-        self.segments: list[Segment] = []
-        places: list[tuple[nn.Parameter, int]] = []
-        end = 0
-        for (decayed, sharded), parameters in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
-            start = end
-            for parameter in parameters:
-                places.append((parameter, end))
-                end += -(-parameter.numel() // ALIGN) * ALIGN
-            self.segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for p in parameters)))
-
-        first = named[0][1]
-        self.params = torch.zeros(end, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(end, dtype=torch.float32, device=first.device)
-        for parameter, start in places:
-            place = slice(start, start + parameter.numel())
-            view = self.params[place].view(parameter.shape)
-            view.copy_(parameter.detach())
-            parameter.data = view
+        self.params, self.segments, places = flatten(model, is_sharded)
+        self.grads = torch.zeros(self.params.numel(), dtype=torch.float32, device=self.params.device)
+        for parameter, place in places:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self.grads[place].view(parameter.shape)
-        self.masters = self.params if first.dtype == torch.float32 else self.params.float()
+        self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
 
     @property
     def n_params(self) -> int:

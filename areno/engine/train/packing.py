@@ -1,7 +1,11 @@
-"""Rows to optimizer steps, data-parallel shares, micro-batches and tensors. Rows are packed end to end, unpadded."""
+"""Rows to units, optimizer steps, data-parallel shares, micro-batches and tensors, packed end to end without padding.
+
+A unit is what stays together: a row, or a pair of rows.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +25,7 @@ FIELDS = {
     "returns": "returns",
     "values": "values",
     "ref_logprobs": "ref_logprobs",
+    "weights": "weights",
 }
 
 
@@ -32,6 +37,7 @@ class Row:
     trained: np.ndarray  # bool; never the first token, which nothing predicts
     fields: dict[str, np.ndarray] = field(default_factory=dict)  # DataPack name -> float32
     reward: float = 0.0
+    staleness: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -80,7 +86,7 @@ def _read_row(row: TrainSequence, index: int, given: list[str], vocab_size: int)
             )
     trained = ~np.asarray(row.prompt_mask, dtype=bool)
     trained[0] = False
-    out = Row(tokens, trained, reward=row.reward)
+    out = Row(tokens, trained, reward=row.reward, staleness=row.staleness)
     for name in given:
         values = np.asarray(getattr(row, name), dtype=np.float32)
         bad = np.flatnonzero(trained & ~np.isfinite(values))
@@ -90,6 +96,33 @@ def _read_row(row: TrainSequence, index: int, given: list[str], vocab_size: int)
     return out
 
 
+@dataclass(slots=True)
+class Unit:
+    """Adjacent rows that belong together, such as the two of a preference pair. Nothing below here divides them."""
+
+    rows: list[Row]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(row.n_tokens for row in self.rows)
+
+
+def units_of(rows: Sequence[Row], granularity: int, spec: MicroBatchSpec) -> tuple[list[Unit], MicroBatchSpec]:
+    """Units of `granularity` rows each, and the micro-batches that `spec`, which counts rows, means for units.
+
+    DataError where the rows do not come out even.
+    """
+    if granularity < 1:
+        raise DataError(f"granularity is {granularity}; expected the number of adjacent rows that belong together")
+    if len(rows) % granularity:
+        raise DataError(
+            f"there are {len(rows)} rows, not a multiple of granularity={granularity}; each unit is that many adjacent "
+            "rows (a preference pair: chosen, then rejected)"
+        )
+    units = [Unit(list(rows[start : start + granularity])) for start in range(0, len(rows), granularity)]
+    return units, dataclasses.replace(spec, mini_bs=max(1, spec.mini_bs // granularity))
+
+
 def optimizer_steps(
     lengths: Sequence[int],
     spec: MicroBatchSpec,
@@ -97,10 +130,10 @@ def optimizer_steps(
     gradient_accumulation_steps: int | None = None,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Row indices of each optimizer step.
+    """Unit indices of each optimizer step, from the number of tokens in each unit.
 
-    n_minibatches: as many steps of equally many rows (give or take one), after a shuffle by `seed`.
-    gradient_accumulation_steps: a step for every so many micro-batches, in the order of the rows. Give one of the two.
+    n_minibatches: as many steps of equally many units (give or take one), after a shuffle by `seed`.
+    gradient_accumulation_steps: a step for every so many micro-batches, in the order of the units. Give one of the two.
     """
     if gradient_accumulation_steps is not None:
         if n_minibatches != 1:
@@ -109,7 +142,7 @@ def optimizer_steps(
         groups = [
             batches[i : i + gradient_accumulation_steps] for i in range(0, len(batches), gradient_accumulation_steps)
         ]
-        return [sorted(row for batch in group for row in batch) for group in groups]
+        return [sorted(unit for batch in group for unit in batch) for group in groups]
     if n_minibatches == 1:
         return [list(range(len(lengths)))]
     order = np.random.default_rng(seed).permutation(len(lengths))
@@ -117,10 +150,10 @@ def optimizer_steps(
 
 
 def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
-    """Row indices of each micro-batch: `mini_bs` rows at a time, or first-fit decreasing under `max_tokens_per_mb`.
+    """Unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing under `max_tokens_per_mb`.
 
-    A row longer than the budget gets a micro-batch of its own. Indices ascend within a micro-batch, and micro-batches
-    are ordered by their first row, so that training follows the order of the data as far as the packing allows.
+    A unit longer than the budget gets a micro-batch of its own. Indices ascend within a micro-batch, and micro-batches
+    are ordered by their first unit, so that training follows the order of the data as far as the packing allows.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -130,29 +163,29 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int
         ]
     batches: list[list[int]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = lengths[row]
+    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[unit]
         fit = next((i for i, left in enumerate(room) if left >= size), None)
         if fit is None:
-            batches.append([row])
+            batches.append([unit])
             room.append(budget - size)
         else:
-            batches[fit].append(row)
+            batches[fit].append(unit)
             room[fit] -= size
     return sorted(sorted(batch) for batch in batches)
 
 
 def split_balanced(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Row indices of `n` shares with nearly equal token counts: the longest row left goes to the lightest share.
+    """Unit indices of `n` shares with nearly equal token counts: the longest unit left goes to the lightest share.
 
-    No share is empty as long as there are `n` rows. Indices ascend within a share.
+    No share is empty as long as there are `n` units. Indices ascend within a share.
     """
     shares: list[list[int]] = [[] for _ in range(n)]
     load = [0] * n
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         lightest = min(range(n), key=lambda i: (load[i], len(shares[i])))
-        shares[lightest].append(row)
-        load[lightest] += lengths[row]
+        shares[lightest].append(unit)
+        load[lightest] += lengths[unit]
     return [sorted(share) for share in shares]
 
 
@@ -179,10 +212,11 @@ def pack_tokens(token_rows: Sequence[np.ndarray], device: torch.device) -> Packe
     )
 
 
-def pack_rows(
-    rows: Sequence[Row], step_tokens: int, step_rows: int, device: torch.device
+def pack_units(
+    units: Sequence[Unit], step_tokens: int, step_rows: int, device: torch.device
 ) -> tuple[PackedTokens, DataPack]:
     """One micro-batch for the model and for the loss. step_tokens, step_rows: see DataPack."""
+    rows = [row for unit in units for row in unit.rows]
     trained = np.concatenate([row.trained for row in rows])
     fields = {name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields}
     packed = pack_tokens([row.tokens for row in rows], device)
@@ -194,6 +228,8 @@ def pack_rows(
         step_tokens=step_tokens,
         step_rows=step_rows,
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32).to(device),
+        staleness=torch.tensor([row.staleness for row in rows], dtype=torch.float32).to(device),
+        granularity=len(units[0].rows),
         trained_T=torch.from_numpy(np.flatnonzero(trained)).to(device),
         **{name: torch.from_numpy(values).to(device) for name, values in fields.items()},  # type: ignore[arg-type]
     )
