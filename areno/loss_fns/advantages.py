@@ -1,4 +1,4 @@
-"""Rewards of a batch of samples to one advantage each."""
+"""Rewards to advantages: normalised within groups or the batch, or estimated with a critic. numpy float64."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import numpy as np
 
 from areno.errors import DataError
 
+Level = Literal["batch", "group"] | None
+
 
 def group_advantages(
     rewards: Sequence[float] | np.ndarray,
     group_ids: Sequence[int] | np.ndarray,
-    mean_level: Literal["batch", "group"] | None = "group",
-    std_level: Literal["batch", "group"] | None = "group",
+    mean_level: Level = "group",
+    std_level: Level = "group",
     std_unbiased: bool = False,
     eps: float = 1e-6,
+    mean_leave1out: bool = False,
 ) -> np.ndarray:
     """(R - mean) / (std + eps), mean and std over the sample's group, over the batch, or left out (None).
 
     Defaults are GRPO (arXiv 2402.03300 sec. 4.1.2); std_level None is Dr.GRPO (arXiv 2503.20783). The deviation is
     that of the rewards about their own mean at `std_level`; the variance divides by n, or n - 1 when `std_unbiased`.
+    mean_leave1out: the mean is that of the others at `mean_level`, without the sample itself (RLOO, arXiv 2402.14740,
+    with std_level None); this is the ordinary advantage times n / (n - 1). The deviation is not changed by it.
 
     rewards: (B,); NaN marks a sample whose reward is unknown (timeout, error): it stays out of every mean and gets
     advantage 0. group_ids: (B,), equal for the samples of one prompt. Returns (B,) float64.
@@ -37,25 +42,102 @@ def group_advantages(
         )
     if np.isinf(rewards_B).any():
         raise DataError(f"the reward of sample {int(np.isinf(rewards_B).argmax())} is infinite; return a finite number")
+    if mean_leave1out and mean_level is None:
+        raise ValueError(
+            "mean_leave1out leaves a sample out of a mean, but mean_level is null; set it to group or batch"
+        )
 
     known_B = ~np.isnan(rewards_B)
-    sets = {
-        None: [],
-        "batch": [np.flatnonzero(known_B)],
-        "group": [np.flatnonzero(known_B & (groups_B == group)) for group in np.unique(groups_B)],
-    }
+    sets = {level: _members(level, known_B, groups_B) for level in {mean_level, std_level}}
     advantages_B = np.where(known_B, rewards_B, 0.0)
     for members in sets[mean_level]:
-        if members.size:
-            advantages_B[members] -= rewards_B[members].mean()
+        advantages_B[members] -= rewards_B[members].mean()
+        if mean_leave1out:
+            advantages_B[members] *= members.size / max(members.size - 1, 1)
     for members in sets[std_level]:
-        if members.size:
-            advantages_B[members] /= _std(rewards_B[members], std_unbiased) + eps
+        advantages_B[members] /= _std(rewards_B[members], std_unbiased) + eps
     for level in (mean_level, std_level):
         for members in sets[level]:
-            if members.size and np.all(rewards_B[members] == rewards_B[members[0]]):
+            if np.all(rewards_B[members] == rewards_B[members[0]]):
                 advantages_B[members] = 0.0
     return advantages_B
+
+
+def normalize_tokens(
+    values: Sequence[np.ndarray],
+    group_ids: Sequence[int] | np.ndarray,
+    mean_level: Level = "batch",
+    std_level: Level = "batch",
+    std_unbiased: bool = False,
+    eps: float = 1e-6,
+    mean_leave1out: bool = False,
+) -> list[np.ndarray]:
+    """The same over tokens: (x - mean) / (std + eps) over all tokens of the batch, or of the rows of a group.
+
+    Whitens the advantages of PPO, and is the global normalisation of REINFORCE++ (arXiv 2501.03262). values: one (T_i,)
+    array for each row, of its trained tokens. group_ids: one for each row. Returns arrays of the same lengths, float64;
+    exactly 0 where all tokens normalised over are equal.
+    """
+    lengths = [len(row) for row in values]
+    if len(lengths) != len(group_ids):
+        raise DataError(
+            f"there are {len(lengths)} rows of values but {len(group_ids)} group_ids; give one for each row"
+        )
+    flat = np.concatenate([np.zeros(0), *values])
+    if not np.isfinite(flat).all():
+        raise DataError(
+            "a token to be normalised has no finite value; rewards and critic values must be finite numbers"
+        )
+    groups = np.repeat(np.asarray(group_ids), lengths)
+    flat = group_advantages(flat, groups, mean_level, std_level, std_unbiased, eps, mean_leave1out)
+    return np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def gae(
+    rewards_T: Sequence[float] | np.ndarray, values_T: Sequence[float] | np.ndarray, discount: float, gae_lambda: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation (arXiv 1506.02438 eq. 16) over the trained tokens of one row, in their order.
+
+    delta_t = r_t + discount V_t+1 - V_t;  A_t = delta_t + discount gae_lambda A_t+1;  the value after the end is 0.
+    Tokens that are not trained (a tool's answer) are not in the arrays: the recursion steps across them.
+
+    rewards_T: (T,), the reward given for each token; values_T: (T,), the critic's value before it. Returns advantages
+    (T,) and returns A + V (T,), the critic's targets, float64.
+    """
+    rewards, values = np.asarray(rewards_T, dtype=np.float64), np.asarray(values_T, dtype=np.float64)
+    if rewards.ndim != 1 or rewards.shape != values.shape:
+        raise DataError(f"rewards and values must be lists of equal length, not {rewards.size} and {values.size}")
+    deltas = rewards + discount * np.append(values[1:], 0.0)[: values.size] - values
+    advantages = np.empty_like(deltas)
+    advantage, decay = 0.0, discount * gae_lambda
+    for t, delta in zip(range(len(deltas) - 1, -1, -1), deltas[::-1].tolist(), strict=True):
+        advantage = delta + decay * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[float] | np.ndarray) -> float:
+    """1 - Var(returns - values) / Var(returns), over (T,) tokens: 1 is a perfect critic, 0 one that knows nothing.
+
+    Negative where the critic does worse than a constant. 0 where the returns do not vary.
+    """
+    returns_T, values_T = np.asarray(returns, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if returns_T.size == 0 or np.all(returns_T == returns_T[0]):
+        return 0.0
+    return float(1.0 - np.var(returns_T - values_T) / np.var(returns_T))
+
+
+def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
+    """Indices of the known entries of each set that is normalised together; no set is empty."""
+    known = np.flatnonzero(known_B)
+    if level is None or not known.size:
+        return []
+    if level == "batch":
+        return [known]
+    if level != "group":
+        raise ValueError(f"mean_level and std_level are group, batch or null, not {level!r}")
+    order = known[np.argsort(groups_B[known], kind="stable")]
+    return np.split(order, np.flatnonzero(groups_B[order][1:] != groups_B[order][:-1]) + 1)
 
 
 def _std(x: np.ndarray, unbiased: bool) -> float:

@@ -78,6 +78,10 @@ class DataPack:
         """(T,) -> (R,): mean over the trained tokens of each row, 0 for rows without any."""
         return self.sum_rows(values_T) / self.row_lengths().clamp(min=1)
 
+    def of_rows(self, values_R: Tensor) -> Tensor:
+        """(R,) -> (T,): each trained token has the value of its row."""
+        return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
+
     def row_lengths(self) -> Tensor:
         """(R,) float32: trained tokens of each row, 0 for rows without any."""
         return self.sum_rows(torch.ones_like(self.trained_T, dtype=torch.float32))

@@ -1,14 +1,17 @@
-"""The importance ratio between the trained policy and the one that sampled, and its clipped surrogate.
-
-Serves token ratios (GRPO, PPO) and sequence ratios (GSPO) alike: everything here is elementwise.
-"""
+"""The importance ratio between the trained policy and the one it is held against, in logarithms."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from areno.loss_fns.correction import MAX_LOG_RATIO
+from areno.loss_fns.pack import DataPack
+
+ImportanceLevel = Literal["token", "sequence"]
+ProxMethod = Literal["recompute", "loglinear"]
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -20,23 +23,35 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_eps: float, clip_eps_higher: float | None, c_clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """-min(r A, clip(r, 1 - clip_eps, 1 + clip_eps_higher) A), to be minimised (arXiv 1707.06347 eq. 7).
+def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMethod) -> tuple[Tensor, Tensor | None]:
+    """Log ratio of each trained token (T,), differentiable and not bounded, and the factor on its policy loss (T,).
 
-    clip_eps_higher: upper range where it differs (clip-higher, arXiv 2503.14476). c_clip: for A < 0 the loss is at most
-    -c A (dual clip, arXiv 1912.09729 eq. 5), which bounds the push against tokens whose ratio has run away.
-    Also returns what was cut, as masks of 0 and 1: clip_frac_low, clip_frac_high and, with c_clip, clip_frac_dual.
+    recompute: the ratio to `pack.old_logprobs` (which are the proximal policy's where the caller put those there) and
+    `pack.weights`; None is 1 everywhere.
+    loglinear: the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy, whose
+    log-probability is interpolated between the policy that sampled and the one in training (A-3PO, arXiv 2512.06547):
+    prox = old + alpha (logprobs - old), alpha = staleness / (staleness + 1), without gradient. The ratio is that to
+    prox, and exp(prox - old) joins the factor. A row that is not stale has alpha 0: the ratio to old, the factor 1.
     """
-    low, high = 1.0 - clip_eps, 1.0 + (clip_eps if clip_eps_higher is None else clip_eps_higher)
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    cut = {
-        "clip_frac_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
-        "clip_frac_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
-    }
-    if c_clip is not None:
-        bound = -c_clip * advantages
-        cut["clip_frac_dual"] = ((loss > bound) & (advantages < 0)).to(ratio.dtype)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
-    return loss, cut
+    log_ratio_T = logprobs_T - pack.trained(pack.need("old_logprobs"))
+    weights_T = None if pack.weights is None else pack.trained(pack.weights)
+    if prox_logp_method == "recompute":
+        return log_ratio_T, weights_T
+    if prox_logp_method != "loglinear":
+        raise ValueError(f"prox_logp_method is {prox_logp_method!r}; expected recompute or loglinear")
+    staleness_T = pack.of_rows(pack.need("staleness")).to(log_ratio_T.dtype)
+    alpha_T = staleness_T / (staleness_T + 1.0)
+    moved_T = log_ratio_T.detach()
+    factor_T = torch.exp(alpha_T * bounded(moved_T))
+    # Written as a sum, so that policies infinitely far apart stay infinitely far apart: inf - alpha * inf is NaN.
+    log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())
+    return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
+
+
+def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) -> Tensor:
+    """(T,): every token has its row's mean log ratio, and the gradient of its own log-probability.
+
+    GSPO-token: s_it = sg(s_i) pi_t / sg(pi_t) with sg stopping the gradient (arXiv 2507.18071 eq. 14). With equal
+    advantages in a row, value and gradient are those of GSPO.
+    """
+    return pack.of_rows(pack.mean_rows(log_ratio_T.detach())) + (logprobs_T - logprobs_T.detach())
