@@ -8,9 +8,9 @@ from typing import Any, Generic
 
 import numpy as np
 
-from areno.api.chat import prompt_item, sft_sequence
+from areno.api.chat import pair_item, prompt_item, sft_sequence
 from areno.api.data import Rows
-from areno.api.types import Batch, Item, PromptBatch, PromptItem, SequenceBatch
+from areno.api.types import Batch, Item, PairBatch, PairItem, PromptBatch, PromptItem, SequenceBatch
 from areno.config.run import DatasetConfig
 from areno.engine.types import TrainSequence
 from areno.errors import DataError
@@ -49,6 +49,8 @@ class BatchLoader(Generic[Item]):
         self.max_tokens_key = max_tokens_key
         self.seed = seed
         self.key = key
+        # For messages: what the rows are called, and what is to be set where something is wrong with them.
+        self.name, self._setting = (config.path, f"{key}.path") if config.path else ("the rows given", key)
         self.epoch = 0
         self.total_skipped_long = 0
         self._next = 0  # rows of this epoch's order that are used up
@@ -92,6 +94,13 @@ class BatchLoader(Generic[Item]):
             items=items, skipped_long=skipped, total_skipped_long=self.total_skipped_long, epoch=self.epoch
         )
 
+    def items(self) -> Iterator[Item]:
+        """Every row that is not too long, in the order of the dataset. Where the loader stands is left as it is."""
+        for index in range(len(self.rows)):
+            item = self._item(index)
+            if item is not None:
+                yield item
+
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands: after the batch it last gave."""
         return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
@@ -117,13 +126,13 @@ class BatchLoader(Generic[Item]):
         try:
             item = self.encode(self.rows[index], index)
         except DataError as error:
-            raise DataError(f"{self.key}.path: {self.config.path} row {index}: {error}") from error
+            raise DataError(f"{self._setting}: {self.name} row {index}: {error}") from error
         n_tokens = len(item.tokens)  # type: ignore[attr-defined]
         if n_tokens > self.max_tokens:
             if not self._too_long:
                 logger.warning(
                     "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted",
-                    self.config.path, index, n_tokens, self.max_tokens, self.max_tokens_key,
+                    self.name, index, n_tokens, self.max_tokens, self.max_tokens_key,
                 )  # fmt: skip
             self._too_long[index] = n_tokens
             return None
@@ -137,14 +146,14 @@ class BatchLoader(Generic[Item]):
             return self._too_few(usable)
         shortest = min(self._too_long.values(), default=0)
         return DataError(
-            f"{self.key}.path: every row of {self.config.path} has more than {self.max_tokens} tokens "
+            f"{self._setting}: every row of {self.name} has more than {self.max_tokens} tokens "
             f"({self.max_tokens_key}), the shortest {shortest}; use shorter rows, or raise what limits them"
         )
 
     def _too_few(self, usable: int) -> DataError:
         long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
         return DataError(
-            f"{self.key}.batch_size: is {self.config.batch_size}, but {self.config.path} has only {usable} usable "
+            f"{self.key}.batch_size: is {self.config.batch_size}, but {self.name} has only {usable} usable "
             f"rows{long}; lower it or set {self.key}.drop_last=false"
         )
 
@@ -199,12 +208,43 @@ def sft_loader(
     def encode(row: Mapping[str, Any], index: int) -> TrainSequence:
         return sft_sequence(tokenizer, row, enable_thinking)
 
+    return _whole_row_loader(rows, encode, SequenceBatch, config, context_len, seed, key)
+
+
+def dpo_loader(
+    rows: Rows,
+    tokenizer: Any,
+    config: DatasetConfig,
+    *,
+    context_len: int | None = None,
+    enable_thinking: bool | None = None,
+    seed: int = 0,
+    key: str = "train_dataset",
+) -> BatchLoader[PairItem]:
+    """Batches of preference pairs. The limits hold for the longer row of a pair."""
+
+    def encode(row: Mapping[str, Any], index: int) -> PairItem:
+        return pair_item(tokenizer, row, index, enable_thinking)
+
+    return _whole_row_loader(rows, encode, PairBatch, config, context_len, seed, key)
+
+
+def _whole_row_loader(
+    rows: Rows,
+    encode: Callable[[Mapping[str, Any], int], Item],
+    batch_type: type[Batch[Item]],
+    config: DatasetConfig,
+    context_len: int | None,
+    seed: int,
+    key: str,
+) -> BatchLoader[Item]:
+    """Of rows that nothing is added to: they may fill max_length and the model's context."""
     max_tokens, max_tokens_key = _limit(config, key, context_len, "the model's context")
     return BatchLoader(
         rows,
         encode,
         config,
-        batch_type=SequenceBatch,
+        batch_type=batch_type,
         max_tokens=max_tokens,
         max_tokens_key=max_tokens_key,
         seed=seed,

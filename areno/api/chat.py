@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areno.api.types import Message, PromptItem
+from areno.api.row_forms import split_pair
+from areno.api.types import Message, PairItem, PromptItem
 from areno.engine.types import TrainSequence
 from areno.errors import DataError
 
@@ -71,16 +72,41 @@ def prompt_item(
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
     """One supervised row: {prompt, response} trains on the response and its end, {messages} on every assistant turn."""
     if row.get("response") is not None:
-        prompt = encode_generation_prompt(tokenizer, row["prompt"], enable_thinking, _tools(row))
-        response = tokenizer.encode(row["response"], add_special_tokens=False)
-        if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token; set tokenizer_path to one that has")
-        pieces = [(prompt, False), ([*response, tokenizer.eos_token_id], True)]
+        return _answer(tokenizer, row["prompt"], row["response"], enable_thinking, _tools(row))
+    return _conversation(tokenizer, list(row["messages"]), 0, enable_thinking, _tools(row))
+
+
+def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int, enable_thinking: bool | None = None) -> PairItem:
+    """One DPO row. Answers are encoded as those of supervised rows; turns in the prompt are not trained on."""
+    prompt, *answers = split_pair(row)
+    tools = _tools(row)
+    if isinstance(answers[0], str):
+        pair = [_answer(tokenizer, prompt, answer, enable_thinking, tools) for answer in answers]
     else:
-        pieces = _conversation_pieces(tokenizer, list(row["messages"]), enable_thinking, _tools(row))
-    tokens = [token for piece, _ in pieces for token in piece]
+        pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), enable_thinking, tools) for answer in answers]
+    for name, sequence in zip(("chosen", "rejected"), pair, strict=True):
+        if all((sequence.prompt_mask or [])[1:]):
+            raise DataError(f"the answer in field {name} has no token to train on")
+    return PairItem(chosen=pair[0], rejected=pair[1], index=index)
+
+
+def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
+    """A prompt and its answer, which is trained on, with its end."""
+    tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
+    response = tokenizer.encode(answer, add_special_tokens=False)
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token; set tokenizer_path to one that has")
+    return _sequence(tokenizer, [(tokens, False), ([*response, tokenizer.eos_token_id], True)])
+
+
+def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
+    """A conversation, of which the assistant's turns are trained on from message number `first` on."""
+    return _sequence(tokenizer, _conversation_pieces(tokenizer, messages, first, thinking, tools))
+
+
+def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
     return TrainSequence(
-        tokens=tokens,
+        tokens=[token for piece, _ in pieces for token in piece],
         prompt_mask=[not trained for piece, trained in pieces for _ in piece],
         eos_token_id=tokenizer.eos_token_id or 0,
     )
@@ -114,29 +140,41 @@ def _render(tokenizer: Any, messages: list[Any], thinking: bool | None, tools: A
 
 
 def _conversation_pieces(
-    tokenizer: Any, messages: list[Any], thinking: bool | None, tools: Any
+    tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any
 ) -> list[tuple[list[int], bool]]:
-    """A conversation as (tokens, trained) pieces, encoded apart, as prompt and completion are in a rollout."""
+    """A conversation as (tokens, trained) pieces, encoded apart, as prompt and completion are in a rollout.
+
+    Assistant turns before message number `first` are not trained on.
+    """
     if tokenizer.chat_template is None:
         raise DataError("messages need a tokenizer with a chat template; set tokenizer_path to one that has it")
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
-        return _pieces_by_template(tokenizer, messages, tools)
+        return _pieces_by_template(tokenizer, messages, first, tools)
     text = _render(tokenizer, messages, None, tools, add_generation_prompt=False)
+    earlier = sum(message["role"] == "assistant" for message in messages[:first])
     pieces = []
     at = 0
-    for start, end in assistant_spans(tokenizer, messages, text, thinking, tools):
+    for start, end in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
         pieces += [(text[at:start], False), (text[start:end], True)]
         at = end
     pieces.append((text[at:], False))
     return [(tokenizer.encode(piece, add_special_tokens=False), trained) for piece, trained in pieces if piece]
 
 
-def _pieces_by_template(tokenizer: Any, messages: list[Any], tools: Any) -> list[tuple[list[int], bool]]:
+def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
     """The template itself marks what the assistant says ({% generation %})."""
-    encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return [([t], bool(on)) for t, on in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)]
+
+    def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
+        encoded = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
+
+    # Templates may shorten earlier turns once others follow, so turns are counted, and not their tokens.
+    earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
+    seen = itertools.count()
+    return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]
 
 
 def assistant_spans(

@@ -5,9 +5,8 @@ A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python
 the formats that areno knows, or make its rows from nothing. It returns a list (or any iterable) of dictionaries, or a
 `datasets.Dataset`.
 
-After loading, every row has this form; what else is in it is carried along to reward functions:
-    prompt  {prompt: text or messages, solutions?: anything}                      reinforcement learning
-    sft     {prompt: text or messages, response: text} or {messages}              supervised fine-tuning
+After loading, every row has a form of row_forms.py; what else is in it is carried along to reward functions. Rows that
+a script holds already go through `check_rows` alone.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from areno.api.row_forms import EXPECTED, FIELDS, Row, RowKind, brief, row_problem
 from areno.api.user_code import describe, load_function, split_spec
 from areno.config.paths import existing_path, find_file
 from areno.config.run import DatasetConfig
-from areno.errors import ArenoError, DataError
-
-Row = Mapping[str, Any]
-RowKind = Literal["prompt", "sft"]
+from areno.errors import ArenoError, ConfigError, DataError, Problem
 
 
 class Rows(Protocol):
@@ -36,28 +33,37 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
-    def __iter__(self) -> Iterator[Any]: ...
 
 
 _FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
-_EXPECTED = {
-    "prompt": "{prompt: text or messages, solutions: optional}",
-    "sft": "{prompt, response} or {messages}",
-}
-_FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages")}
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
     """The rows of a configured dataset, each checked against `kind`. `key` is the section's name, for messages.
 
-    Raises DataError (missing, unreadable, empty, or a row that does not fit) and ConfigError (a loader without its
-    function).
+    Raises DataError (missing, unreadable, empty, or a row that does not fit) and ConfigError (no path, a loader without
+    its function).
     """
+    if config.path is None:
+        raise ConfigError([Problem(f"{key}.path", "missing; set it, or hand rows to the trainer")])
     if config.loader is not None:
-        rows = _rows_from_loader(config, key)
+        rows, setting, hint = _rows_from_loader(config, config.path, key), "loader", ""
     else:
-        rows = read_rows(config.path, config.split, key)
-    check_rows(rows, kind, config.path, key, has_loader=config.loader is not None)
+        rows, setting = read_rows(config.path, config.split, key), "path"
+        hint = f"; set {key}.loader to a file.py that makes such rows"
+    _check(rows, kind, f"{key}.{setting}: {config.path}", hint)
+    return rows
+
+
+def check_rows(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
+    """Rows that a script hands over: a list of dictionaries, or anything with a length and indexing. Returns them.
+
+    Raises DataError for what is nothing of the kind, for no rows, and for the first that is not of `kind`. `key` is the
+    argument's name, for messages.
+    """
+    if isinstance(rows, Mapping | str | bytes) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise DataError(f"{key}: is {brief(rows)}; expected rows: a list of dictionaries, or a dataset")
+    _check(rows, kind, key)
     return rows
 
 
@@ -85,81 +91,25 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
     return _read_hub(path, split, key)
 
 
-def check_rows(rows: Rows, kind: RowKind, source: str, key: str = "train_dataset", *, has_loader: bool = True) -> None:
+def _check(rows: Rows, kind: RowKind, source: str, hint: str = "") -> None:
     """Raise DataError for the first row that is not of `kind`, or if there is none."""
-    setting = f"{key}.loader" if has_loader else f"{key}.path"
     if len(rows) == 0:
-        raise DataError(f"{setting}: {source} has no rows")
-    for number, row in enumerate(_iter_fields(rows, _FIELDS[kind])):
-        problem = _row_problem(row, kind)
+        raise DataError(f"{source} has no rows")
+    for number, row in enumerate(_iter_fields(rows, FIELDS[kind])):
+        problem = row_problem(row, kind)
         if problem is None:
             continue
         found = (
             "" if not isinstance(row, Mapping) else f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}"
         )
-        hint = "" if has_loader else f"; set {key}.loader to a file.py that makes such rows"
-        raise DataError(f"{setting}: {source} row {number}: {problem}; expected {_EXPECTED[kind]}{found}{hint}")
-
-
-# Row checks ----------------------------------------------------------------------------------------------------------
-
-
-def _row_problem(row: Any, kind: RowKind) -> str | None:
-    if not isinstance(row, Mapping):
-        return f"is {_shown(row)}, not a dictionary"
-    if kind == "prompt":
-        return _prompt_problem(row)
-    if row.get("messages") is not None and row.get("response") is None:
-        problem = messages_problem(row["messages"])
-        if problem is None and not any(m["role"] == "assistant" for m in row["messages"]):
-            problem = "has no assistant message to train on"
-        return problem and f"field messages {problem}"
-    problem = _prompt_problem(row)
-    if problem is None and not isinstance(row.get("response"), str):
-        problem = f"field response is {_shown(row.get('response'), 'response' in row)}, not text"
-    return problem
-
-
-def _prompt_problem(row: Row) -> str | None:
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        return None if prompt else "field prompt is empty"
-    if not isinstance(prompt, Sequence):
-        return f"field prompt is {_shown(prompt, 'prompt' in row)}, not text or messages"
-    problem = messages_problem(prompt)
-    if problem is None and prompt[-1]["role"] == "assistant":
-        problem = "ends with an assistant message, so there is nothing left to answer"
-    return problem and f"field prompt {problem}"
-
-
-def messages_problem(messages: Any) -> str | None:
-    """What is wrong with a list of chat messages, or None."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        return f"is {_shown(messages)}, not a list of messages"
-    if not messages:
-        return "is an empty list of messages"
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f"[{number}] is {_shown(message)}, not a message {{role, content}}"
-        content = message.get("content")
-        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-            return f"[{number}].content is {_shown(content, 'content' in message)}, not text"
-    return None
-
-
-def _shown(value: Any, present: bool = True) -> str:
-    """A short description of a value found where something else was expected."""
-    if value is None:
-        return "null" if present else "missing"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+        raise DataError(f"{source} row {number}: {problem}; expected {EXPECTED[kind]}{found}{hint}")
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
     """Every row, reduced to `fields` where that is cheaper: columns of an Arrow table are read in batches."""
     columns = getattr(rows, "column_names", None)
     if columns is None:
-        yield from rows
+        yield from (rows[number] for number in range(len(rows)))
         return
     table: Any = rows
     present = [name for name in fields if name in columns]
@@ -174,13 +124,13 @@ def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
 # Sources -------------------------------------------------------------------------------------------------------------
 
 
-def _rows_from_loader(config: DatasetConfig, key: str) -> Rows:
+def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
     spec = str(config.loader)
     file, name = split_spec(spec, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
     try:
-        found = function(str(existing_path(config.path) or config.path), config.split)
+        found = function(str(existing_path(path) or path), config.split)
         rows = _as_rows(found, config.split)
     except ArenoError:
         raise
@@ -188,7 +138,7 @@ def _rows_from_loader(config: DatasetConfig, key: str) -> Rows:
         where = describe(error, loader_file.resolve())
         raise DataError(f"{key}.loader: {name}(path, split) in {file} failed: {where}") from error
     if rows is None:
-        raise DataError(f"{key}.loader: {name} in {file} returned {_shown(found)}; expected a list of rows")
+        raise DataError(f"{key}.loader: {name} in {file} returned {brief(found)}; expected a list of rows")
     return rows
 
 
@@ -221,7 +171,7 @@ def _read_json(file: Path, shown: str, split: str) -> list[Row]:
             if isinstance(content.get(name), list):
                 return content[name]
     if not isinstance(content, list):
-        raise DataError(f'{shown}: holds {_shown(content)}; expected a list of rows, or {{"data": [rows]}}')
+        raise DataError(f'{shown}: holds {brief(content)}; expected a list of rows, or {{"data": [rows]}}')
     return content
 
 

@@ -32,6 +32,20 @@ class PromptItem:
     index: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class PairItem:
+    """One row of a preference dataset, encoded: the same prompt with two answers. index: its number in the dataset."""
+
+    chosen: TrainSequence
+    rejected: TrainSequence
+    index: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the longer row, which decides whether the pair is too long."""
+        return max(self.chosen.tokens or [], self.rejected.tokens or [], key=len)
+
+
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
     """The rows of one step. skipped_long: rows passed over, because they are too long, while this batch was filled.
@@ -54,6 +68,10 @@ class PromptBatch(Batch[PromptItem]):
 
 class SequenceBatch(Batch[TrainSequence]):
     """Rows of one supervised step."""
+
+
+class PairBatch(Batch[PairItem]):
+    """Pairs of one DPO step."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,0 +1,102 @@
+"""DPO and IPO: losses on pairs of answers, of which one was preferred. Shape letters: P pairs, and those of pack.py.
+
+Rows 2i and 2i + 1 of the pack are the chosen and the rejected answer of a pair. For each row
+
+    h = sum over its trained tokens of (log p - log p_ref),
+
+which needs both log-probabilities of the same tokens; L is their number.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from areno.errors import DataError
+from areno.loss_fns.pack import DataPack
+from areno.loss_fns.policy_stats import entropy_stats
+
+LossType = Literal["sigmoid", "ipo"]
+
+
+def dpo_loss_fn(
+    pack: DataPack,
+    logprobs: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = "sigmoid",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over the step's pairs of `preference_loss`. logprobs: (N,), differentiable. Needs ref_logprobs.
+
+    Statistics are means over the step's pairs. rewards_chosen, rewards_rejected: the implicit reward beta * h (for ipo
+    beta * h / L, which is what it compares); margin: their difference; accuracy: share of pairs whose margin is
+    positive, one of exactly 0 counting half; logps_chosen, logps_rejected: summed log-probabilities.
+
+    Train with granularity=2; DataError where pairs could have been torn apart, or where a row has no trained token.
+    """
+    if pack.granularity != 2:
+        raise DataError(
+            f"DPO trains on pairs of rows, chosen and rejected in turn, but granularity is {pack.granularity}; "
+            "train with granularity=2"
+        )
+    lengths_R = pack.row_lengths()
+    if pack.n_rows % 2 or not bool((lengths_R > 0).all()):
+        raise DataError(
+            "DPO needs a trained token in every row, chosen and rejected; a row has none: its prompt_mask is True at "
+            "each token that can be trained"
+        )
+    trained_T = pack.trained(logprobs)
+    scores_R = pack.sum_rows(trained_T - pack.trained(pack.need("ref_logprobs")))
+    if loss_type == "ipo":
+        scores_R = scores_R / lengths_R
+    losses_P = preference_loss(scores_R[0::2] - scores_R[1::2], beta, label_smoothing, loss_type)
+    loss = _pair_mean(pack, losses_P)
+
+    rewards_R = beta * scores_R.detach()
+    logps_R = pack.sum_rows(trained_T.detach())
+    margins_P = rewards_R[0::2] - rewards_R[1::2]
+    of_pairs = {
+        "rewards_chosen": rewards_R[0::2],
+        "rewards_rejected": rewards_R[1::2],
+        "margin": margins_P,
+        "accuracy": preferred(margins_P),
+        "logps_chosen": logps_R[0::2],
+        "logps_rejected": logps_R[1::2],
+    }
+    return loss, {name: _pair_mean(pack, values_P) for name, values_P in of_pairs.items()} | entropy_stats(pack)
+
+
+def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss_type: LossType) -> Tensor:
+    """(P,) -> (P,): the loss of each pair, differentiable.
+
+    sigmoid: margins are m = h_chosen - h_rejected, the loss -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m). With
+        s = label_smoothing = 0 this is arXiv 2305.18290 eq. 7; s is the probability that a label is wrong (conservative
+        DPO: E. Mitchell, A note on DPO with noisy preferences, 2023).
+    ipo: margins are d = h_chosen / L_chosen - h_rejected / L_rejected, the loss (d - 1 / (2 beta))^2, arXiv 2310.12036
+        eq. 17 with beta for tau. The paper writes h where d has h / L; the mean over tokens is what TRL computes too:
+        of sums, the square would grow with the length of the answers.
+    """
+    if loss_type == "sigmoid":
+        agree_P = logsigmoid(beta * margins_P)
+        if not label_smoothing:
+            return -agree_P
+        return -(1 - label_smoothing) * agree_P - label_smoothing * logsigmoid(-beta * margins_P)
+    if loss_type != "ipo":
+        raise ValueError(f"loss_type is {loss_type!r}; expected sigmoid or ipo")
+    if label_smoothing:
+        raise ValueError("label_smoothing is for loss_type sigmoid; with ipo it must be 0")
+    return (margins_P - 1 / (2 * beta)).square()
+
+
+def preferred(margins_P: Tensor) -> Tensor:
+    """(P,) -> (P,): 1 where the chosen answer is preferred, 0 where the rejected one is, 0.5 where neither is."""
+    return (torch.sign(margins_P) + 1) / 2
+
+
+def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:
+    """This micro-batch's share of the step's mean over pairs: 0-dim."""
+    return pack.row_mean(values_P) * 2
