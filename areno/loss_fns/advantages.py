@@ -43,12 +43,10 @@ def group_advantages(
     if np.isinf(rewards_B).any():
         raise DataError(f"the reward of sample {int(np.isinf(rewards_B).argmax())} is infinite; return a finite number")
     if mean_leave1out and mean_level is None:
-        raise ValueError(
-            "mean_leave1out leaves a sample out of a mean, but mean_level is null; set it to group or batch"
-        )
+        raise ValueError("mean_leave1out is set, but mean_level is null, so there is no mean; set it to group or batch")
 
     known_B = ~np.isnan(rewards_B)
-    sets = {level: _members(level, known_B, groups_B) for level in {mean_level, std_level}}
+    sets = {level: _members(level, known_B, groups_B) for level in (mean_level, std_level)}
     advantages_B = np.where(known_B, rewards_B, 0.0)
     for members in sets[mean_level]:
         advantages_B[members] -= rewards_B[members].mean()
@@ -80,14 +78,10 @@ def normalize_tokens(
     """
     lengths = [len(row) for row in values]
     if len(lengths) != len(group_ids):
-        raise DataError(
-            f"there are {len(lengths)} rows of values but {len(group_ids)} group_ids; give one for each row"
-        )
+        raise DataError(f"{len(lengths)} rows of values and {len(group_ids)} group_ids; give one for each row")
     flat = np.concatenate([np.zeros(0), *values])
     if not np.isfinite(flat).all():
-        raise DataError(
-            "a token to be normalised has no finite value; rewards and critic values must be finite numbers"
-        )
+        raise DataError("a value to be normalised is not finite; rewards and critic values must be finite numbers")
     groups = np.repeat(np.asarray(group_ids), lengths)
     flat = group_advantages(flat, groups, mean_level, std_level, std_unbiased, eps, mean_leave1out)
     return np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []

@@ -1,7 +1,8 @@
 """Corrections for rows that another policy sampled than the one about to be trained. numpy float64.
 
-Behaviour policy: sampled the rows (a stale one, or the same weights under other kernels). Proximal policy: the one before
-this update, whose log-probabilities the training forward pass gives. r = proximal / behaviour probability of a token.
+Behaviour policy: sampled the rows (a stale one, or the same weights under other kernels). Proximal policy: the one
+before this update, whose log-probabilities the training forward pass gives. r = proximal / behaviour probability of a
+token.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def behave_weights(
     float64 and bool arrays.
 
     metric: what is judged. ratio: r; kl_k1: log r; kl_k2: (log r)^2 / 2; kl_k3: r - log r - 1.
-    level: "token" judges each token; "sequence" judges the row by `agg` of its tokens, for a ratio in log space (mean is
-    the geometric mean, sum the ratio of the whole row), for the others plainly; max is the largest token's.
-    The weight is the token's r, except that at level sequence with metric ratio all tokens have the row's geometric mean.
+    level: "token" judges each token; "sequence" judges the row by `agg` of its tokens, for a ratio in log space (mean
+    is the geometric mean, sum the ratio of the whole row), for the others plainly; max is the largest token's.
+    The weight is the token's r; at level sequence with metric ratio, all tokens of a row have its geometric mean.
     action: "mask" keeps what has lower <= metric <= upper; the weight of the rest is 0. Leave those tokens out of the
-    training mask as well, so that means do not count them. "clamp" keeps everything and cuts the weight to [lower, upper]:
-    truncated importance sampling. It bounds a weight, so it needs metric ratio and, at level sequence, agg mean:
-    ValueError otherwise.
+    training mask as well, so that means do not count them. "clamp" keeps everything and cuts the weight to
+    [lower, upper]: truncated importance sampling. It bounds a weight, so it needs metric ratio and, at level sequence,
+    agg mean: ValueError otherwise.
     """
     for name, value, choices in (
         ("level", level, ("token", "sequence")),
@@ -53,13 +54,9 @@ def behave_weights(
         if value not in choices:
             raise ValueError(f"{name} is {value!r}; expected {', '.join(choices)}")
     if action == "clamp" and metric != "ratio":
-        raise ValueError(
-            f"action clamp bounds an importance ratio, but metric is {metric}; use metric ratio or action mask"
-        )
+        raise ValueError(f"action clamp bounds a ratio, but metric is {metric}; use metric ratio or action mask")
     if action == "clamp" and level == "sequence" and agg != "mean":
-        raise ValueError(
-            f"action clamp bounds the row's weight, its geometric mean, but agg is {agg}; use mean or mask"
-        )
+        raise ValueError(f"action clamp bounds the row's geometric mean, but agg is {agg}; use agg mean or action mask")
 
     weights, keep = [], []
     for log_r_T in _log_ratios(prox, behave):
@@ -108,7 +105,7 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
 
 
 def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
-    """log r of each row, float64. DataError where the two do not have the same shape, or a token has no finite ratio."""
+    """log r of each row, float64. DataError where the two differ in shape or a token has no finite ratio."""
     if len(prox) != len(behave):
         raise DataError(f"there are {len(prox)} rows of proximal and {len(behave)} of behaviour log-probabilities")
     out = []
@@ -116,8 +113,8 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
         new_T, old_T = np.asarray(prox_T, dtype=np.float64), np.asarray(behave_T, dtype=np.float64)
         if new_T.ndim != 1 or new_T.shape != old_T.shape:
             raise DataError(
-                f"row {index}: {new_T.size} proximal and {old_T.size} behaviour log-probabilities; give one of each for "
-                "every trained token"
+                f"row {index}: {new_T.size} proximal and {old_T.size} behaviour log-probabilities; give both for every "
+                "trained token"
             )
         if not np.isfinite(new_T - old_T).all():
             raise DataError(f"row {index}: a log-probability is not finite")

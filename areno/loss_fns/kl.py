@@ -6,10 +6,10 @@ With r = reference / policy and tokens drawn from the policy (Schulman, "Approxi
     k2 = (log r)^2 / 2       biased, low variance
     k3 = r - log r - 1       unbiased, low variance, never negative (also arXiv 2402.03300 eq. 4)
 
-An unbiased estimate does not have an unbiased gradient. As a term of the loss, differentiated, on samples of the policy:
-k1's gradient is that of log pi, whose mean is 0: it adds noise and no pull to the reference. k2's gradient is
-unbiased: it is that of KL(policy || reference). k3's gradient is biased: its mean is the gradient of the other direction,
-KL(reference || policy), and the two agree near the reference. Taken off the reward instead (`shaping.kl_penalty`), the
+An unbiased estimate need not have an unbiased gradient. Differentiated as a term of the loss, on samples of the policy,
+k1's gradient is that of log pi, whose mean is 0: it adds noise and no pull towards the reference. k2's gradient is
+unbiased: its mean is that of KL(policy || reference). k3's gradient is biased: its mean is that of the other direction,
+KL(reference || policy); near the reference the two agree. Taken off the reward instead (`shaping.kl_penalty`), the
 value is what counts, and k1 is the unbiased choice.
 """
 

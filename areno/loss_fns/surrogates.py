@@ -1,7 +1,7 @@
 """What a policy loss makes of the importance ratio: PPO's clip, CISPO's clipped weight, SAPO's soft gate.
 
-Everything here is elementwise, so it serves token ratios and sequence ratios alike. A surrogate is to be minimised. Each
-function also returns statistics of the same shape, to be averaged by the caller: where it cut, or how far its gate closed.
+Everything here is elementwise, so it serves token ratios and sequence ratios alike. A surrogate is to be minimised.
+Each function also returns statistics of the same shape, for the caller to average: where it cut, how far its gate shut.
 """
 
 from __future__ import annotations
