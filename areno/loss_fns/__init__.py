@@ -18,7 +18,7 @@ __all__ = [
     "group_advantages",
     "grpo_loss_fn",
     "gspo_loss_fn",
-    "kl_penalty",
+    "kl_array",
     "m2_keep",
     "normalize_tokens",
     "overlong_penalty",
@@ -31,13 +31,14 @@ __all__ = [
 if TYPE_CHECKING:
     from areno.loss_fns.advantages import explained_variance, gae, group_advantages, normalize_tokens
     from areno.loss_fns.correction import behave_weights, m2_keep
-    from areno.loss_fns.dpo import dpo_loss_fn  # type: ignore[reportMissingImports]
+    from areno.loss_fns.dpo import dpo_loss_fn
     from areno.loss_fns.grpo import grpo_loss_fn
     from areno.loss_fns.gspo import gspo_loss_fn
+    from areno.loss_fns.kl import kl_array
     from areno.loss_fns.pack import DataPack
     from areno.loss_fns.ppo import ppo_loss_fn
     from areno.loss_fns.sft import sft_loss_fn
-    from areno.loss_fns.shaping import kl_penalty, overlong_penalty, shape_rewards
+    from areno.loss_fns.shaping import overlong_penalty, shape_rewards
     from areno.loss_fns.value import value_loss_fn
 
 _HOME = {
@@ -49,7 +50,7 @@ _HOME = {
     "group_advantages": "advantages",
     "grpo_loss_fn": "grpo",
     "gspo_loss_fn": "gspo",
-    "kl_penalty": "shaping",
+    "kl_array": "kl",
     "m2_keep": "correction",
     "normalize_tokens": "advantages",
     "overlong_penalty": "shaping",

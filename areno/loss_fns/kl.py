@@ -9,17 +9,20 @@ With r = reference / policy and tokens drawn from the policy (Schulman, "Approxi
 An unbiased estimate need not have an unbiased gradient. Differentiated as a term of the loss, on samples of the policy,
 k1's gradient is that of log pi, whose mean is 0: it adds noise and no pull towards the reference. k2's gradient is
 unbiased: its mean is that of KL(policy || reference). k3's gradient is biased: its mean is that of the other direction,
-KL(reference || policy); near the reference the two agree. Taken off the reward instead (`shaping.kl_penalty`), the
+KL(reference || policy); near the reference the two agree. Taken off the reward instead (`kl_array`), the
 value is what counts, and k1 is the unbiased choice.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from areno.loss_fns.correction import MAX_LOG_RATIO
 from areno.loss_fns.ratio import bounded
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -30,11 +33,27 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
 
     log r is bounded to +-20, beyond which the gradient is 0.
     """
-    log_r = bounded(ref_logprobs - logprobs)
+    return _estimate(bounded(ref_logprobs - logprobs), torch.exp, estimator)
+
+
+def kl_array(
+    logprobs: Sequence[float] | np.ndarray, ref_logprobs: Sequence[float] | np.ndarray, estimator: KLEstimator
+) -> np.ndarray:
+    """The same in numpy float64, (T,), to be taken off the rewards of the tokens.
+
+    With k1, what is taken off a row is its log ratio to the reference, whose mean is the KL of whole sequences
+    (arXiv 1909.08593 eq. 2).
+    """
+    log_r = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
+    return _estimate(np.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO), np.exp, estimator)
+
+
+def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
+    """log_r: tensor or array, bounded; exp: its exponential."""
     if estimator == "k1":
         return -log_r
     if estimator == "k2":
-        return log_r.square() / 2.0
+        return log_r * log_r / 2.0
     if estimator == "k3":
-        return torch.exp(log_r) - log_r - 1.0
+        return exp(log_r) - log_r - 1.0
     raise ValueError(f"kl_estimator is {estimator!r}; expected k1, k2 or k3")

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areno.loss_fns.correction import MAX_LOG_RATIO
-
 
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, max_new_tokens: int, overlong_tokens: int, factor: float = 1.0
@@ -29,22 +27,3 @@ def shape_rewards(
     """(R + bias) * scaling, cut to [-clip, clip] where clip is given. (B,) float64; an unknown reward stays NaN."""
     shaped_B = (np.asarray(rewards, dtype=np.float64) + bias) * scaling
     return shaped_B if clip is None else np.clip(shaped_B, -clip, clip)
-
-
-def kl_penalty(
-    logprobs: Sequence[float] | np.ndarray, ref_logprobs: Sequence[float] | np.ndarray, estimator: str
-) -> np.ndarray:
-    """KL(policy || reference) at each token by k1, k2 or k3 (`areno.loss_fns.kl`), to be taken off its reward.
-
-    With k1, rewards less coefficient times this sum up to the reward less coefficient times the log ratio of the whole
-    row, whose mean is the KL of the sequences (arXiv 1909.08593 eq. 2): the unbiased choice here. (T,) float64.
-    """
-    log_r = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
-    log_r = np.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    if estimator == "k1":
-        return -log_r
-    if estimator == "k2":
-        return np.square(log_r) / 2.0
-    if estimator == "k3":
-        return np.exp(log_r) - log_r - 1.0
-    raise ValueError(f"kl_estimator is {estimator!r}; expected k1, k2 or k3")
