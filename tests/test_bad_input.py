@@ -467,7 +467,7 @@ def test_folders_that_cannot_be_made(capsys, key, code, where):
 @pytest.mark.parametrize(
     ("place", "keys"),
     [
-        ("areno.engine.worker.build_model", ["engine.tp_size", "actor.dtype", "actor.path"]),
+        ("areno.engine.roles.build_model", ["engine.tp_size", "actor.dtype", "actor.path"]),
         ("areno.engine.train.backend.FlatParameters", ["engine.tp_size", "actor.dtype"]),
         ("areno.engine.decoder.runner.KVCache", ["rollout.mem_fraction", "rollout.max_kv_tokens"]),
         ("areno.engine.decoder.runner.Runner.launch", ["rollout.max_prefill_tokens", "rollout.eager_decode"]),

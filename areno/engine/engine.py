@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,10 +19,11 @@ OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 
 
 class Engine:
-    """One model on some devices. Use as a context manager, or call close()."""
+    """Some models on some devices, the actor and roles beside it. Use as a context manager, or call close()."""
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
         self.spec = spec
+        self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
         self._workers = start_workers(spec, workers)
         self.info: EngineInfo = self._workers.call("info")[0]
         self._limits: RequestLimits | None = None  # None outside a rollout phase
@@ -31,8 +34,50 @@ class Engine:
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of these roles, as far as they are not there."""
-        self._workers.call("ensure_roles", dict(roles))
+        """Load the models of these roles beside the actor, as far as they are not there.
+
+        A role that is loaded stays as it is, with what it has learned. EngineError where it is loaded with another
+        spec, before anything is loaded. A role that cannot be loaded is absent afterwards; those before it are there.
+        """
+        for name, spec in roles.items():
+            if name in self._roles and self._roles[name] != spec:
+                raise EngineError(_difference(name, self._roles[name], spec))
+        for name, spec in roles.items():
+            if name not in self._roles:
+                if self._limits is not None:
+                    raise EngineError(
+                        f"role {name!r} cannot be loaded inside a rollout phase, whose KV cache has taken the memory; "
+                        "call ensure_roles before it"
+                    )
+                self._workers.call("load_role", name, spec)
+                self._roles[name] = copy.deepcopy(spec)  # what the caller does to theirs is not what is loaded
+
+    def release_role(self, role: str) -> None:
+        """Free the memory of a role. What it has learned is lost unless it was saved."""
+        self._role(role)
+        if role == "actor":
+            raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
+        self._workers.call("release_role", role)
+        del self._roles[role]
+
+    def _role(self, name: str, head: str | None = None) -> RoleSpec:
+        """The spec of a loaded role. EngineError where it is not loaded or has another head than the given one."""
+        if name not in self._roles:
+            raise EngineError(
+                f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
+            )
+        spec = self._roles[name]
+        if head == "lm" and spec.head == "value":
+            raise EngineError(
+                f"role {name!r} ({spec.path}) has a value head, which gives one number for each token and no "
+                "log-probabilities; score its values or rewards instead"
+            )
+        if head == "value" and spec.head == "lm":
+            raise EngineError(
+                f"role {name!r} ({spec.path}) is a language model, which gives log-probabilities and no values or "
+                "rewards; name a role that was loaded with head='value', such as a critic or a reward model"
+            )
+        return spec
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -115,20 +160,31 @@ class Engine:
         rows: Sequence[TrainSequence],
         loss_fn: Any,
         *,
+        role: str = "actor",
         mb_spec: MicroBatchSpec | None = None,
         n_minibatches: int = 1,
         gradient_accumulation_steps: int | None = None,
         temperature: float = 1.0,
         seed: int = 0,
+        granularity: int = 1,
     ) -> dict[str, float]:
-        """Optimizer steps on `rows`; see TrainBackend.train. Returns the step's statistics."""
-        if self.spec.optimizer is None:
-            raise EngineError("this engine was built without an optimizer and cannot train")
+        """Optimizer steps of a role on `rows`; see TrainBackend.train. Returns the step's statistics.
+
+        For a role with head "value", loss_fn is given values in the place of log-probabilities.
+        """
+        if self._role(role).optimizer is None:
+            if role == "actor":
+                raise EngineError("this engine was built without an optimizer and cannot train the actor")
+            raise EngineError(
+                f"role {role!r} was loaded without an optimizer and cannot be trained; release it, and give "
+                "ensure_roles an optimizer for it"
+            )
         if self._limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         started = time.perf_counter()
         stats = self._workers.call(
             "train",
+            role,
             list(rows),
             loss_fn,
             mb_spec=mb_spec or self.spec.mb_spec,
@@ -136,6 +192,7 @@ class Engine:
             gradient_accumulation_steps=gradient_accumulation_steps,
             temperature=temperature,
             seed=seed,
+            granularity=granularity,
         )[0]
         return {**stats, "step_train_time_s": time.perf_counter() - started}
 
@@ -147,16 +204,37 @@ class Engine:
         mb_spec: MicroBatchSpec | None = None,
     ) -> list[list[float]]:
         """Per-token log-probabilities of whole rows under a role's model; the first token of a row has 0.0."""
+        self._role(role, "lm")
+        return self._scored("logprobs", role, token_rows, temperature, mb_spec or self.spec.mb_spec)
+
+    def values(
+        self, role: str, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec | None = None
+    ) -> list[list[float]]:
+        """Values of whole rows: entry t is that of the state before token t, so the first token of a row has 0.0."""
+        self._role(role, "value")
+        return self._scored("values", role, token_rows, mb_spec or self.spec.mb_spec)
+
+    def rewards(
+        self, role: str, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec | None = None
+    ) -> list[float]:
+        """One score for each row: what the value head gives at its last token."""
+        self._role(role, "value")
+        return self._scored("rewards", role, token_rows, mb_spec or self.spec.mb_spec)
+
+    def _scored(self, method: str, role: str, token_rows: Sequence[Sequence[int]], *how: Any) -> list[Any]:
+        """A worker's scoring method over the model copies, results in the order of the rows."""
         size = self.spec.dp_size
         parts = [[list(row) for row in token_rows[rank::size]] for rank in range(size)]
-        scored = self._workers.call_each(
-            "logprobs", [(role, part, temperature, mb_spec or self.spec.mb_spec) for part in parts]
-        )
+        scored = self._workers.call_each(method, [(role, part, *how) for part in parts])
         return [scored[index % size][index // size] for index in range(len(token_rows))]
 
-    def save(self, folder: str) -> None:
-        """Write the actor as a Hugging Face folder. Not atomic: the saver gives a temporary name and renames."""
-        self._workers.call("save", folder)
+    def save(self, folder: str, role: str = "actor") -> None:
+        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
+
+        Not atomic: the saver gives a temporary name and renames.
+        """
+        self._role(role)
+        self._workers.call("save", folder, role)
 
     def close(self) -> None:
         """Free the devices."""
@@ -167,3 +245,13 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _difference(name: str, loaded: RoleSpec, wanted: RoleSpec) -> str:
+    changed = ", ".join(
+        f"{field.name}={getattr(wanted, field.name)!r} (loaded with {getattr(loaded, field.name)!r})"
+        for field in dataclasses.fields(RoleSpec)
+        if getattr(wanted, field.name) != getattr(loaded, field.name)
+    )
+    how = "the actor is what the engine was built for" if name == "actor" else "call release_role first to replace it"
+    return f"role {name!r} is loaded already, asked for now with {changed}; {how}"

@@ -50,6 +50,17 @@ class EngineSpec:
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
 
     @property
+    def actor(self) -> RoleSpec:
+        """The model of the engine itself, as a role."""
+        return RoleSpec(
+            path=self.model_path,
+            head="lm",
+            key="actor.path",
+            optimizer=self.optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
+
+    @property
     def world_size(self) -> int:
         return len(self.devices)
 

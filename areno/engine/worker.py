@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from areno.config.model_roles import MicroBatchSpec
-from areno.config.paths import model_of
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
+from areno.engine.memory import explained_out_of_memory
 from areno.engine.parallel import Place
+from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats
-from areno.engine.train.backend import LossFn, TrainBackend
+from areno.engine.train.backend import LossFn
 from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
-from areno.models.registry import build_model, load_config
-from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, load_weights, save_weights
+from areno.models.weights import checkpoint_table, save_weights
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
@@ -36,66 +34,20 @@ class Worker:
         self.spec, self.place = spec, place
         self.dtype = getattr(torch, spec.dtype)
         self.attn_backend = choose_backend(spec.attn_backend, place.device, self.dtype)
-        with _explained_out_of_memory(
-            "loading",
-            "raise engine.tp_size to divide the model over more devices, set actor.dtype=bfloat16, leave ref out, or "
-            "choose a smaller model (actor.path)",
-        ):
-            with model_of("actor.path"):
-                self.actor = self._load(spec.model_path, random_init=spec.random_init)
-            self.backend = TrainBackend(
-                self.actor,
-                spec.optimizer,
-                attn_backend=self.attn_backend,
-                recompute=spec.gradient_checkpointing,
-                dp=place.dp,
-            )
-            self.backends = {"actor": self.backend}
-        if place.device.type == "cpu":
-            torch.set_num_threads(self._cpu_threads())
+        self.roles = Roles(spec, place, self.attn_backend)
+        self.actor = self.roles.actor
+        self._most_threads = max(1, torch.get_num_threads() // spec.world_size)
+        self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._stats_before = RolloutStats()  # of the decoder, in earlier rollout phases
         self._tokenizer: Any = None
 
-    def _load(self, path: str, *, random_init: bool) -> Transformer:
-        model = build_model(load_config(path), dtype=self.dtype, device=self.place.device, tp=self.place.tp)
-        if random_init:
-            model.init_weights(self.spec.seed)
-        else:
-            load_weights(model, path)
-        return model
-
-    def _cpu_threads(self) -> int:
+    def _set_threads(self) -> None:
         """Threads of a CPU rank. Those of a tiny model would wait for each other longer than they work, ten times so on
         a machine that does something else as well."""
-        if sum(parameter.numel() for parameter in self.actor.parameters()) < ONE_THREAD_BELOW:
-            return 1
-        return max(1, torch.get_num_threads() // self.spec.world_size)
-
-    def ensure_roles(self, roles: dict[str, RoleSpec]) -> None:
-        """Load the roles that are not there."""
-        for name, role in roles.items():
-            if name not in self.backends:
-                with model_of(role.key):
-                    self.backends[name] = self._reference(role)
-
-    def _reference(self, role: RoleSpec) -> TrainBackend:
-        """A frozen model. One that equals the starting actor is copied from it instead of read again."""
-        if role.path == self.spec.model_path:
-            config = self.actor.config
-            model = build_model(config, dtype=self.dtype, device=self.place.device, tp=self.place.tp)
-            with torch.no_grad():
-                for mine, theirs in zip(model.parameters(), self.actor.parameters(), strict=True):
-                    mine.copy_(theirs)
-        else:
-            model = self._load(role.path, random_init=False)
-            if model.config.vocab_size != self.actor.config.vocab_size:
-                raise EngineError(
-                    f"{role.key} has a vocabulary of {model.config.vocab_size} tokens, the actor one of "
-                    f"{self.actor.config.vocab_size}; both must use the same tokenizer"
-                )
-        return TrainBackend(model, None, attn_backend=self.attn_backend, recompute=False, dp=self.place.dp)
+        if self.place.device.type == "cpu":
+            torch.set_num_threads(1 if self.roles.largest() < ONE_THREAD_BELOW else self._most_threads)
 
     def info(self) -> EngineInfo:
         """What was loaded."""
@@ -121,7 +73,7 @@ class Worker:
         self.end_rollout(drop=True)
         self._stats_before = RolloutStats()
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
-        with _explained_out_of_memory(
+        with explained_out_of_memory(
             "making the KV cache",
             "lower rollout.mem_fraction or rollout.max_kv_tokens, or rollout.max_concurrent_rollouts",
         ):
@@ -207,7 +159,7 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """One turn of the decoder; the samples that finished in it."""
         assert self.decoder is not None
-        with _explained_out_of_memory(
+        with explained_out_of_memory(
             "in rollout",
             "lower rollout.mem_fraction to leave more beside the KV cache, rollout.max_prefill_tokens or "
             "rollout.max_concurrent_rollouts, or set rollout.eager_decode=true to do without CUDA graphs",
@@ -230,28 +182,50 @@ class Worker:
             if self.place.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    # -- training --------------------------------------------------------------------------------------------------
+    # -- roles -----------------------------------------------------------------------------------------------------
 
-    def train(self, rows: list[TrainSequence], loss_fn: LossFn, **how: Any) -> dict[str, float]:
+    def load_role(self, name: str, spec: RoleSpec) -> None:
+        """One more model. The KV cache goes first: it is sized by what the models leave."""
+        self.end_rollout(drop=True)
+        self.roles.load(name, spec)
+        self._set_threads()
+
+    def release_role(self, name: str) -> None:
+        """Free a role's memory."""
+        self.roles.release(name)
+        self._set_threads()
+
+    def train(self, role: str, rows: list[TrainSequence], loss_fn: LossFn, **how: Any) -> dict[str, float]:
         """One call of TrainBackend.train on this rank's rows."""
-        stats = self.backend.train(rows, loss_fn, **how)
+        with self.roles[role].on_device(training=True) as backend:
+            stats = backend.train(rows, loss_fn, **how)
         return {**stats, **self.memory()}
 
     def logprobs(
         self, role: str, token_rows: list[list[int]], temperature: float, mb_spec: MicroBatchSpec
     ) -> list[list[float]]:
-        """Log-probability of every token given those before it, under a role's model."""
-        if role not in self.backends:
-            raise EngineError(f"there is no role {role!r}; loaded are: {', '.join(self.backends)}")
-        return self.backends[role].logprobs(token_rows, temperature, mb_spec)
+        """Log-probability of every token given those before it."""
+        with self.roles[role].on_device() as backend:
+            return backend.logprobs(token_rows, temperature, mb_spec)
+
+    def values(self, role: str, token_rows: list[list[int]], mb_spec: MicroBatchSpec) -> list[list[float]]:
+        """Value of the state before every token."""
+        with self.roles[role].on_device() as backend:
+            return backend.values(token_rows, mb_spec)
+
+    def rewards(self, role: str, token_rows: list[list[int]], mb_spec: MicroBatchSpec) -> list[float]:
+        """Score at the last token of every row."""
+        with self.roles[role].on_device() as backend:
+            return backend.rewards(token_rows, mb_spec)
+
+    def save(self, folder: str, role: str) -> None:
+        """Write a role as a Hugging Face folder (every rank of the first model copy takes part)."""
+        if self.place.dp.rank == 0:
+            paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
+            with self.roles[role].on_device() as backend:
+                save_weights(backend.model, Path(folder), source=[path for path in paths if path])
 
     # -- the rest --------------------------------------------------------------------------------------------------
-
-    def save(self, folder: str) -> None:
-        """Write the actor as a Hugging Face folder (every rank of the first model copy takes part)."""
-        if self.place.dp.rank == 0:
-            sources = [path for path in (self.spec.tokenizer_path, self.spec.model_path) if path]
-            save_weights(self.actor, Path(folder), source=sources)
 
     def memory(self) -> dict[str, float]:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""
@@ -266,18 +240,3 @@ class Worker:
     def ping(self) -> int:
         """The process id."""
         return os.getpid()
-
-
-@contextmanager
-def _explained_out_of_memory(when: str, remedy: str) -> Iterator[None]:
-    """Say which settings lower what was needed. Training itself explains its own (TrainBackend)."""
-    try:
-        yield
-    except RuntimeError as error:
-        # Not every allocation is torch's own: CUDA graphs, cuBLAS and the CPU's allocator have their own words.
-        said = str(error).partition("\n")[0]
-        words = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
-        if isinstance(error, EngineError) or not any(word in said for word in words):
-            raise
-        said = ". ".join(said.split(". ")[:2])  # what was asked for; more is of no use to most
-        raise EngineError(f"out of device memory {when} ({said}): {remedy}") from error
