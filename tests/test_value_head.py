@@ -1,0 +1,233 @@
+"""Models with a value head against transformers' sequence classification: scores, gradients, folders, ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from safetensors.torch import load_file, save_file
+from test_models import CASES, SHAPE, packed, random_reference, random_rows
+
+from areno.errors import CheckpointError
+from areno.layers.parallel import TensorParallel
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights, save_weights
+
+PAD = 100  # of the 101 tokens
+
+
+def random_classifier(case: str, folder: Path, num_labels: int = 1, **extra: object) -> transformers.PreTrainedModel:
+    """A transformers model with random weights, norms and biases included, saved to `folder`."""
+    kind, settings = CASES[case]
+    torch.manual_seed(0)
+    config = kind(**{**SHAPE, **settings, "num_labels": num_labels, **extra})
+    reference = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+    reference.save_pretrained(folder)
+    return reference
+
+
+def load(folder: Path, tp: TensorParallel | None = None) -> Transformer:
+    model = build_model(load_config(folder, "value"), dtype=torch.float32, device="cpu", tp=tp)
+    load_weights(model, folder)
+    return model
+
+
+def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The head's output at every token of every row."""
+    with torch.no_grad():
+        return model.values(model(*packed(rows))).split([len(row) for row in rows])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """At the last token, which is where transformers reads the score of a row without padding; and at the others."""
+    reference = random_classifier(case, tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101)
+    scores = []
+    for row, values in zip(rows, values_of(model, rows), strict=True):
+        with torch.no_grad():
+            hidden = reference.model(row[None]).last_hidden_state
+            torch.testing.assert_close(values, reference.score(hidden)[0, :, 0], atol=1e-4, rtol=0)
+            scores.append(reference(row[None]).logits.item())
+        assert values.dtype == torch.float32
+        assert values[-1].item() == pytest.approx(scores[-1], abs=1e-4)
+    assert torch.tensor(scores).std() > 0.1  # they do say something
+
+
+def test_transformers_reads_the_score_before_trailing_pad_tokens(tmp_path: Path) -> None:
+    """With a pad token it takes the last token that is another one, also where the pad token is part of the row."""
+    reference = random_classifier("qwen2", tmp_path, pad_token_id=PAD)
+    model = load(tmp_path)
+    rows = [torch.arange(3, 10), torch.arange(20, 25), torch.tensor([5, 6, 7, PAD])]
+    padded = torch.full((3, 7), PAD)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    with torch.no_grad():
+        theirs = reference(padded, attention_mask=(padded != PAD).long()).logits[:, 0].tolist()
+    ours = values_of(model, rows)
+    assert ours[0][-1].item() == pytest.approx(theirs[0], abs=1e-4)
+    assert ours[1][-1].item() == pytest.approx(theirs[1], abs=1e-4)
+    assert ours[2][-2].item() == pytest.approx(theirs[2], abs=1e-4)
+    assert ours[2][-1].item() != pytest.approx(theirs[2], abs=1e-2)
+
+
+def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    reference = random_classifier("qwen3-tied", tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101, (5, 9))
+    weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
+    (model.values(model(*packed(rows))) * weights).sum().backward()
+    hidden = torch.cat([reference.model(row[None]).last_hidden_state[0] for row in rows])
+    (reference.score(hidden)[:, 0] * weights).sum().backward()
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for checkpoint_name, part in zip(model.family.checkpoint_names(name), model.layout(name), strict=True):
+            expected = theirs[checkpoint_name].grad
+            torch.testing.assert_close(part.region(parameter.grad), expected, atol=2e-4, rtol=1e-4, msg=checkpoint_name)
+
+
+def test_bf16_values_are_not_rounded_to_bf16(tmp_path: Path) -> None:
+    """Like the log-probabilities: what the critic says of neighbouring states may differ by less than a bf16 step."""
+    random_classifier("qwen3", tmp_path)
+    model = build_model(load_config(tmp_path, "value"), dtype=torch.bfloat16, device="cpu")
+    load_weights(model, tmp_path)
+    assert model.score is not None
+    hidden = torch.randn(50, 32).bfloat16()
+    exact = hidden.double() @ model.score.weight[0].double()
+    torch.testing.assert_close(model.values(hidden).double(), exact, atol=1e-5, rtol=1e-5)
+
+
+# --- folders ---
+
+
+def assert_transformers_agrees(folder: Path, model: Transformer) -> None:
+    theirs, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert theirs.config.num_labels == 1
+    rows = random_rows(101)
+    for row, values in zip(rows, values_of(model, rows), strict=True):
+        with torch.no_grad():
+            assert values[-1].item() == pytest.approx(theirs(row[None]).logits.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", ["qwen3", "llama", "qwen2"])
+def test_transformers_loads_what_we_save(case: str, tied: bool, tmp_path: Path) -> None:
+    random_classifier(case, tmp_path / "in", tie_word_embeddings=tied)
+    model = load(tmp_path / "in")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    save_weights(model, tmp_path / "out", source=tmp_path / "in")
+    assert_transformers_agrees(tmp_path / "out", model)
+    again = load(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_critic_starts_from_the_body_of_a_language_model(case: str, tmp_path: Path) -> None:
+    reference = random_reference(case, tmp_path / "lm")
+    model = load(tmp_path / "lm")
+    rows = random_rows(101)
+    with torch.no_grad():
+        hidden = model(*packed(rows))
+        expected = torch.cat([reference.model(row[None]).last_hidden_state[0] for row in rows])
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=0)
+    assert all(values.eq(0).all() for values in values_of(model, rows))
+    assert model.score is not None
+    torch.nn.init.normal_(model.score.weight)
+    save_weights(model, tmp_path / "critic")
+    assert_transformers_agrees(tmp_path / "critic", model)
+    config = json.loads((tmp_path / "critic/config.json").read_text())
+    assert config["architectures"] == [reference.config.architectures[0].replace("CausalLM", "SequenceClassification")]
+    assert load_config(tmp_path / "critic", "value", needs_head=True).has_head
+
+
+def test_random_weights_leave_the_head_at_0(tmp_path: Path) -> None:
+    """And the body is that of the language model with the same seed: a critic of an actor without weight files."""
+    random_reference("qwen3", tmp_path)
+    actor = build_model(load_config(tmp_path), dtype=torch.float32, device="cpu")
+    critic = build_model(load_config(tmp_path, "value"), dtype=torch.float32, device="cpu")
+    for model in (actor, critic):
+        model.init_weights(seed=5)
+    theirs = dict(actor.named_parameters())
+    for name, parameter in critic.named_parameters():
+        assert torch.equal(parameter, torch.zeros(1, 32) if name == "score.weight" else theirs[name]), name
+
+
+def test_tensors_of_a_classifier(tmp_path: Path) -> None:
+    random_classifier("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(101, 32)}, tmp_path / "model.safetensors")
+    assert load(tmp_path).score is not None  # some reward models still carry the vocabulary head
+    del tensors["score.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the weights lack score\.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("num_labels", [2, 3])
+def test_several_labels_are_refused(num_labels: int, tmp_path: Path) -> None:
+    random_classifier("llama", tmp_path, num_labels)
+    with pytest.raises(CheckpointError, match=rf"has {num_labels} labels .*expected 1.*actor\.path"):
+        load_config(tmp_path, "value")
+
+
+def test_a_head_that_is_not_there(tmp_path: Path) -> None:
+    random_classifier("qwen2", tmp_path / "classifier")
+    with pytest.raises(CheckpointError, match=r"Qwen2ForSequenceClassification.*no next token.*ForCausalLM"):
+        load_config(tmp_path / "classifier")
+    random_reference("qwen2", tmp_path / "lm")
+    with pytest.raises(CheckpointError, match=r"Qwen2ForCausalLM.*no trained value head.*ForSequenceClassification"):
+        load_config(tmp_path / "lm", "value", needs_head=True)
+    assert not load_config(tmp_path / "lm", "value").has_head
+
+
+# --- tensor parallelism ---
+
+
+def _rank_main(rank: int, rendezvous: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    tp = TensorParallel(rank=rank, size=2, group=dist.group.WORLD)
+    alone, model = load(folder), load(folder, tp)
+    rows = random_rows(101, (5, 9))
+    weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
+    for one in (alone, model):
+        (one.values(one(*packed(rows))) * weights).sum().backward()
+    torch.testing.assert_close(values_of(model, rows), values_of(alone, rows), atol=1e-4, rtol=0)
+    expected = dict(alone.named_parameters())
+    assert not model.is_sharded("score.weight")
+    for own, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+            full = part.gather(parameter.grad, tp)
+            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
+    save_weights(model, f"{folder}-saved")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    reference = random_classifier("qwen3", tmp_path / "model")
+    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), tmp_path / "model"), nprocs=2)
+    saved = load_file(tmp_path / "model-saved/model.safetensors")
+    assert saved.keys() == reference.state_dict().keys()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(saved[name], tensor), name
