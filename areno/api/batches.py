@@ -10,6 +10,7 @@ import numpy as np
 
 from areno.api.chat import pair_item, prompt_item, sft_sequence
 from areno.api.data import Rows
+from areno.api.row_forms import brief, row_problem
 from areno.api.types import Batch, Item, PairBatch, PairItem, PromptBatch, PromptItem, SequenceBatch
 from areno.config.run import DatasetConfig
 from areno.engine.types import TrainSequence
@@ -190,6 +191,48 @@ def prompt_loader(
         max_tokens_key=max_tokens_key,
         seed=seed,
         key=key,
+    )
+
+
+def dataset_loader(
+    dataset: Any,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    max_prompt_tokens: int,
+    prompt_key: str,
+    solutions_key: str,
+    enable_thinking: bool | None,
+) -> BatchLoader[PromptItem]:
+    """Batches of the prompts that a script holds, in their order, the last one short; rows are checked as they come.
+
+    Raises DataError for arguments of another form, naming the argument.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, (str, Mapping)):
+        raise DataError(f"dataset is {brief(dataset)}; a list of dictionaries, or a dataset, is expected")
+    if not len(dataset):
+        raise DataError("dataset has no rows")
+    for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"{name} is {value!r}; a whole number of at least 1 is expected")
+
+    def encode(row: Any, index: int) -> PromptItem:
+        if isinstance(row, Mapping):
+            problem = row_problem({"prompt": row[prompt_key]} if prompt_key in row else {}, "prompt")
+        else:
+            problem = row_problem(row, "prompt")
+        if problem:
+            raise DataError(problem.replace("field prompt", f"field {prompt_key}", 1))
+        return prompt_item(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
+
+    return BatchLoader(
+        dataset,
+        encode,
+        DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False),
+        batch_type=PromptBatch,
+        max_tokens=max_prompt_tokens,
+        max_tokens_key="max_prompt_tokens",
+        key="dataset",
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from areno.api.types import ScoredSample
+from areno.engine.types import TrainSequence
 from areno.errors import ArenoError
 
 _RIGHT = 1.0 - 1e-6
@@ -39,34 +40,76 @@ def rollout_metrics(
     Rewards and advantages are over the samples that have a reward; logprobs_mean is over all response tokens. What has
     no value, such as the mean of no rewards, is left out.
     """
-    if not samples:
-        return {"rollout/num_sequences": 0.0, "rollout/skipped_long": float(skipped_long)}
-    scored = np.array([sample.outcome.value is not None for sample in samples])
-    rewards = np.array(
-        [sample.outcome.value for sample in samples if sample.outcome.value is not None], dtype=np.float64
+    scored = [sample.outcome.value is not None for sample in samples]
+    stats = _sample_stats(
+        prompts=[len(sample.item.tokens) for sample in samples],
+        responses=[len(sample.sequence.resp_tokens) for sample in samples],
+        logprobs=[math.fsum(sample.sequence.resp_logprobs) for sample in samples],
+        rewards=[sample.outcome.value for sample in samples if sample.outcome.value is not None],
+        advantages=np.asarray(advantages, dtype=np.float64)[np.array(scored, dtype=bool)],
     )
-    prompts = np.array([len(sample.item.tokens) for sample in samples], dtype=np.float64)
-    responses = np.array([len(sample.sequence.resp_tokens) for sample in samples], dtype=np.float64)
-    n_tokens = responses.sum()
-    stats = {
-        **_moments("rewards", rewards, ("mean", "std", "max", "min")),
-        **_moments("advantages", np.asarray(advantages, dtype=np.float64)[scored], ("mean", "std")),
-        "seq_len_mean": (prompts + responses).mean(),
-        "prompt_len_mean": prompts.mean(),
-        "response_len_mean": responses.mean(),
-        "num_sequences": len(samples),
-        "truncated": np.mean([sample.sequence.finish_reason == "length" for sample in samples]),
-        "reward_timeouts": sum(sample.outcome.status == "timeout" for sample in samples),
-        "reward_errors": sum(sample.outcome.status == "error" for sample in samples),
-        "skipped_long": skipped_long,
-    }
-    if len(rewards):
-        stats["accuracy"] = accuracy(rewards)
-    if n_tokens:
-        stats["logprobs_mean"] = sum(math.fsum(sample.sequence.resp_logprobs) for sample in samples) / n_tokens
+    if samples:
+        stats |= {
+            "truncated": float(np.mean([sample.sequence.finish_reason == "length" for sample in samples])),
+            "reward_timeouts": sum(sample.outcome.status == "timeout" for sample in samples),
+            "reward_errors": sum(sample.outcome.status == "error" for sample in samples),
+        }
+    stats["skipped_long"] = skipped_long
     if total_skipped_long is not None:
         stats["total_skipped_long"] = total_skipped_long
-    return {f"rollout/{name}": float(value) for name, value in stats.items()}
+    return with_prefix("rollout", stats)
+
+
+def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
+    """The rollout/* scalars that training rows tell of; none where rows have no log-probabilities of a rollout.
+
+    The prompt of a row is what comes before its first trained token; the response are its trained tokens. A row's
+    advantage is the mean over these.
+    """
+    if any(row.logprobs is None for row in rows):
+        return {}
+    trained = [~np.asarray(row.prompt_mask, dtype=bool) for row in rows]
+    return with_prefix(
+        "rollout",
+        _sample_stats(
+            prompts=[int(mask.argmax()) if mask.any() else len(mask) for mask in trained],
+            responses=[int(mask.sum()) for mask in trained],
+            logprobs=[float(np.asarray(row.logprobs)[mask].sum()) for row, mask in zip(rows, trained, strict=True)],
+            rewards=[row.reward for row in rows],
+            advantages=[
+                float(np.asarray(row.advantages)[mask].mean())
+                for row, mask in zip(rows, trained, strict=True)
+                if row.advantages is not None and mask.any()
+            ],
+            lengths=[len(mask) for mask in trained],
+        ),
+    )
+
+
+def _sample_stats(
+    *,
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    logprobs: Sequence[float],
+    rewards: Sequence[float],
+    advantages: Sequence[float] | np.ndarray,
+    lengths: Sequence[int] | None = None,
+) -> dict[str, float]:
+    """Per sample: tokens of prompt and response, sum of the response's log-probabilities, all tokens where those are
+    more than the two. Rewards and advantages of those that have one."""
+    stats: dict[str, float] = {"num_sequences": len(prompts)}
+    if not prompts:
+        return stats
+    both = np.add(prompts, responses) if lengths is None else lengths
+    for name, values in (("seq_len", both), ("prompt_len", prompts), ("response_len", responses)):
+        stats[f"{name}_mean"] = float(np.mean(values))
+    stats |= _moments("rewards", rewards, ("mean", "std", "max", "min"))
+    stats |= _moments("advantages", advantages, ("mean", "std"))
+    if len(rewards):
+        stats["accuracy"] = accuracy(rewards)
+    if n_tokens := sum(responses):
+        stats["logprobs_mean"] = math.fsum(logprobs) / n_tokens
+    return stats
 
 
 def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
@@ -79,8 +122,9 @@ def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
 
 
-def _moments(name: str, values: np.ndarray, wanted: Sequence[str]) -> dict[str, float]:
-    return {f"{name}_{what}": getattr(values, what)() for what in wanted} if len(values) else {}
+def _moments(name: str, values: Sequence[float] | np.ndarray, wanted: Sequence[str]) -> dict[str, float]:
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{name}_{what}": float(getattr(array, what)()) for what in wanted} if len(array) else {}
 
 
 class MetricsRecorder:

@@ -1,4 +1,4 @@
-"""When something is due (Trigger), and how a checkpoint gets onto the disk whole or not at all (Saver).
+"""When something is due (Trigger), and how a checkpoint gets onto the disk whole or not at all (write_whole, Saver).
 
 A checkpoint is written into `.tmp-step-<n>`, flushed to the disk and renamed to `step-<n>`: a folder of that name is
 whole. `latest` is a link to the newest one.
@@ -19,8 +19,9 @@ from areno.errors import ArenoError, CheckpointError
 
 logger = logging.getLogger("areno.saver")
 
-_UNFINISHED = ".tmp-step-"
-_REPLACED = ".old-step-"
+_UNFINISHED = ".tmp-"
+_REPLACED = ".old-"
+_KEY = "saver.path"
 
 
 class Trigger:
@@ -46,6 +47,47 @@ class Trigger:
         return is_due
 
 
+def write_whole(final: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a folder and give it the name `final`: all of it or, where anything goes wrong, nothing.
+
+    A folder of that name makes way at the last moment. What the operating system reports is raised as it is.
+    """
+    unfinished = final.with_name(f"{_UNFINISHED}{final.name}")
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    try:
+        _remove(unfinished)
+        unfinished.mkdir(parents=True)
+        write(unfinished)
+        _sync_tree(unfinished)
+        if final.exists():
+            final.rename(replaced)
+        unfinished.rename(final)
+        _remove(replaced)
+        _sync(final.parent)
+    except BaseException:  # Ctrl-C, too, leaves nothing half
+        with suppress(OSError):
+            _remove(unfinished)
+        raise
+
+
+@contextmanager
+def explained(folder: Path, what: str, key: str) -> Iterator[None]:
+    """Turn what the operating system, or a library that writes, reports into a CheckpointError naming the key."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors wraps a full disk in an error of its own, which is no OSError.
+        is_disk = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+        if not is_disk or (isinstance(error, ArenoError) and not isinstance(error, CheckpointError)):
+            raise
+        if "saver.path" in str(error):  # the engine has said it all
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{key}: {folder} cannot {what}: {reason}; free space there or set another folder"
+        ) from error
+
+
 class Saver:
     """Writes checkpoints of one run. default_dir: where, unless saver.path says otherwise."""
 
@@ -56,16 +98,16 @@ class Saver:
 
     def check_writable(self) -> None:
         """Make the folder, write in it, and clear away what a crash left there. Raises CheckpointError."""
-        with self._explained("be written"):
+        with explained(self.folder, "be written", _KEY):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{_UNFINISHED}probe").write_bytes(b"x")
-            for replaced in self.folder.glob(f"{_REPLACED}*"):
-                final = self.folder / replaced.name.removeprefix(".old-")
+            (self.folder / f"{_UNFINISHED}step-probe").write_bytes(b"x")
+            for replaced in self.folder.glob(f"{_REPLACED}step-*"):
+                final = self.folder / replaced.name.removeprefix(_REPLACED)
                 if final.exists():
                     _remove(replaced)
                 else:  # the crash came between its going and the new one's coming
                     replaced.rename(final)
-            for unfinished in self.folder.glob(f"{_UNFINISHED}*"):
+            for unfinished in self.folder.glob(f"{_UNFINISHED}step-*"):
                 _remove(unfinished)
 
     def due(self, step: int, epoch_ended: bool = False, now: float | None = None) -> bool:
@@ -74,29 +116,15 @@ class Saver:
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Let `write` fill a folder, and give it the name step-<n>. Raises CheckpointError and leaves nothing."""
-        unfinished = self.folder / f"{_UNFINISHED}{step:06d}"
         final = self.folder / f"step-{step:06d}"
-        try:
-            with self._explained("hold the checkpoint"):
-                _remove(unfinished)
-                unfinished.mkdir(parents=True)
-                write(unfinished)
-                _sync_tree(unfinished)
-                self._publish(unfinished, final, step)
-        except BaseException:  # Ctrl-C, too, leaves nothing half
-            with suppress(OSError):
-                _remove(unfinished)
-            raise
+        with explained(self.folder, "hold the checkpoint", _KEY):
+            write_whole(final, write)
+            self._link(final)
         self.saved_step = step
         logger.info("checkpoint saved: %s", final)
         return final
 
-    def _publish(self, unfinished: Path, final: Path, step: int) -> None:
-        replaced = self.folder / f"{_REPLACED}{step:06d}"
-        if final.exists():  # of an earlier run into the same folder
-            final.rename(replaced)
-        unfinished.rename(final)
-        _remove(replaced)
+    def _link(self, final: Path) -> None:
         link = self.folder / f"{_UNFINISHED}latest"
         try:
             _remove(link)
@@ -105,23 +133,6 @@ class Saver:
         except OSError as error:  # some file systems know no links; the checkpoint itself is there
             logger.warning("%s could not be linked to %s: %s", self.folder / "latest", final.name, error.strerror)
         _sync(self.folder)
-
-    @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
-        """Turn what the operating system, or a library that writes, reports into a CheckpointError naming the key."""
-        try:
-            yield
-        except Exception as error:
-            # safetensors wraps a full disk in an error of its own, which is no OSError.
-            is_disk = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
-            if not is_disk or (isinstance(error, ArenoError) and not isinstance(error, CheckpointError)):
-                raise
-            if "saver.path" in str(error):  # the engine has said it all
-                raise
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError(
-                f"saver.path: {self.folder} cannot {what}: {reason}; free space there or set another folder"
-            ) from error
 
 
 def _sync_tree(folder: Path) -> None:

@@ -74,6 +74,21 @@ class PairBatch(Batch[PairItem]):
     """Pairs of one DPO step."""
 
 
+@dataclass(slots=True)
+class ModelRole:
+    """A model beside the policy, for Trainer.ensure_roles.
+
+    name: "ref" scores log-probabilities, "critic" values, "reward" whole rows; other names are free.
+    path: model folder or hub id. trainable: whether it has an optimizer (only models with values can be trained).
+    optimizer_lr: of a trainable role; None takes that of the policy's optimizer.
+    """
+
+    name: str
+    path: str
+    trainable: bool
+    optimizer_lr: float | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class RolloutSequence:
     """One sampled completion: its tokens, stop token included, and their log-probabilities when sampled."""

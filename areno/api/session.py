@@ -1,0 +1,190 @@
+"""The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from areno.api.types import RolloutResult, RolloutSequence
+from areno.engine.engine import Engine, OnProgress
+from areno.engine.spec import RolloutSpec, RolloutStats
+from areno.engine.types import GenerationOutput, GenerationRequest, SamplingParams
+from areno.errors import ArenoError, EngineError
+
+_SHORTEST = 128  # tokens a cache is made for at least: growing it later would take its CUDA graphs along
+
+
+class CacheSettings(Protocol):
+    """How a session's KV cache is made: fields of RolloutConfig, or of RuntimeConfig."""
+
+    max_prefill_tokens: int
+    mem_fraction: float
+    max_kv_tokens: int | None
+    eager_decode: bool
+
+
+class Sessions:
+    """The rollout sessions of one Trainer, of which at most one is open."""
+
+    def __init__(self, engine: Engine, cache: CacheSettings):
+        self.engine, self.cache = engine, cache
+        self.open: RolloutSession | None = None
+        self.longest = _SHORTEST  # tokens of the longest sequence that a session was made ready for
+        self._interrupted = False
+
+    def need(self, what: str) -> RolloutSession:
+        """The open session. EngineError where there is none."""
+        if self.open is None:
+            raise EngineError(
+                f"{what} was called outside a rollout session; wrap it in "
+                "`async with trainer.rollout_session(sampling_params=..., proxy=False):`"
+            )
+        return self.open
+
+    def refuse(self, what: str) -> None:
+        """EngineError where a session is open, in which `what` has no place."""
+        if self.open is not None:
+            raise EngineError(
+                f"{what} was called inside a rollout session, which is for drawing samples only; "
+                "leave its `with` block first"
+            )
+        self.settle()
+
+    def settle(self) -> None:
+        """Wind down what Ctrl-C left in the middle of a rollout, where a script (a notebook) goes on after it."""
+        if self._interrupted:
+            self._interrupted = False
+            self.engine.end_rollout(drop=True)
+
+    def leave_as_it_is(self) -> None:
+        """The session was interrupted: most scripts end now, and should not wait for the workers first."""
+        self._interrupted = True
+
+
+class RolloutSession:
+    """One stretch of rollout, as an async or a plain context manager; made by Trainer.rollout_session.
+
+    spec: the cache to decode with; None has it made by `prepare`, of the size that the prompts turn out to need.
+    max_running: samples decoded at once, over all ranks, where there is no spec. drop: free the cache at the end.
+    However the block is left, by an error or a cancelled task, too, the Trainer can be used afterwards.
+    """
+
+    def __init__(self, sessions: Sessions, *, spec: RolloutSpec | None = None, max_running: int = 0, drop: bool):
+        self._sessions, self._spec, self._max_running, self._drop = sessions, spec, max_running, drop
+        self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
+
+    def prepare(self, n_tokens: int) -> None:
+        """Make the engine ready for sequences of up to `n_tokens` tokens, prompt and completion."""
+        sessions = self._sessions
+        spec = self._spec
+        if spec is None:
+            if n_tokens > sessions.longest:
+                roomy = 1 << (n_tokens - 1).bit_length()
+                sessions.longest = max(n_tokens, min(roomy, sessions.engine.info.context_len))
+            cache = sessions.cache
+            spec = RolloutSpec(
+                max_running=self._max_running,
+                max_len=sessions.longest,
+                max_prefill_tokens=cache.max_prefill_tokens,
+                mem_fraction=cache.mem_fraction,
+                max_kv_tokens=cache.max_kv_tokens,
+                eager_decode=cache.eager_decode,
+            )
+        if self._running_spec == spec:
+            return
+        if self._running_spec is not None:
+            self._running_spec = None
+            sessions.engine.end_rollout()
+        sessions.engine.begin_rollout(spec)
+        self._running_spec = spec
+
+    def generate(
+        self,
+        prompt_tokens: Sequence[Sequence[int]],
+        n_samples: int,
+        params: SamplingParams,
+        seed: int,
+        on_progress: OnProgress,
+    ) -> list[RolloutResult]:
+        """Sample every prompt `n_samples` times; results in prompt order. Ends early where the task is cancelled."""
+        engine = self._sessions.engine
+        requests = [
+            GenerationRequest(
+                request_id=index,
+                prompt=[int(token) for token in tokens],
+                n_samples=n_samples,
+                params=params,
+                seed=(seed << 32) + index,
+            )
+            for index, tokens in enumerate(prompt_tokens)
+        ]
+        limit = min(params.max_context_len or engine.info.context_len, engine.info.context_len)
+        longest = max(len(request.prompt) for request in requests) + params.max_new_tokens
+        self.prepare(min(longest, limit))
+
+        def progress_unless_cancelled(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+            raise_if_cancelled()
+            on_progress(outputs, stats)
+
+        outputs = engine.generate(requests, progress_unless_cancelled)
+        return [
+            RolloutResult(
+                prompt_tokens=request.prompt,
+                sequences=[
+                    RolloutSequence(
+                        resp_tokens=output.tokens, resp_logprobs=output.logprobs, finish_reason=output.finish_reason
+                    )
+                    for output in outputs[request.request_id]
+                ],
+            )
+            for request in requests
+        ]
+
+    def __enter__(self) -> RolloutSession:
+        sessions = self._sessions
+        if sessions.open is not None:
+            raise EngineError("a rollout session is already open; leave its `with` block before opening another")
+        sessions.settle()
+        sessions.open = self
+        if self._spec is not None:
+            try:
+                self.prepare(0)
+            except BaseException:
+                sessions.open = None
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        sessions = self._sessions
+        sessions.open = None
+        if self._running_spec is None:
+            return
+        self._running_spec = None
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            sessions.leave_as_it_is()
+        elif error is not None:
+            with contextlib.suppress(ArenoError):  # where workers are gone, the first error tells why
+                sessions.engine.end_rollout(self._drop)
+        else:
+            sessions.engine.end_rollout(self._drop)
+
+    async def __aenter__(self) -> RolloutSession:
+        # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.
+        await asyncio.sleep(0)
+        return self.__enter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.__exit__(kind, error, trace)
+
+
+def raise_if_cancelled() -> None:
+    """Raise CancelledError where the running task was cancelled, such as by Ctrl-C: a rollout itself never awaits."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return
+    cancelling = getattr(task, "cancelling", None)  # Python 3.11; before, Ctrl-C raises KeyboardInterrupt at once
+    if cancelling is not None and cancelling():
+        raise asyncio.CancelledError

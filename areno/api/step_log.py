@@ -1,0 +1,62 @@
+"""What a Trainer remembers of the step under way: the time of its phases, and the scalars it writes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from areno.api.loop import Stopwatch
+from areno.api.metrics import MetricsRecorder, row_metrics, with_prefix
+from areno.api.types import PromptBatch
+from areno.engine.types import TrainSequence
+
+
+class StepLog:
+    """Steps as a script makes them. A step is a round in which no model is trained twice; steps count from 1."""
+
+    def __init__(self) -> None:
+        self.recorder: MetricsRecorder | None = None  # None: nothing is written
+        self.watch = Stopwatch()  # phases since the policy was last trained
+        self._step = 1
+        self._trained: set[str] = set()  # models trained in it
+        self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
+
+    def counting_skipped(self, batches: Iterable[PromptBatch]) -> Iterator[PromptBatch]:
+        """The batches, while their skipped rows are counted."""
+        for batch in batches:
+            now, total = self._skipped or (0, 0)
+            self._skipped = now + batch.skipped_long, total + batch.skipped_long
+            yield batch
+
+    def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
+        """Write what a training call tells, and return its statistics with those of the step."""
+        if role in self._trained:
+            self._trained.clear()
+            self._step += 1
+        self._trained.add(role)
+        stats = dict(stats)
+        if role != "actor":
+            scalars = {f"train/{role}_{name}": value for name, value in stats.items()}
+        else:
+            watch, self.watch = self.watch, Stopwatch()
+            stats["step_rollout_time_s"] = watch.seconds.get("rollout", 0.0)
+            stats["step_train_time_s"] = watch.seconds["train"]
+            stats["step_e2e_time_s"] = watch.total
+            scalars = with_prefix("train", stats) | with_prefix("time", {**watch.seconds, "step": watch.total})
+            if self.recorder is not None:
+                scalars |= row_metrics(rows) | self._skipped_scalars()
+        if self.recorder is not None:
+            self.recorder.record(self._step, scalars)
+        return stats
+
+    def _skipped_scalars(self) -> dict[str, float]:
+        if self._skipped is None:
+            return {}
+        now, total = self._skipped
+        self._skipped = 0, total
+        return {"rollout/skipped_long": float(now), "rollout/total_skipped_long": float(total)}
+
+    def close(self) -> None:
+        """Close the files. Calling it again does nothing."""
+        if self.recorder is not None:
+            self.recorder.close()
+        self.recorder = None
