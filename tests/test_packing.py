@@ -75,6 +75,50 @@ def test_steps():
         optimizer_steps(LENGTHS, spec, n_minibatches=2, gradient_accumulation_steps=2)
 
 
+@pytest.mark.parametrize("granularity", [1, 2, 3])
+@pytest.mark.parametrize("spec", [MicroBatchSpec(mini_bs=7), MicroBatchSpec(mini_bs=7, max_tokens_per_mb=100)])
+def test_units_are_never_divided(granularity, spec):
+    """Whatever cuts the rows: steps by shuffle or by accumulation, data-parallel shares, micro-batches."""
+    numbers = range(12 * granularity)
+    rows = read_rows([row([1] * LENGTHS[i], [True] * LENGTHS[i], reward=float(i)) for i in numbers], vocab_size=10)
+    units, unit_spec = units_of(rows, granularity, spec)
+    assert unit_spec.mini_bs == {1: 7, 2: 3, 3: 2}[granularity]
+    lengths = [unit.n_tokens for unit in units]
+    assert lengths == [sum(LENGTHS[i : i + granularity]) for i in range(0, 12 * granularity, granularity)]
+    cuts = [{"n_minibatches": 5, "seed": 1}, {"gradient_accumulation_steps": 2}, {}]
+    for how in cuts:
+        seen = []
+        for step in optimizer_steps(lengths, unit_spec, **how):
+            for share in split_balanced([lengths[i] for i in step], 2):
+                mine = [units[step[i]] for i in share]
+                for batch in micro_batches([unit.n_tokens for unit in mine], unit_spec):
+                    _, pack = pack_units([mine[i] for i in batch], 1, 1, CPU)
+                    assert pack.granularity == granularity
+                    assert pack.n_rows % granularity == 0
+                    firsts = pack.rewards.reshape(-1, granularity)
+                    assert torch.equal(firsts, firsts[:, :1] + torch.arange(granularity))
+                    assert all(first % granularity == 0 for first in firsts[:, 0].tolist())
+                    if spec.max_tokens_per_mb is None:
+                        assert pack.n_rows <= max(7, granularity)
+                    seen += pack.rewards.tolist()
+        assert sorted(seen) == list(numbers)
+
+
+def test_a_unit_larger_than_the_micro_batch_is_one():
+    rows = read_rows([row([1, 2], [True, False])] * 6, vocab_size=10)
+    units, spec = units_of(rows, 3, MicroBatchSpec(mini_bs=2))
+    assert micro_batches([unit.n_tokens for unit in units], spec) == [[0], [1]]
+    assert micro_batches([unit.n_tokens for unit in units], MicroBatchSpec(max_tokens_per_mb=1)) == [[0], [1]]
+
+
+def test_rows_that_do_not_come_out_even():
+    rows = read_rows([row([1, 2], [True, False])] * 5, vocab_size=10)
+    with pytest.raises(DataError, match="5 rows, not a multiple of granularity=2"):
+        units_of(rows, 2, MicroBatchSpec())
+    with pytest.raises(DataError, match="granularity is 0"):
+        units_of(rows, 0, MicroBatchSpec())
+
+
 def row(tokens, mask, **fields):
     return TrainSequence(tokens=tokens, prompt_mask=mask, **fields)
 
@@ -82,9 +126,24 @@ def row(tokens, mask, **fields):
 def test_tensors():
     rows = read_rows(
         [
-            row([5, 6, 7], [True, False, False], logprobs=[0.0, -1.0, -2.0], advantages=[0.0, 0.5, 0.5], reward=1.5),
-            row([8, 9], [False, True], logprobs=[-9.0, 0.0], advantages=[1.0, 1.0]),
-            row([1, 2, 3, 4], [True, False, True, False], logprobs=[0, -3, 0, -4], advantages=[2, 2, 2, 2]),
+            row(
+                [5, 6, 7],
+                [True, False, False],
+                logprobs=[0.0, -1.0, -2.0],
+                advantages=[0.0, 0.5, 0.5],
+                weights=[0.0, 1.0, 0.25],
+                reward=1.5,
+                staleness=3,
+            ),
+            row([8, 9], [False, True], logprobs=[-9.0, 0.0], advantages=[1.0, 1.0], weights=[1.0, 1.0]),
+            row(
+                [1, 2, 3, 4],
+                [True, False, True, False],
+                logprobs=[0, -3, 0, -4],
+                advantages=[2, 2, 2, 2],
+                weights=[1, 2, 1, 3],
+                staleness=1,
+            ),
         ],
         vocab_size=10,
     )
@@ -104,6 +163,10 @@ def test_tensors():
     assert pack.old_logprobs.tolist() == [0, -1, -2, -9, 0, 0, -3, 0, -4]
     assert pack.advantages.dtype == torch.float32
     assert pack.rewards.tolist() == [1.5, 0, 0]
+    assert pack.weights.tolist() == [0.0, 1.0, 0.25, 1, 1, 1, 2, 1, 3]
+    assert pack.staleness.tolist() == [3, 0, 1]
+    assert (pack.weights.dtype, pack.staleness.dtype) == (torch.float32, torch.float32)
+    assert pack.granularity == 1
     assert pack.returns is None
     assert pack.sum_rows(pack.trained(pack.old_logprobs)).tolist() == [-3, 0, -7]
 
@@ -120,6 +183,7 @@ def test_tensors():
         ({"logprobs": [0.0]}, "row 1: logprobs has 1 entries, tokens has 3"),
         ({"logprobs": None}, "row 1: logprobs is missing, but row 0 has it"),
         ({"values": [0.0, 0.0, 0.0]}, "row 0: values is missing, but row 1 has it"),
+        ({"weights": [1.0, 1.0]}, "row 0: weights is missing, but row 1 has it"),
         ({"advantages": [0.0, 0.0, float("nan")]}, "row 1: advantages is nan at token 2"),
         ({"logprobs": [0.0, float("-inf"), 0.0]}, "row 1: logprobs is -inf at token 1"),
     ],
