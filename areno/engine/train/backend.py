@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,10 +192,10 @@ class TrainBackend:
         self.flat.zero_grad()
         for packed, pack in batches:
             if self.model.config.head == "value":
-                loss, loss_stats = loss_fn(pack, self._values(packed, pack.trained_T))
+                loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
             else:
                 logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
-                loss, loss_stats = loss_fn(pack, logprobs_N)
+                loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
                 _compare_with_rollout(stats, pack, logprobs_N.detach())
             loss.backward()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
@@ -240,6 +241,40 @@ class TrainBackend:
                 f"former is null), set {self.section}.gradient_checkpointing=true, or lower rollout.mem_fraction, "
                 "which reserves memory for the KV cache"
             ) from error
+
+
+def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss function returned. EngineError where that is not a loss with statistics."""
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise EngineError(
+            f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
+        )
+    loss, stats = returned
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        raise EngineError(
+            f"the loss of loss_fn is {_described(loss)}; a float tensor with no dimensions is expected: this "
+            "micro-batch's share of the loss, as pack.token_mean and pack.row_mean give it"
+        )
+    if not loss.requires_grad:
+        raise EngineError(
+            "the loss of loss_fn has no gradient; compute it from its second argument, without .detach(), .item(), "
+            "numpy or torch.no_grad()"
+        )
+    for name, value in stats.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.dim() > 1:
+            raise EngineError(
+                f"stats[{name!r}] of loss_fn is {_described(value)}; a tensor is expected, with no dimensions for a "
+                "share (they are summed over micro-batches) or with one for single observations"
+            )
+    return loss, dict(stats)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _later(packed: PackedTokens) -> Tensor:
