@@ -25,7 +25,6 @@ POLICY_LOSSES = [
     partial(grpo_loss_fn, importance_sampling_level="sequence", clip_eps=0.1),
     partial(ppo_loss_fn, importance_sampling_level="sequence", surrogate="sapo", prox_logp_method="loglinear"),
     partial(gspo_loss_fn, clip_eps=0.1, kl_coef=0.1),
-    partial(gspo_loss_fn, prox_logp_method="loglinear"),
 ]
 LOSSES = [sft_loss_fn, value_loss_fn, *POLICY_LOSSES]
 

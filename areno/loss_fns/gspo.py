@@ -9,7 +9,7 @@ from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, surrogate_stats
 from areno.loss_fns.policy_stats import policy_stats
-from areno.loss_fns.ratio import ProxMethod, bounded, token_log_ratio
+from areno.loss_fns.ratio import bounded, token_log_ratio
 from areno.loss_fns.surrogates import clipped_surrogate
 
 
@@ -22,7 +22,6 @@ def gspo_loss_fn(
     c_clip: float | None = None,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
-    prox_logp_method: ProxMethod = "recompute",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of s = exp(mean_t(logprobs - old_logprobs)) of each row, mean over rows (eq. 5-7).
 
@@ -33,7 +32,7 @@ def gspo_loss_fn(
     For advantages that differ within a row: GSPO-token, `grpo_loss_fn` with importance_sampling_level "sequence".
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
-    log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
+    log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")
     stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
     trained_rows = pack.row_lengths() > 0
     ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
