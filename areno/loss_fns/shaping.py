@@ -18,7 +18,7 @@ def overlong_penalty(
     if not 0 < overlong_tokens <= max_new_tokens:
         raise ValueError(f"overlong_tokens is {overlong_tokens}; expected 1 to max_new_tokens={max_new_tokens}")
     over_B = np.asarray(lengths, dtype=np.float64) - (max_new_tokens - overlong_tokens)
-    return -factor * np.clip(over_B / overlong_tokens, 0.0, 1.0)
+    return 0.0 - factor * np.clip(over_B / overlong_tokens, 0.0, 1.0)
 
 
 def shape_rewards(
