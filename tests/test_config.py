@@ -11,7 +11,7 @@ import pytest
 
 from areno.config import reference
 from areno.config.build import build, complete, keys, to_dict, twin
-from areno.config.experiments import GRPOConfig, GSPOConfig, SFTConfig
+from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, SFTConfig
 from areno.config.fields import Section, check, knob
 from areno.config.model_roles import OptimizerConfig
 from areno.config.run import EngineConfig, GenerationConfig
@@ -45,10 +45,10 @@ def test_smallest_configuration_takes_defaults():
     assert build(GRPOConfig, smallest()).actor.eps_clip == 0.2
 
 
-@pytest.mark.parametrize("cls", [SFTConfig, GRPOConfig, GSPOConfig])
+@pytest.mark.parametrize("cls", [SFTConfig, DPOConfig, GRPOConfig, GSPOConfig])
 def test_round_trip(cls):
     data = smallest(valid_dataset={"path": "test.jsonl", "batch_size": 4})
-    if cls is SFTConfig:
+    if cls in (SFTConfig, DPOConfig):
         del data["reward"]
     config = build(cls, data)
     assert build(cls, to_dict(config)) == config
@@ -222,7 +222,7 @@ def valid() -> dict:
     return data
 
 
-@pytest.mark.parametrize("cls", [SFTConfig, GRPOConfig, GSPOConfig])
+@pytest.mark.parametrize("cls", [SFTConfig, DPOConfig, GRPOConfig, GSPOConfig])
 def test_every_default_is_a_valid_value(cls):
     found = problems_of(cls, {})
     assert all(message.startswith("missing") for message in found.values()), found

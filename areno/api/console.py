@@ -95,15 +95,16 @@ def log_times(rollout: float, train: float, total: float) -> None:
 
 
 class Progress:
-    """How far a rollout is: prompts done, tokens a second, mean reward. Use as a context manager.
+    """How far a rollout is, or scoring: prompts or pairs done, tokens a second, mean reward. Use as a context manager.
 
     On a terminal a bar that disappears at the end; elsewhere a log line at most every `interval_s` seconds.
     """
 
-    def __init__(self, title: str, total: int, interval_s: float = 10.0):
+    def __init__(self, title: str, total: int, interval_s: float = 10.0, unit: str = "prompts"):
         self.title = title
         self.total = total
         self.interval_s = interval_s
+        self.unit = unit
         self._started = self._said_at = time.monotonic()
         self._bar: Any = None
 
@@ -116,7 +117,7 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Prompts done and tokens made so far in this rollout, and the mean reward if some is known."""
+        """What is done and how many tokens of it there are so far, and the mean reward if some is known."""
         now = time.monotonic()
         rate = tokens / max(now - self._started, 1e-9)
         if self._bar is not None:
@@ -124,7 +125,7 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=done, state=shown)
         elif now - self._said_at >= self.interval_s:
             self._said_at = now
-            text = f"{self.title} progress: prompts={done}/{self.total} tokens_per_second={rate:.1f}"
+            text = f"{self.title} progress: {self.unit}={done}/{self.total} tokens_per_second={rate:.1f}"
             logger.info(text + ("" if reward is None else f" reward_mean={reward:.6f}"))
 
     def __exit__(

@@ -13,6 +13,7 @@ from areno.config.model_roles import (
     NormConfig,
     PolicyConfig,
     RefConfig,
+    ScoringRefConfig,
     TokenPolicyConfig,
 )
 from areno.config.run import (
@@ -72,6 +73,39 @@ class SFTConfig(ExperimentConfig):
 
 
 @dataclass(kw_only=True)
+class DPOActorConfig(ModelConfig):
+    """The actor of DPO, with the settings of its loss."""
+
+    beta: float = knob(
+        0.1, help="how dear it is to move away from ref: factor on the margin (ipo: tau)", gt=0, flag="--dpo-beta"
+    )
+    loss_type: Literal["sigmoid", "ipo"] = knob(
+        "sigmoid", help="DPO (2305.18290 eq. 7), or IPO (2310.12036 eq. 17, log-probabilities averaged over tokens)"
+    )
+    label_smoothing: float = knob(
+        0.0, help="probability that chosen and rejected are swapped (conservative DPO); sigmoid only", ge=0, lt=0.5
+    )
+
+    @check
+    def smoothing_has_a_loss(self) -> Iterator[Problem]:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            yield Problem(
+                "label_smoothing",
+                f"is {self.label_smoothing}, which loss_type={self.loss_type} has no use for; set it to 0",
+            )
+
+
+@dataclass(kw_only=True)
+class DPOConfig(ExperimentConfig):
+    """Direct Preference Optimization, on pairs of answers."""
+
+    actor: DPOActorConfig = knob(help="the trained model")
+    ref: ScoringRefConfig = knob(
+        factory=ScoringRefConfig, help="frozen reference: it scores every pair once, before training"
+    )
+
+
+@dataclass(kw_only=True)
 class PolicyExperimentConfig(ExperimentConfig):
     """What GRPO, GSPO and their relatives share: sample a group, score it, update the policy."""
 
@@ -112,16 +146,6 @@ class PolicyExperimentConfig(ExperimentConfig):
             yield Problem("actor.overlong_tokens", f"is {tokens}, more than gconfig.max_new_tokens={longest}; lower it")
 
     @check
-    def kl_has_a_reference(self) -> Iterator[Problem]:
-        if self.actor.kl_ctl > 0 and self.ref is None:
-            yield Problem("actor.kl_ctl", f"is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
-
-    @check
-    def reference_is_used(self) -> Iterator[Problem]:
-        if self.ref is not None and self.actor.kl_ctl == 0:
-            yield Problem("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
-
-    @check
     def minibatches_divide_the_batch(self) -> Iterator[Problem]:
         rows = self.train_dataset.batch_size * self.gconfig.n_samples
         if rows % self.actor.ppo_n_minibatches:
@@ -130,6 +154,21 @@ class PolicyExperimentConfig(ExperimentConfig):
                 f"is {self.actor.ppo_n_minibatches}, which does not divide the {rows} rows of a step "
                 "(train_dataset.batch_size * gconfig.n_samples)",
             )
+
+
+@dataclass(kw_only=True)
+class KLExperimentConfig(PolicyExperimentConfig):
+    """Policy experiments whose only use of a reference is the KL to it."""
+
+    @check
+    def kl_has_a_reference(self) -> Iterator[Problem]:
+        if self.actor.kl_ctl > 0 and self.ref is None:
+            yield Problem("actor.kl_ctl", f"is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
+
+    @check
+    def reference_is_used(self) -> Iterator[Problem]:
+        if self.ref is not None and self.actor.kl_ctl == 0:
+            yield Problem("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
 
 
 @dataclass(kw_only=True)
@@ -147,14 +186,14 @@ class GSPOActorConfig(PolicyConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(PolicyExperimentConfig):
+class GRPOConfig(KLExperimentConfig):
     """Group Relative Policy Optimization, token ratios."""
 
     actor: TokenPolicyConfig = knob(help="the policy")
 
 
 @dataclass(kw_only=True)
-class GSPOConfig(PolicyExperimentConfig):
+class GSPOConfig(KLExperimentConfig):
     """Group Sequence Policy Optimization, sequence ratios."""
 
     actor: GSPOActorConfig = knob(help="the policy")
@@ -180,7 +219,7 @@ class PPOActorConfig(TokenPolicyConfig):
 
 
 @dataclass(kw_only=True)
-class PPOConfig(PolicyExperimentConfig):
+class PPOConfig(KLExperimentConfig):
     """Proximal Policy Optimization, with a critic."""
 
     actor: PPOActorConfig = knob(help="the policy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areno.config.fields import Section, check, knob
 from areno.errors import Problem
@@ -110,6 +110,11 @@ class RejectionSamplingConfig(Section):
             yield Problem("action", f"is clamp, which bounds a ratio, but metric is {self.metric}; use mask")
 
     @check
+    def a_row_is_clamped_by_its_mean(self) -> Iterator[Problem]:
+        if self.action == "clamp" and self.level == "sequence" and self.agg != "mean":
+            yield Problem("agg", f"is {self.agg}, but clamp cuts the weight of a row, its geometric mean; use mean")
+
+    @check
     def bounds_are_in_order(self) -> Iterator[Problem]:
         if self.lower is not None and self.lower >= self.upper:
             yield Problem("lower", f"is {self.lower}, not below upper={self.upper}")
@@ -181,6 +186,16 @@ class PolicyConfig(ModelConfig):
     reward_norm: NormConfig | None = knob(None, help="normalise rewards before anything else is made of them")
     adv_norm: NormConfig | None = knob(factory=NormConfig, help="reward to advantage; null = the reward itself")
 
+    def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
+        """Keyword arguments of the loss function that these settings are for (`areno.loss_fns`)."""
+        return {
+            "clip_eps": self.eps_clip,
+            "clip_eps_higher": self.eps_clip_higher,
+            "c_clip": self.c_clip,
+            "kl_coef": 0.0 if self.use_kl_in_reward else self.kl_ctl,
+            "kl_estimator": self.kl_estimator,
+        }
+
     @check
     def one_way_to_cut_the_batch(self) -> Iterator[Problem]:
         if self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None:
@@ -244,10 +259,17 @@ class TokenPolicyConfig(PolicyConfig):
     sapo_tau_pos: float = knob(1.0, help="temperature of SAPO's gate for positive advantages", gt=0)
     sapo_tau_neg: float = knob(1.05, help="the same for negative ones", gt=0)
 
-    @property
-    def surrogate(self) -> Literal["clip", "cispo", "sapo"]:
-        """What the loss makes of the ratio."""
-        return "sapo" if self.use_sapo_loss else "cispo" if self.use_cispo_loss else "clip"
+    def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
+        """See PolicyConfig; these are for `grpo_loss_fn` and `ppo_loss_fn`."""
+        return super().loss_settings(max_new_tokens) | {
+            "reduction": self.reduction,
+            "norm_length": max_new_tokens,
+            "importance_sampling_level": self.importance_sampling_level,
+            "surrogate": "sapo" if self.use_sapo_loss else "cispo" if self.use_cispo_loss else "clip",
+            "sapo_tau_pos": self.sapo_tau_pos,
+            "sapo_tau_neg": self.sapo_tau_neg,
+            "prox_logp_method": "loglinear" if self.prox_logp_method == "loglinear" else "recompute",
+        }
 
     @check
     def one_surrogate(self) -> Iterator[Problem]:
@@ -263,6 +285,15 @@ class RefConfig(Section):
         None, help="model folder or hub id; null = the actor as it starts, loaded once", flag="--ref-ckpt"
     )
     offload: bool = knob(False, help="keep it in host memory while it is not used (CUDA)")
+
+
+@dataclass(kw_only=True)
+class ScoringRefConfig(Section):
+    """A reference that is needed before training only: it is loaded, scores the data and is released."""
+
+    path: str | None = knob(
+        None, help="model folder or hub id; null = the actor as it starts, which scores itself", flag="--ref-ckpt"
+    )
 
 
 @dataclass(kw_only=True)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areno.config.experiments import GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
+from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
 from areno.config.fields import Section
 from areno.config.help import Row, rows
 
-RECIPES: dict[str, type[Section]] = {"sft": SFTConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
+RECIPES: dict[str, type[Section]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "grpo": GRPOConfig,
+    "gspo": GSPOConfig,
+    "ppo": PPOConfig,
+}
 
 _HEAD = """\
 # Configuration reference

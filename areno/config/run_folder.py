@@ -6,8 +6,10 @@ import contextlib
 import json
 import platform
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import areno
 from areno.config.build import to_dict
@@ -47,6 +49,21 @@ def make(run_dir: Path, new: bool = False) -> bool:
             return False
         raise ConfigError([Problem("cluster.fileroot", f"cannot make {run_dir}: {error.strerror}")]) from error
     return True
+
+
+def for_script(config: Any) -> Path:
+    """The folder of a run that a script starts, made and described: <fileroot>/<experiment_name>/<trial_name or time>.
+
+    config: an ExperimentConfig. Raises ConfigError where it cannot be made, or if the trial is there already.
+    """
+    folder = Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name
+    name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
+    run_dir, count = folder / name, 1
+    while not make(run_dir, new=config.trial_name is None):
+        count += 1
+        run_dir = folder / f"{name}-{count}"
+    describe(run_dir, config, [])
+    return run_dir
 
 
 def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:

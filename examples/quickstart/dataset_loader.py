@@ -20,6 +20,11 @@ def pairs(split):
     return [pair for pair in carries if (pair in held_out) == (split == "test")]
 
 
+def without_carry(a, b):
+    """The sum of someone who forgets the carry: 27+35=52."""
+    return (a // 10 + b // 10) * 10 + (a + b) % 10
+
+
 def load_dataset(path, split):
     """Rows for reinforcement learning: prompt and solution."""
     return [{"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a, b in pairs(split)]
@@ -32,6 +37,14 @@ def sloppy_demonstrations(path, split, count=320_000, seed=1):
     rows = []
     for _ in range(count if split == "train" else len(problems)):
         a, b = draw.choice(problems)
-        answer = (a // 10 + b // 10) * 10 + (a + b) % 10 if draw.random() < SLOPPY else a + b
+        answer = without_carry(a, b) if draw.random() < SLOPPY else a + b
         rows.append({"prompt": f"{a}+{b}=", "response": str(answer)})
     return rows
+
+
+def preferences(path, split):
+    """Rows for preference training: the right sum is chosen, the one with the forgotten carry is rejected."""
+    return [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))}
+        for a, b in pairs(split)
+    ]

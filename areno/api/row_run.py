@@ -1,0 +1,135 @@
+"""What the loops that train on given rows stand on (SFT, DPO): rows to batches, the ends of a step and of a run.
+
+The algorithm itself (what is trained on, what is measured) is in trainers/sft.py and trainers/dpo.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Generic
+
+from areno.api.batches import BatchLoader
+from areno.api.build import open_model
+from areno.api.console import log_stage, setup_logging
+from areno.api.data import check_rows, load_rows
+from areno.api.loop import Run, Stopwatch
+from areno.api.row_forms import RowKind
+from areno.api.trainer import Trainer
+from areno.api.types import Batch, Item
+from areno.config import run_folder
+from areno.config.experiments import ExperimentConfig
+from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.engine.types import TrainSequence
+
+# Makes the loader of rows: sft_loader or dpo_loader.
+OpenLoader = Callable[..., BatchLoader[Item]]
+# The eval/* scalars, by name, of all batches of valid_dataset.
+Measure = Callable[[Iterator[Batch[Item]]], dict[str, float]]
+
+
+class RowRun(Generic[Item]):
+    """A model and its rows, for one run of `config` in `run_dir`; None is a new folder under cluster.fileroot.
+
+    train_dataset, valid_dataset: rows that a script holds, in place of the configured paths. Construction checks what
+    can be checked and loads the model. To be closed.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: Path | None,
+        kind: RowKind,
+        open_loader: OpenLoader[Item],
+        measure: Measure[Item],
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        self.config, self.measure = config, measure
+        self.actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
+        setup_logging()
+        spec, tokenizer = open_model(config)
+
+        def loader(dataset: DatasetConfig, rows: Any, key: str) -> BatchLoader[Item]:
+            if rows is None:
+                rows = load_rows(dataset, kind, key)
+            else:  # messages should not speak of a path
+                rows, dataset = check_rows(rows, kind, key), replace(dataset, path=None)
+            return open_loader(rows, tokenizer, dataset, context_len=spec.context_len, seed=config.seed, key=key)
+
+        train = config.train_dataset
+        self.loader = loader(train, train_dataset, "train_dataset")
+        self.valid_loader: BatchLoader[Item] | None = None
+        if config.valid_dataset is not None or valid_dataset is not None:
+            valid = config.valid_dataset or ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
+            self.valid_loader = loader(valid, valid_dataset, "valid_dataset")
+        self.trained: list[dict[str, float]] = []  # train/* of each step so far
+        self.evaluated: list[dict[str, float]] = []  # eval/* of each evaluation so far
+        self.run = Run(config, run_folder.for_script(config) if run_dir is None else run_dir)
+        try:
+            self.trainer = Trainer.from_spec(spec, tokenizer, workers=config.engine.workers)
+        except BaseException:
+            self.run.close()
+            raise
+
+    def steps(self) -> Iterator[tuple[int, Batch[Item]]]:
+        """(step, rows) of the run, an evaluation before the first if that is asked for."""
+        if self.valid_loader is not None and self.config.evaluator.eval_before_train:
+            self.evaluate()
+        yield from self.run.steps(self.loader)
+
+    def train(
+        self, rows: Sequence[TrainSequence], loss_fn: Any, watch: Stopwatch, *, granularity: int = 1
+    ) -> dict[str, float]:
+        """Optimizer steps of the actor, at temperature 1."""
+        with watch.phase("train"):
+            log_stage("train_start")
+            stats = self.trainer.train(
+                rows,
+                loss_fn,
+                gradient_accumulation_steps=self.actor.gradient_accumulation_steps,
+                mb_spec=self.actor.mb_spec,
+                temperature=1.0,
+                granularity=granularity,
+            )
+            log_stage("train_end")
+        stats["tokens_per_second"] = sum(len(row.tokens or []) for row in rows) / watch.seconds["train"]
+        return stats
+
+    def end_step(
+        self, batch: Batch[Item], stats: Mapping[str, float], watch: Stopwatch, headline: Sequence[str]
+    ) -> None:
+        """Log the step, with the statistics named in `headline` in its one line; save and evaluate where due."""
+        self.trained.append(dict(stats))
+        self.run.log(
+            {"rollout/skipped_long": batch.skipped_long, "rollout/total_skipped_long": batch.total_skipped_long}
+        )
+        self.run.log_step(stats, watch, {name: stats[name] for name in headline})
+        self.run.save_if_due(self.trainer.write_checkpoint)
+        if self.run.evaluation_is_due() and self.valid_loader is not None:
+            self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        assert self.valid_loader is not None
+        scalars = self.measure(self.valid_loader.batches())
+        self.run.log_evaluation(scalars, tuple(scalars))
+        self.evaluated.append(scalars)
+        return scalars
+
+    def finish(self, *names: str) -> None:
+        """Save and evaluate at the end, and say how what is named changed."""
+        self.run.save_at_end(self.trainer.write_checkpoint)
+        if self.valid_loader is not None and self.run.evaluated_step != self.run.step:
+            self.evaluate()
+        changes = {name: (self.trained[0][name], self.trained[-1][name]) for name in names}
+        if len(self.evaluated) > 1:
+            changes |= {f"eval_{name}": (self.evaluated[0][name], self.evaluated[-1][name]) for name in names}
+        self.run.log_end(**changes)
+
+    def close(self) -> None:
+        """End the workers, close the logs."""
+        self.trainer.close()
+        self.run.close()
