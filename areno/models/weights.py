@@ -128,8 +128,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         )
     else:
         raise CheckpointError(
-            f"{folder} has no weights: looked for {SINGLE} and {INDEX}; for random weights in the shape of its "
-            "config.json set actor.init_from_scratch=true"
+            f"{folder} has no weights: looked for {SINGLE} and {INDEX}; download the model again (only the actor can "
+            "start from random weights in the shape of its config.json: actor.init_from_scratch=true)"
         )
     file_of: dict[str, Path] = {}
     for file in files:

@@ -1,0 +1,510 @@
+"""Roles beside the actor: loaded, scored, trained, saved, released; inline, in a spawned process, on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, spec, train_rows
+
+from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.engine.engine import Engine
+from areno.engine.spec import RoleSpec
+from areno.engine.train.offload import Offload
+from areno.engine.types import TrainSequence
+from areno.errors import CheckpointError, ConfigError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+from areno.loss_fns.value import value_loss_fn
+from areno.models import weights
+from areno.models.registry import build_model, load_config
+
+ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+FORMS = {"inline": {}, "spawned": {}, "tp": {"devices": 2, "tp_size": 2}, "dp": {"devices": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The actor's, with weights."""
+    path = model_folder(tmp_path_factory.mktemp("actor"))
+    model = build_model(load_config(path), dtype=torch.float32, device="cpu")
+    model.init_weights(11)
+    weights.save_weights(model, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return classifier(tmp_path_factory.mktemp("reward"))
+
+
+def classifier(path: Path, **changes: Any) -> Path:
+    values = json.loads((model_folder(path) / "config.json").read_text())
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(**{**values, "num_labels": 1, **changes})
+    transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def reference(path: Path, **changes: Any) -> RoleSpec:
+    return RoleSpec(**{"path": str(path), "head": "lm", "key": "ref.path", **changes})
+
+
+def critic(path: Path, **changes: Any) -> RoleSpec:
+    return RoleSpec(
+        **{
+            "path": str(path),
+            "head": "value",
+            "key": "critic.path",
+            "optimizer": OPTIMIZER,
+            "gradient_checkpointing": False,
+            **changes,
+        }
+    )
+
+
+def reward_model(path: Path, **changes: Any) -> RoleSpec:
+    return RoleSpec(**{"path": str(path), "head": "value", "key": "reward.path", "needs_head": True, **changes})
+
+
+def engine_of(form: str, folder: Path, **settings: Any) -> Engine:
+    options = {"random_init": False, **FORMS[form], **settings}
+    return Engine(spec(folder, **options), "inline" if form == "inline" else "spawn")
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    """Tests leave it without roles and without having trained the actor."""
+    with engine_of(request.param, folder) as built:
+        yield built
+
+
+def critic_rows(n: int = 7) -> list[TrainSequence]:
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for index in range(n):
+        size = 5 + 3 * index
+        draws = torch.randn(2, size, generator=generator)
+        rows.append(
+            TrainSequence(
+                tokens=torch.randint(2, VOCAB, (size,), generator=generator).tolist(),
+                prompt_mask=[t < 3 or t % 5 == 0 for t in range(size)],
+                values=(0.1 * draws[0]).tolist(),
+                returns=(1 + draws[1]).tolist(),
+            )
+        )
+    return rows
+
+
+def close(rows: list[list[float]], expected: list[list[float]], within: float = 1e-4) -> bool:
+    return [len(row) for row in rows] == [len(row) for row in expected] and all(
+        row == pytest.approx(other, abs=within) for row, other in zip(rows, expected, strict=True)
+    )
+
+
+def test_value_roles_score_and_train_as_on_one_rank(
+    engine: Engine, folder: Path, reward_folder: Path, tmp_path: Path
+) -> None:
+    """And as transformers says of the reward model and of the saved critic."""
+    roles = {"critic": critic(folder), "reward": reward_model(reward_folder)}
+    how: dict[str, Any] = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=40), "n_minibatches": 2}
+    results = []
+    with engine_of("inline", folder) as one:
+        for each, name in ((one, "one"), (engine, "other")):
+            each.ensure_roles(roles)
+            start = each.values("critic", ROWS)
+            rewards = each.rewards("reward", ROWS)
+            stats = [each.train(critic_rows(), value_loss_fn, role="critic", seed=seed, **how) for seed in range(3)]
+            after = each.values("critic", ROWS)
+            actor = each.logprobs("actor", ROWS)
+            each.save(str(tmp_path / name), "critic")
+            results.append((start, rewards, stats, after, actor, each.rewards("critic", ROWS)))
+    for name in roles:
+        engine.release_role(name)
+    (start, rewards, stats, after, actor, _), other = results
+    assert start == other[0] == [[0.0] * len(row) for row in ROWS]
+    assert other[1] == pytest.approx(rewards, abs=1e-4)
+    for mine, theirs in zip(stats, other[2], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"memory_gib", "step_train_time_s"}:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-4), name
+    assert stats[0]["grad_norm"] > 0
+    assert stats[-1]["loss"] < stats[0]["loss"]
+    assert close(other[3], after, 1e-3)
+    assert max(abs(value) for row in after for value in row) > 0.1
+    assert close(other[4], actor)  # the actor has not moved
+    for folder_of, scores in ((reward_folder, other[1]), (tmp_path / "other", other[5])):
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder_of, dtype=torch.float32)
+        with torch.no_grad():
+            expected = [theirs(torch.tensor([row])).logits.item() for row in ROWS]
+        assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_trained_role_goes_on_where_it_was_saved(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    engine.ensure_roles({"critic": critic(folder)})
+    engine.train(critic_rows(), value_loss_fn, role="critic")
+    engine.save(str(tmp_path / "critic"), "critic")
+    values = engine.values("critic", ROWS)
+    engine.release_role("critic")
+    engine.ensure_roles({"critic": critic(tmp_path / "critic", needs_head=True)})
+    assert close(engine.values("critic", ROWS), values)
+    engine.release_role("critic")
+
+
+def test_a_reference_is_the_starting_actor_and_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy as long as the actor has not been trained, from disk afterwards."""
+    with engine_of("inline", folder) as engine:
+        read: list[str] = []
+        original = weights.load_weights
+        monkeypatch.setattr(
+            "areno.engine.roles.load_weights", lambda model, path: read.append(path) or original(model, path)
+        )
+        start = engine.logprobs("actor", ROWS)
+        engine.ensure_roles({"ref": reference(folder), "critic": critic(folder)})
+        assert read == []
+        assert engine.logprobs("ref", ROWS) == start
+        engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
+        assert engine.logprobs("ref", ROWS) == start
+        assert not close(engine.logprobs("actor", ROWS), start, 1e-3)
+        engine.ensure_roles({"late": reference(folder), "late critic": critic(folder)})
+        assert read == [str(folder)] * 2
+        assert engine.logprobs("late", ROWS) == start
+        for name in ("critic", "late critic"):
+            engine.train(critic_rows(), value_loss_fn, role=name)
+        assert engine.values("critic", ROWS) == engine.values("late critic", ROWS)
+
+
+def test_a_reference_of_a_random_actor_can_be_had_at_any_time(tmp_path: Path) -> None:
+    """There are no weight files, but the actor's first weights are a function of the seed."""
+    shape = model_folder(tmp_path)
+    with Engine(spec(shape, seed=5), "inline") as engine:
+        start = engine.logprobs("actor", ROWS)
+        engine.ensure_roles({"ref": reference(shape)})
+        engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
+        engine.ensure_roles({"late": reference(shape / "../" / shape.name), "critic": critic(shape)})
+        assert engine.logprobs("ref", ROWS) == engine.logprobs("late", ROWS) == start
+        assert engine.logprobs("actor", ROWS) != start
+        assert engine.values("critic", ROWS) == [[0.0] * len(row) for row in ROWS]
+
+
+def test_a_language_model_beside_the_actor_can_be_trained(folder: Path) -> None:
+    rows = [TrainSequence([True, False, False], [3, 4, 5])] * 2
+    with engine_of("inline", folder) as engine:
+        engine.ensure_roles({"student": reference(folder, optimizer=OPTIMIZER, gradient_checkpointing=False)})
+        start = engine.logprobs("actor", ROWS)
+        engine.train(rows, sft_loss_fn, role="student")
+        assert engine.logprobs("actor", ROWS) == start != engine.logprobs("student", ROWS)
+        expected = engine.logprobs("student", ROWS)
+        engine.train(rows, sft_loss_fn)
+        assert close(engine.logprobs("actor", ROWS), expected)
+
+
+def test_roles_are_loaded_once(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    wanted = critic(folder)
+    engine.ensure_roles({"critic": wanted})
+    engine.train(critic_rows(), value_loss_fn, role="critic")
+    values = engine.values("critic", ROWS)
+    engine.ensure_roles({"critic": critic(folder)})  # an equal one: it keeps what it has learned
+    assert engine.values("critic", ROWS) == values
+    wanted.offload = True  # what was handed over is not what is loaded
+    with pytest.raises(
+        EngineError, match=r"'critic' is loaded already.*offload=True \(loaded with False\).*release_role"
+    ):
+        engine.ensure_roles({"new": reference(folder), "critic": wanted})
+    with pytest.raises(EngineError, match="no role 'new'"):
+        engine.logprobs("new", ROWS)
+    with pytest.raises(EngineError, match=r"'actor' is loaded already.*what the engine was built for"):
+        engine.ensure_roles({"actor": reference(tmp_path)})
+    engine.ensure_roles({"actor": engine.spec.actor})
+    engine.release_role("critic")
+    engine.ensure_roles({"critic": wanted})  # offload: nothing to do on a CPU, and nothing changes
+    engine.train(critic_rows(), value_loss_fn, role="critic")
+    assert close(engine.values("critic", ROWS), values)
+    engine.release_role("critic")
+
+
+def test_what_a_role_cannot_do(engine: Engine, folder: Path, reward_folder: Path) -> None:
+    engine.ensure_roles({"ref": reference(folder), "reward": reward_model(reward_folder)})
+    rows = critic_rows()
+    unknown = r"no role 'critic'; loaded are: actor, ref, reward; call ensure_roles for 'critic' first"
+    calls = [
+        (unknown, lambda: engine.values("critic", ROWS)),
+        (unknown, lambda: engine.train(rows, value_loss_fn, role="critic")),
+        (unknown, lambda: engine.save("nowhere", "critic")),
+        (unknown, lambda: engine.release_role("critic")),
+        (r"'ref' .* is a language model.*no values.*head='value'", lambda: engine.values("ref", ROWS)),
+        (r"'actor' .* is a language model.*no values", lambda: engine.rewards("actor", ROWS)),
+        (r"'reward' .* has a value head.*no log-probabilities", lambda: engine.logprobs("reward", ROWS)),
+        (r"'ref' was loaded without an optimizer", lambda: engine.train(rows, sft_loss_fn, role="ref")),
+        (r"'reward' was loaded without an optimizer", lambda: engine.train(rows, value_loss_fn, role="reward")),
+        (r"the actor cannot be released", lambda: engine.release_role("actor")),
+    ]
+    for message, call in calls:
+        with pytest.raises(EngineError, match=message):
+            call()
+    engine.begin_rollout(ROLLOUT)
+    with pytest.raises(EngineError, match="'critic' cannot be loaded inside a rollout phase"):
+        engine.ensure_roles({"ref": reference(folder), "critic": critic(folder)})
+    engine.ensure_roles({"ref": reference(folder)})
+    with pytest.raises(EngineError, match="train was called inside a rollout phase"):
+        engine.train(rows, value_loss_fn)
+    engine.end_rollout()
+    assert engine.logprobs("ref", ROWS) == engine.logprobs("actor", ROWS)
+    for name in ("ref", "reward"):
+        engine.release_role(name)
+
+
+def test_a_role_that_cannot_be_loaded_is_absent(
+    engine: Engine, folder: Path, reward_folder: Path, tmp_path: Path
+) -> None:
+    expected = engine.logprobs("actor", ROWS)
+    no_weights = model_folder(tmp_path / "shape")
+    other = model_folder(tmp_path / "vocab", vocab_size=VOCAB + 1)
+    labels = classifier(tmp_path / "labels", num_labels=3)
+    cases = [
+        (CheckpointError, r"nowhere does not exist.*critic\.path", critic(tmp_path / "nowhere")),
+        (CheckpointError, r"^ref\.path: .*shape has no weights", reference(no_weights)),
+        (CheckpointError, r"ForCausalLM.*no trained value head.*reward\.path", reward_model(folder)),
+        (CheckpointError, r"ForSequenceClassification.*no next token.*ref\.path", reference(reward_folder)),
+        (CheckpointError, r"has 3 labels .*expected 1.*reward\.path", reward_model(labels)),
+        (EngineError, r"ref\.path has a vocabulary of 65 tokens, the actor one of 64", reference(other)),
+    ]
+    for kind, message, wanted in cases:
+        with pytest.raises(kind, match=message):
+            engine.ensure_roles({"role": wanted})
+        with pytest.raises(EngineError, match="no role 'role'; loaded are: actor;"):
+            engine.release_role("role")
+    engine.ensure_roles({"role": reference(folder)})
+    assert engine.logprobs("role", ROWS) == engine.logprobs("actor", ROWS) == expected
+    engine.release_role("role")
+
+
+@pytest.mark.parametrize("form", ["tp", "dp"])
+def test_a_role_that_one_rank_cannot_load_is_absent_on_all(form: str, folder: Path, tmp_path: Path) -> None:
+    """The one that could load it does not keep it either."""
+    first = model_folder(tmp_path / "first")
+    model = build_model(load_config(first), dtype=torch.float32, device="cpu")
+    model.init_weights(2)
+    weights.save_weights(model, first)
+    fails_once = partial(_fails_on_rank_1, str(first))
+    with engine_of(form, folder) as engine:
+        engine.train([TrainSequence([True, False], [3, 4])] * 2, fails_once)
+        with pytest.raises(EngineError, match="only here"):
+            engine.ensure_roles({"ref": reference(first)})
+        with pytest.raises(EngineError, match="no role 'ref'"):
+            engine.logprobs("ref", ROWS)
+        engine.train([TrainSequence([True, False], [3, 4])] * 2, _only_the_actor_is_there)
+        engine.ensure_roles({"ref": reference(folder)})
+        assert len(engine.logprobs("ref", ROWS)) == len(ROWS)
+
+
+def _only_the_actor_is_there(pack: Any, logprobs_N: torch.Tensor) -> Any:
+    from areno.models.transformer import Transformer
+
+    gc.collect()
+    assert sum(isinstance(thing, Transformer) for thing in gc.get_objects()) == 1
+    return sft_loss_fn(pack, logprobs_N)
+
+
+def _fails_on_rank_1(path: str, pack: Any, logprobs_N: torch.Tensor) -> Any:
+    """A loss function that, on the way, breaks the loading of `path` in the process of rank 1."""
+    import torch.distributed as dist
+
+    from areno.engine import roles
+
+    if dist.get_rank() == 1:
+        original = roles.load_weights
+
+        def load_weights(model: Any, folder: str) -> None:
+            if folder == path:
+                raise EngineError("only here")
+            original(model, folder)
+
+        roles.load_weights = load_weights
+    return sft_loss_fn(pack, logprobs_N)
+
+
+def test_every_role_is_divided_as_the_actor_is(folder: Path, tmp_path: Path) -> None:
+    odd = classifier(tmp_path, num_attention_heads=3, num_key_value_heads=3)
+    with engine_of("tp", folder) as engine:
+        message = r"engine\.tp_size: is 2, which does not divide the model of reward\.path's 3 \(attention heads\)"
+        with pytest.raises(ConfigError, match=message):
+            engine.ensure_roles({"reward": reward_model(odd)})
+        assert len(engine.logprobs("actor", ROWS)) == len(ROWS)
+
+
+def test_out_of_memory_in_a_role_names_its_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    with engine_of("inline", folder) as engine:
+        engine.ensure_roles({"critic": critic(folder)})
+        with monkeypatch.context() as patch:
+            patch.setattr("areno.engine.roles.build_model", exhausted)
+            with pytest.raises(
+                EngineError, match=r"loading the model of ref\.path.*engine\.tp_size.*offload.*\(ref\.path\)"
+            ):
+                engine.ensure_roles({"ref": reference(folder)})
+        monkeypatch.setattr("areno.models.transformer.Transformer.forward", exhausted)
+        with pytest.raises(EngineError, match=r"critic\.mb_spec\.max_tokens_per_mb=.*critic\.gradient_checkpointing"):
+            engine.train(critic_rows(), value_loss_fn, role="critic")
+
+
+# --- offload ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [100, 2**28])
+def test_buffers_that_come_and_go_change_nothing(
+    folder: Path, dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the part of the device: what is away has no memory, what returns is what left."""
+    from areno.engine.roles import _offload
+    from areno.engine.train.backend import TrainBackend
+
+    monkeypatch.setattr("areno.engine.train.offload.CHUNK_BYTES", chunk_bytes)
+    backends = []
+    for _ in range(2):
+        model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")
+        weights.load_weights(model, folder)
+        backends.append(TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=False))
+    plain, moved = backends
+    offload = _offload(moved)
+    assert moved.flat is not None
+    assert moved.optimizer is not None
+    buffers = [
+        moved.flat.params,
+        moved.flat.masters,
+        moved.flat.grads,
+        moved.optimizer.exp_avg,
+        moved.optimizer.exp_avg_sq,
+    ]
+
+    def at_home() -> list[bool]:
+        return [buffer.untyped_storage().nbytes() > 0 for buffer in buffers]
+
+    spec = MicroBatchSpec(mini_bs=3)
+    for _ in range(3):
+        assert at_home() == [False] * 5
+        expected = plain.train(critic_rows(), value_loss_fn, mb_spec=spec)
+        with offload.on_device(training=True):
+            assert at_home() == [True] * 5
+            assert moved.train(critic_rows(), value_loss_fn, mb_spec=spec) == expected
+        with offload.on_device():
+            assert at_home() == [True, dtype == torch.float32, False, False, False]
+            assert moved.values(ROWS, spec) == plain.values(ROWS, spec)
+    assert any(value for row in plain.values(ROWS, spec) for value in row)
+    with pytest.raises(ValueError, match="amid"), offload.on_device(training=True):
+        raise ValueError("amid")
+    assert at_home() == [False] * 5
+    with offload.on_device(training=True):
+        assert torch.equal(moved.flat.params, plain.flat.params)  # type: ignore[union-attr]
+        assert torch.equal(moved.optimizer.exp_avg_sq, plain.optimizer.exp_avg_sq)  # type: ignore[union-attr]
+
+
+def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
+    params, state = torch.arange(10.0), torch.arange(5.0)
+    offload = Offload(params, [state])
+    arrive = offload._state[0].arrive
+    offload._state[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError), offload.on_device(training=True):
+        pass
+    assert (params.untyped_storage().nbytes(), state.untyped_storage().nbytes()) == (0, 0)
+    offload._state[0].arrive = arrive  # type: ignore[method-assign]
+    with offload.on_device(training=True):
+        assert (params.tolist(), state.tolist()) == ([*range(10)], [*range(5)])
+
+
+def large_shape(folder: Path) -> Path:
+    """About 25M parameters: enough for memory to be told from noise."""
+    values = json.loads((model_folder(folder) / "config.json").read_text())
+    values |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+SLOW_OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+
+
+@pytest.mark.gpu
+def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from areno.engine.parallel import take_place
+    from areno.engine.worker import Worker
+
+    shape = large_shape(tmp_path / "shape")
+    build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
+    mb_spec = MicroBatchSpec(mini_bs=3)
+    losses: list[list[float]] = []
+    scores: list[list[float]] = []
+    for offload in (False, True):
+        worker = Worker(build, take_place(build, 0, ""))
+        worker.train("actor", critic_rows(), sft_loss_fn, mb_spec=mb_spec)  # libraries take their working memory
+        n_params = sum(p.numel() for p in worker.actor.parameters())
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        worker.load_role("critic", critic(shape, offload=offload, optimizer=SLOW_OPTIMIZER))
+        worker.load_role("ref", reference(shape, offload=offload))
+        # Critic: bf16 weights, fp32 masters, gradients, two moments; reference: bf16 weights.
+        kept = torch.cuda.memory_allocated() - before
+        assert (kept < 0.05 * n_params) if offload else (kept >= 20 * n_params), (kept, n_params)
+        losses.append([])
+        scores.append([])
+        for _ in range(3):
+            losses[-1].append(worker.train("critic", critic_rows(), value_loss_fn, mb_spec=mb_spec)["loss"])
+            for row in worker.values("critic", ROWS, mb_spec) + worker.logprobs("ref", ROWS, 1.0, mb_spec):
+                scores[-1] += row
+        assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
+        worker.save(str(tmp_path / f"critic-{offload}"), "critic")
+        for name in ("critic", "ref"):
+            worker.release_role(name)
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before < 0.2 * n_params
+        del worker
+    assert len(set(losses[0])) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # sums on a GPU may differ in order
+    assert scores[1] == pytest.approx(scores[0], abs=3e-2)
+    saved = [
+        transformers.AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / f"critic-{offload}", dtype=torch.float32
+        )
+        for offload in (False, True)
+    ]
+    for one, other in zip(saved[0].parameters(), saved[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=1e-2)
+    assert saved[1].score.weight.abs().sum() > 0
+
+
+@pytest.mark.gpu
+def test_offloaded_roles_beside_a_decoder(tmp_path: Path) -> None:
+    """Rollouts between uses may take the memory that the roles left, and what returns is what left."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    shape = large_shape(tmp_path / "shape")
+    build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
+    results = []
+    for offload in (False, True):
+        wanted = critic(shape, offload=offload, optimizer=SLOW_OPTIMIZER)
+        with Engine(build) as engine:
+            engine.ensure_roles({"critic": wanted, "ref": reference(shape, offload=offload)})
+            numbers: list[float] = []
+            for _ in range(2):
+                rollout(engine)
+                numbers += [value for row in engine.logprobs("ref", ROWS) for value in row]
+                numbers.append(engine.train(critic_rows(), value_loss_fn, role="critic")["loss"])
+                numbers += engine.rewards("critic", ROWS)
+            engine.release_role("critic")
+            engine.ensure_roles({"critic": wanted})
+            assert engine.values("critic", ROWS) == [[0.0] * len(row) for row in ROWS]
+            results.append(numbers)
+    assert results[1] == pytest.approx(results[0], abs=3e-2)
