@@ -155,6 +155,7 @@ def test_m2_keep_leaves_what_brings_the_policy_back():
     """Far from the behaviour policy, but pushed towards it, or not pushed at all."""
     keep = m2_keep([[2.0, -2.0, 2.0, 2.0]], [[0.0] * 4], [[-1.0, 1.0, 0.0, 1.0]], 0.04)
     assert keep[0].tolist() == [True, True, True, False]
+    assert m2_keep([[0.5]], [[0.0]], [[1.0]], 0.25)[0].all()  # a mean at the threshold is at most the threshold
     assert m2_keep([], [], [], 0.04) == []
     with pytest.raises(ValueError, match="m2_threshold is 0"):
         m2_keep([[0.0]], [[0.0]], [[1.0]], 0.0)
