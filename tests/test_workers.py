@@ -41,7 +41,7 @@ def group(folder: Path) -> Iterator[SpawnedGroup]:
 
 
 def train(group: WorkerGroup, loss_fn: Any) -> dict[str, float]:
-    return group.call("train", ROWS, loss_fn, mb_spec=WHOLE)[0]
+    return group.call("train", "actor", ROWS, loss_fn, mb_spec=WHOLE)[0]
 
 
 def poll(group: WorkerGroup, n: int) -> list[GenerationOutput]:
