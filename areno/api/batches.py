@@ -51,7 +51,7 @@ class BatchLoader(Generic[Item]):
         self.seed = seed
         self.key = key
         # For messages: what the rows are called, and what is to be set where something is wrong with them.
-        self.name, self._setting = (config.path, f"{key}.path") if config.path else ("the rows given", key)
+        self.name, self._setting = (config.path, f"{key}.path") if config.path else ("the data given", key)
         self.epoch = 0
         self.total_skipped_long = 0
         self._next = 0  # rows of this epoch's order that are used up
@@ -127,7 +127,8 @@ class BatchLoader(Generic[Item]):
         try:
             item = self.encode(self.rows[index], index)
         except DataError as error:
-            raise DataError(f"{self._setting}: {self.name} row {index}: {error}") from error
+            source = f"{self._setting}: {self.name}" if self.config.path else self.key
+            raise DataError(f"{source} row {index}: {error}") from error
         n_tokens = len(item.tokens)  # type: ignore[attr-defined]
         if n_tokens > self.max_tokens:
             if not self._too_long:
