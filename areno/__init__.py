@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
+    "Areno",
+    "ArenoConfig",
+    "DPOTrainer",
+    "ModelRole",
+    "PPOTrainer",
     "PolicyOnlyTrainer",
     "SFTTrainer",
     "SamplingParams",
@@ -16,12 +21,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from areno.api.backend import Areno, ArenoConfig
     from areno.api.trainer import Trainer
+    from areno.api.trainers.dpo import DPOTrainer
     from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.api.trainers.ppo import PPOTrainer
     from areno.api.trainers.sft import SFTTrainer
+    from areno.api.types import ModelRole
     from areno.engine.types import SamplingParams, TrainSequence
 
 _HOME = {
+    "Areno": "areno.api.backend",
+    "ArenoConfig": "areno.api.backend",
+    "DPOTrainer": "areno.api.trainers.dpo",
+    "ModelRole": "areno.api.types",
+    "PPOTrainer": "areno.api.trainers.ppo",
     "PolicyOnlyTrainer": "areno.api.trainers.policy_only",
     "SFTTrainer": "areno.api.trainers.sft",
     "SamplingParams": "areno.engine.types",

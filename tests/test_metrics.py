@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, with_prefix
+from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
 from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
+from areno.engine.types import TrainSequence
 
 
 def sample(n_prompt, logprobs, reward, status="ok", finish_reason="stop"):
@@ -60,6 +61,42 @@ def test_nothing_to_average_is_left_out():
     assert not any("rewards_mean" in name or "accuracy" in name for name in stats)
     assert all(math.isfinite(value) for value in stats.values())
     assert rollout_metrics([], [])["rollout/num_sequences"] == 0
+
+
+def test_rows_tell_the_same_as_samples():
+    """Of a step in which every sample has a reward."""
+    samples = SAMPLES[:3]
+    advantages = [1.0, -1.0, 0.5]
+    rows = [
+        TrainSequence(
+            prompt_mask=[True] * len(s.item.tokens) + [False] * len(s.sequence.resp_tokens),
+            tokens=s.item.tokens + s.sequence.resp_tokens,
+            logprobs=[0.0] * len(s.item.tokens) + s.sequence.resp_logprobs,
+            advantages=[7.0] * len(s.item.tokens) + [advantage] * len(s.sequence.resp_tokens),
+            reward=s.outcome.value,
+        )
+        for s, advantage in zip(samples, advantages, strict=True)
+    ]
+    expected = rollout_metrics(samples, advantages)
+    of_samples_only = {"truncated", "reward_timeouts", "reward_errors", "skipped_long"}
+    expected = {k: v for k, v in expected.items() if k.split("/")[1] not in of_samples_only}
+    assert row_metrics(rows) == pytest.approx(expected)
+
+
+def test_rows_with_tool_spans_and_without_a_rollout():
+    row = TrainSequence(
+        prompt_mask=[True, False, True, True, False, True],
+        tokens=[1] * 6,
+        logprobs=[0.0, -1.0, -9.0, -9.0, -3.0, 0.0],
+        advantages=[0.0, 1.0, 9.0, 9.0, 2.0, 0.0],
+    )
+    stats = row_metrics([row])
+    names = ("seq_len_mean", "prompt_len_mean", "response_len_mean", "logprobs_mean", "advantages_mean")
+    assert [stats[f"rollout/{name}"] for name in names] == [6, 1, 2, -2.0, 1.5]
+    assert row_metrics([TrainSequence(prompt_mask=[True, False], tokens=[1, 2])]) == {}
+    masked = TrainSequence(prompt_mask=[True, True], tokens=[1, 2], logprobs=[0.0, 0.0], advantages=[1.0, 1.0])
+    assert row_metrics([masked])["rollout/response_len_mean"] == 0
+    assert "rollout/advantages_mean" not in row_metrics([masked])
 
 
 def test_accuracy_counts_whole_rewards_only():

@@ -7,7 +7,10 @@ import sys
 
 import areno
 
-PUBLIC = {"PolicyOnlyTrainer", "SFTTrainer", "SamplingParams", "TrainSequence", "Trainer"}
+PUBLIC = {
+    "Areno", "ArenoConfig", "DPOTrainer", "ModelRole", "PPOTrainer", "PolicyOnlyTrainer", "SFTTrainer",
+    "SamplingParams", "TrainSequence", "Trainer",
+}  # fmt: skip
 
 
 def test_the_list_is_what_we_promise() -> None:

@@ -95,6 +95,7 @@ def check_rows(rows: Any, vocab_size: int) -> None:
 
     Per-token lists of other lengths than the tokens are for the train backend to find.
     """
+    per_token = ("prompt_mask", "logprobs", "advantages", "returns", "values", "ref_logprobs", "weights")
     if not isinstance(rows, (list, tuple)):
         raise DataError(f"batch_data is a {type(rows).__name__}; a list of areno.TrainSequence is expected")
     if not rows:
@@ -106,6 +107,14 @@ def check_rows(rows: Any, vocab_size: int) -> None:
             raise DataError(f"batch_data[{index}] has no tokens; set TrainSequence.tokens")
         if problem := token_problem(row.tokens, vocab_size):
             raise DataError(f"batch_data[{index}]: tokens {problem}")
+        for name in per_token:
+            value = getattr(row, name)
+            if value is not None and not hasattr(value, "__len__"):
+                raise DataError(
+                    f"batch_data[{index}]: {name} is {value!r}; a list with an entry for each token is expected"
+                )
+        if not hasattr(row.reward, "__float__"):
+            raise DataError(f"batch_data[{index}]: reward is {row.reward!r}; a number is expected")
 
 
 def _is_int(value: Any) -> bool:

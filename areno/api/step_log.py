@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
+from areno.api.batches import BatchLoader
 from areno.api.loop import Stopwatch
 from areno.api.metrics import MetricsRecorder, row_metrics, with_prefix
-from areno.api.types import PromptBatch
+from areno.api.types import PromptBatch, PromptItem
 from areno.engine.types import TrainSequence
 
 
@@ -20,12 +22,18 @@ class StepLog:
         self._trained: set[str] = set()  # models trained in it
         self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
 
-    def counting_skipped(self, batches: Iterable[PromptBatch]) -> Iterator[PromptBatch]:
-        """The batches, while their skipped rows are counted."""
-        for batch in batches:
-            now, total = self._skipped or (0, 0)
-            self._skipped = now + batch.skipped_long, total + batch.skipped_long
-            yield batch
+    def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
+        """One pass over the batches, while the rows that are skipped are counted."""
+        counted = 0
+        for batch in loader.batches():
+            counted += self._count_skipped(loader.total_skipped_long - counted)
+            yield cast(PromptBatch, batch)  # the loader's batch_type
+        self._count_skipped(loader.total_skipped_long - counted)
+
+    def _count_skipped(self, n: int) -> int:
+        now, total = self._skipped or (0, 0)
+        self._skipped = now + n, total + n
+        return n
 
     def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
         """Write what a training call tells, and return its statistics with those of the step."""

@@ -145,7 +145,7 @@ class Trainer:
             solutions_key=solutions_key,
             enable_thinking=self._runtime.enable_thinking,
         )
-        return self._log.counting_skipped(loader.batches())  # type: ignore[arg-type]
+        return self._log.counting_skipped(loader)
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
