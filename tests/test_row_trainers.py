@@ -1,0 +1,310 @@
+"""The loops of SFT and DPO, from scripts that hold their rows, against transformers' log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import areno
+from areno.config.compose import load
+from areno.config.experiments import DPOActorConfig, DPOConfig, SFTConfig
+from areno.config.model_roles import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
+from areno.config.paths import find_file
+from areno.config.run import ClusterConfig, DatasetConfig, EvaluatorConfig, SaverConfig, ValidDatasetConfig
+from areno.errors import ConfigError, DataError
+
+MODEL = str(find_file("examples/quickstart/model"))
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)}
+    for a in range(17, 77, 10)
+    for b in (5, 27)
+]
+DEMONSTRATIONS = [{"prompt": f"{a}+9=", "response": str(a + 9) * (a % 3 + 1)} for a in range(11, 21)]
+
+
+def settings(tmp_path, actor, **more):
+    return {
+        "experiment_name": "rows",
+        "actor": actor,
+        "cluster": ClusterConfig(fileroot=str(tmp_path)),
+        "saver": SaverConfig(freq_steps=None),
+        **more,
+    }
+
+
+def optimizer(lr=1e-4):
+    return OptimizerConfig(lr=lr, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+
+
+def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
+
+
+def scalars(run_dir: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines():
+        for name, value in json.loads(line).items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
+    """Of the answer's tokens and the end of the sequence."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    with torch.no_grad():
+        table = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+    return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
+
+
+# DPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_dpo_of_a_script(tmp_path):
+    import sys
+
+    sys.path.insert(0, str(find_file("examples/quickstart")))
+    from dataset_loader import preferences
+
+    sys.path.pop(0)
+    config = dpo_config(
+        tmp_path,
+        batch_size=16,
+        actor={"beta": 1.0, "label_smoothing": 0.1, "optimizer": optimizer(3e-4)},
+        total_train_steps=25,
+        evaluator=EvaluatorConfig(eval_before_train=True),
+    )
+    valid = preferences("", "test")[::5]
+    with areno.DPOTrainer(config, train_dataset=preferences("", "train"), valid_dataset=valid) as trainer:
+        result = trainer.fit()
+        assert len(trainer.ref_scores) == 25 * 16
+        again = trainer.evaluate()
+    [run_dir] = (tmp_path / "rows").iterdir()
+    assert json.loads((run_dir / "versions.json").read_text())["areno"] == areno.__version__
+    assert (run_dir / "checkpoints" / "latest" / "config.json").is_file()
+    found = scalars(run_dir)
+    assert found["eval/accuracy"][0] == 0.5  # the actor is its own reference
+    assert found["eval/margin"][0] == 0
+    assert found["eval/ranking_accuracy"][0] < 0.3
+    assert found["eval/accuracy"][1] == result == again["accuracy"] >= 0.9
+    assert found["eval/ranking_accuracy"][1] >= 0.8
+    assert len(found["train/accuracy"]) == 25
+    assert found["train/margin"][-1] > 1
+    assert found["train/rewards_chosen"][-1] - found["train/rewards_rejected"][-1] == pytest.approx(
+        found["train/margin"][-1], abs=1e-5
+    )
+    # The very first loss is log 2, that of a policy which is its own reference.
+    assert found["train/loss"][0] == pytest.approx(math.log(2), abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_evaluation_is_what_transformers_computes(tmp_path, loss_type):
+    config = dpo_config(tmp_path, actor={"beta": 0.5, "loss_type": loss_type}, total_train_steps=3)
+    with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:5]) as trainer:
+        trainer.fit()
+        measured = trainer.evaluate()
+    [run_dir] = (tmp_path / "rows").iterdir()
+    latest = run_dir / "checkpoints" / "latest"
+    losses, margins, ranks = [], [], []
+    for row in PAIRS[:5]:
+        new = {name: hf_logprobs(latest, row["prompt"], row[name]) for name in ("chosen", "rejected")}
+        old = {name: hf_logprobs(MODEL, row["prompt"], row[name]) for name in ("chosen", "rejected")}
+        length = {name: len(new[name]) if loss_type == "ipo" else 1 for name in new}
+        h = {name: (sum(new[name]) - sum(old[name])) / length[name] for name in new}
+        d = h["chosen"] - h["rejected"]
+        losses.append((d - 1) ** 2 if loss_type == "ipo" else math.log(1 + math.exp(-0.5 * d)))
+        margins.append(0.5 * d)
+        ranks.append(sum(new["chosen"]) > sum(new["rejected"]))
+    assert measured["loss"] == pytest.approx(sum(losses) / 5, abs=1e-4)
+    assert measured["margin"] == pytest.approx(sum(margins) / 5, abs=1e-4)
+    assert measured["accuracy"] == sum(margin > 0 for margin in margins) / 5
+    assert measured["ranking_accuracy"] == sum(ranks) / 5
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """The quickstart's model with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_reference_scores_every_pair_once(tmp_path, monkeypatch, other_model, own):
+    from areno.api.trainer import Trainer
+
+    scored, roles = [], []
+    score, ensure, release = Trainer.score_logprobs, Trainer.ensure_roles, Trainer.release_role
+
+    def spy(self, role, rows, *args, **options):
+        scored.append((role, len(rows)))
+        return score(self, role, rows, *args, **options)
+
+    monkeypatch.setattr(Trainer, "score_logprobs", spy)
+    monkeypatch.setattr(Trainer, "ensure_roles", lambda self, given: (roles.append(list(given)), ensure(self, given)))
+    monkeypatch.setattr(Trainer, "release_role", lambda self, role: (roles.append(f"-{role}"), release(self, role)))
+    reference = MODEL if own else str(other_model)
+    config = dpo_config(
+        tmp_path, batch_size=5, total_train_epochs=3, ref=ScoringRefConfig(path=None if own else reference)
+    )
+    with areno.DPOTrainer(config, train_dataset=PAIRS) as trainer:
+        trainer.fit()
+        scores = trainer.ref_scores
+    role = "actor" if own else "ref"
+    assert roles == ([] if own else [["ref"], "-ref"])
+    # Two batches of five pairs; the third epoch has a pair that the first leaves out, so all twelve are scored.
+    assert scored == [(role, 10), (role, 10), (role, 4)]
+    assert sorted(scores) == list(range(len(PAIRS)))
+    for index in (0, 5, 11):
+        for name, values in zip(("chosen", "rejected"), scores[index], strict=True):
+            expected = hf_logprobs(reference, PAIRS[index]["prompt"], PAIRS[index][name])
+            assert values.dtype == "float32"
+            assert values[-len(expected) :].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "n_scored"),
+    [
+        ({"total_train_steps": 2}, 8),
+        ({"total_train_n_seqs": 5}, 8),
+        ({"total_train_epochs": 1}, 12),
+        ({"total_train_steps": 3, "total_train_epochs": 2}, 12),
+    ],
+)
+def test_only_pairs_that_are_trained_on_are_scored(tmp_path, limits, n_scored):
+    with areno.DPOTrainer(dpo_config(tmp_path, **limits), train_dataset=PAIRS) as trainer:
+        trainer.score_reference()
+        assert len(trainer.ref_scores) == n_scored
+        state = trainer.data.loader.state_dict()
+        assert (state["epoch"], state["next"]) == (0, 0)
+        trainer.fit()  # a pair without a score would be a KeyError
+
+
+def test_without_evaluation_the_result_is_that_of_the_last_steps(tmp_path):
+    with areno.DPOTrainer(dpo_config(tmp_path, total_train_steps=7), train_dataset=PAIRS) as trainer:
+        result = trainer.fit()
+        accuracies = [stats["accuracy"] for stats in trainer.data.trained]
+    assert len(accuracies) == 7
+    assert result == pytest.approx(sum(accuracies[-5:]) / 5)
+
+
+def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
+    """Same losses over several steps for every mb_spec; a pair that is torn apart would be another pair's."""
+    found = []
+    for mb_spec in ({"mini_bs": 1}, {"mini_bs": 4}, {"mini_bs": 64}, {"max_tokens_per_mb": 30}):
+        config = dpo_config(tmp_path, actor={"mb_spec": MicroBatchSpec(**mb_spec)}, total_train_steps=3)
+        with areno.DPOTrainer(config, train_dataset=PAIRS) as trainer:
+            trainer.fit()
+            found.append([(stats["loss"], stats["grad_norm"], stats["margin"]) for stats in trainer.data.trained])
+    for other in found[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
+
+
+def test_settings_of_dpo_that_do_not_fit(tmp_path):
+    for actor, message in (
+        ({"beta": 0.0}, "beta: is 0.0; it must be more than 0"),
+        ({"label_smoothing": 0.5}, "label_smoothing: is 0.5; it must be less than 0.5"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: is 0.1, which loss_type=ipo has no use for"),
+        ({"loss_type": "hinge"}, "loss_type: is 'hinge'; expected one of 'sigmoid', 'ipo'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            dpo_config(tmp_path, actor=actor)
+    nowhere = dpo_config(tmp_path, ref=ScoringRefConfig(path="no/such/folder"))
+    with pytest.raises(areno.errors.CheckpointError, match=r"ref\.path"):
+        areno.DPOTrainer(nowhere, train_dataset=PAIRS)
+    with pytest.raises(DataError, match="train_dataset row 0: field chosen is missing"):
+        areno.DPOTrainer(dpo_config(tmp_path), train_dataset=DEMONSTRATIONS)
+    with pytest.raises(ConfigError, match=r"train_dataset\.path: missing"):
+        areno.DPOTrainer(dpo_config(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_quickstart_learns_what_is_preferred(tmp_path, seed):
+    config = load(DPOConfig, "quickstart_dpo", [f"seed={seed}", f"cluster.fileroot={tmp_path}"])
+    with areno.DPOTrainer(config) as trainer:
+        assert trainer.fit() >= 0.98
+        before, after = trainer.data.evaluated[0], trainer.data.evaluated[-1]
+    assert before["accuracy"] == 0.5
+    assert before["ranking_accuracy"] < 0.15
+    assert after["ranking_accuracy"] >= 0.98
+    # The model gives the right sum, too: the chosen answer has not lost its probability along with the rejected one.
+    latest = next((tmp_path / "quickstart_dpo").iterdir()) / "checkpoints" / "latest"
+    likely = [math.exp(sum(hf_logprobs(latest, f"{a}+{b}=", str(a + b)))) for a, b in ((2, 8), (38, 3), (48, 2))]
+    assert min(likely) > 0.5
+
+
+# SFT -----------------------------------------------------------------------------------------------------------------
+
+
+def sft_config(tmp_path, mb_spec, batch_size=10, **more):
+    actor = ModelConfig(path=MODEL, gradient_checkpointing=False, optimizer=optimizer(), mb_spec=mb_spec)
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return SFTConfig(**settings(tmp_path, actor, train_dataset=data, **more))
+
+
+def test_packed_rows_have_the_loss_of_rows_one_by_one(tmp_path):
+    """The mean over all response tokens of the step, as transformers has it for each row alone."""
+    logprobs = [hf_logprobs(MODEL, row["prompt"], row["response"]) for row in DEMONSTRATIONS]
+    expected = -sum(map(sum, logprobs)) / sum(map(len, logprobs))
+    steps = []
+    for mb_spec in ({"mini_bs": 1}, {"mini_bs": 16}, {"max_tokens_per_mb": 33}):
+        config = sft_config(tmp_path, MicroBatchSpec(**mb_spec), total_train_steps=2)
+        with areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS) as trainer:
+            last = trainer.fit()
+            losses = [stats["loss"] for stats in trainer.data.trained]
+        assert losses[0] == pytest.approx(expected, abs=1e-5)
+        assert last == losses[-1] < losses[0]
+        steps.append(losses)
+    assert steps[1] == pytest.approx(steps[0], abs=1e-5)
+    assert steps[2] == pytest.approx(steps[0], abs=1e-5)
+
+
+def test_evaluation_loss_of_a_script(tmp_path):
+    config = sft_config(
+        tmp_path,
+        MicroBatchSpec(),
+        total_train_steps=3,
+        valid_dataset=ValidDatasetConfig(batch_size=3, max_length=64),
+        evaluator=EvaluatorConfig(freq_steps=2, eval_before_train=True),
+    )
+    with areno.SFTTrainer(
+        config, tmp_path / "here", train_dataset=DEMONSTRATIONS, valid_dataset=DEMONSTRATIONS[:4]
+    ) as trainer:
+        result = trainer.fit()
+    losses = scalars(tmp_path / "here")["eval/loss"]
+    logprobs = [hf_logprobs(MODEL, row["prompt"], row["response"]) for row in DEMONSTRATIONS[:4]]
+    assert losses[0] == pytest.approx(-sum(map(sum, logprobs)) / sum(map(len, logprobs)), abs=1e-5)
+    assert len(losses) == 3
+    assert result == losses[-1] < losses[1] < losses[0]
+
+
+def test_two_runs_of_a_script_have_folders_of_their_own(tmp_path):
+    for _ in range(2):
+        config = sft_config(tmp_path, MicroBatchSpec(), total_train_steps=1)
+        with areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS) as trainer:
+            trainer.fit()
+    folders = list((tmp_path / "rows").iterdir())
+    assert len(folders) == 2
+    assert all("experiment_name: rows" in (folder / "config.yaml").read_text() for folder in folders)
+    config = sft_config(tmp_path, MicroBatchSpec(), total_train_steps=1, trial_name=folders[0].name)
+    with pytest.raises(ConfigError, match=r"trial_name: .* holds an earlier run"):
+        areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS)
