@@ -60,7 +60,7 @@ def run(*overrides: str, recipe=gspo, evaluate: bool = False) -> int:
     if recipe is sft:
         arguments = [a for a in arguments if not a.startswith(("gconfig", "reward"))]
     try:
-        return command.run(Recipe(recipe.__name__, recipe.CONFIG, recipe.main, recipe.DEFAULT), arguments)
+        return command.run(Recipe.of(recipe.ALGORITHM, f"python -m {recipe.__name__}"), arguments)
     except SystemExit as end:
         return int(end.code or 0)
 

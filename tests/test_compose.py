@@ -57,7 +57,7 @@ class Main:
 
 
 def run(main, *arguments, name="small"):
-    recipe = Recipe("areno.recipes.gspo", GSPOConfig, main, "small")
+    recipe = Recipe("python -m areno.recipes.gspo", "gspo", GSPOConfig, main, "small")
     try:
         return command.run(recipe, ["--config-dir=my", f"--config-name={name}", *arguments])
     except SystemExit as end:
@@ -387,12 +387,13 @@ sys.exit(f"imported {heavy}" if heavy else 0)
 def test_recipe_runs_under_its_own_name(tmp_path):
     (tmp_path / "custom.py").write_text(
         "import pickle\n"
-        "from areno.config.experiments import GSPOConfig as CONFIG\n"
-        "DEFAULT = 'gsm8k'\n"
+        "from types import SimpleNamespace\n"
+        "from areno.config.experiments import GSPOConfig\n"
         "class Own: pass\n"
-        "def main(config, run_dir):\n"
+        "def run(config, run_dir):\n"
         "    (run_dir / 'own.pkl').write_bytes(pickle.dumps(Own()))\n"
         "    return 1.0\n"
+        "ALGORITHM = SimpleNamespace(name='custom', config=GSPOConfig, default='gsm8k', run=run)\n"
         "if __name__ == '__main__':\n"
         "    from areno.config.command import run_recipe\n"
         "    run_recipe('custom')\n"

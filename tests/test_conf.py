@@ -6,19 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from areno.api import get_algorithm
 from areno.config import library
 from areno.config.compose import load
-from areno.config.experiments import GRPOConfig, GSPOConfig, SFTConfig
+from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
 from areno.config.paths import find_file
 
-RECIPES = {"sft": SFTConfig, "grpo": GRPOConfig, "gspo": GSPOConfig}
+RECIPES = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
     "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
-    "gsm8k": (["grpo", "gspo"], []),
-    "quickstart": (["grpo", "gspo"], []),
+    "gsm8k": (["grpo", "gspo", "ppo"], []),
+    "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "quickstart": (["grpo", "gspo", "ppo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
-    "stories": (["grpo", "gspo"], ["actor.path=folder"]),
+    "quickstart_dpo": (["dpo"], []),
+    "quickstart_ppo": (["ppo"], []),
+    "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
 }
 # What experiments leave to the user.
 EXPERIMENT_NEEDS = {"grpo-stories-stories260k-cpu": ["actor.path=folder"]}
@@ -68,9 +72,9 @@ def test_group_choice(group, choice):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_default_of_a_recipe_exists(recipe):
-    module = __import__(f"areno.recipes.{recipe}", fromlist=["DEFAULT"])
-    assert module.DEFAULT in {**library.tasks(), **library.experiments()}
-    assert module.CONFIG is RECIPES[recipe]
+    algorithm = get_algorithm(recipe)
+    assert algorithm.default in {**library.tasks(), **library.experiments()}
+    assert algorithm.config is RECIPES[recipe]
 
 
 def test_every_file_says_what_it_is_for():

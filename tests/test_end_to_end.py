@@ -65,7 +65,7 @@ def train(recipe: str, folder: Path, *arguments: str) -> Path:
     """Run a recipe in this process, as `python -m areno.recipes.<recipe>` would; the folder of the run."""
     module = import_module(f"areno.recipes.{recipe}")
     fixed = [f"cluster.fileroot={folder}", "experiment_name=e", "trial_name=t", "engine.device=cpu"]
-    code = run(Recipe(module.__name__, module.CONFIG, module.main, module.DEFAULT), [*arguments, *fixed])
+    code = run(Recipe.of(module.ALGORITHM, f"python -m {module.__name__}"), [*arguments, *fixed])
     assert code == 0
     return folder / "e" / "t"
 

@@ -1,50 +1,209 @@
-"""Samples to training rows."""
+"""Samples to training rows: rewards, advantages with and without a critic, and the proximal policy."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
 
-from areno.api.rows import policy_rows, replace_logprobs, sample_advantages
+from areno.api.rows import (
+    correct_rows,
+    critic_advantages,
+    first_groups,
+    group_ids,
+    n_groups,
+    needs_proximal,
+    outcome_advantages,
+    policy_rows,
+    sample_rewards,
+    set_trained,
+    token_rewards,
+    trained,
+    with_a_difference,
+)
 from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
-from areno.config.model_roles import NormConfig
+from areno.config.experiments import PPOActorConfig
+from areno.config.model_roles import NormConfig, PolicyConfig, RejectionSamplingConfig
 from areno.engine.types import TrainSequence
 
 
-def sample(item: PromptItem, reward: float | None, tokens: list[int]) -> ScoredSample:
+def sample(item: PromptItem, reward: float | None, tokens: list[int], finish: str = "stop") -> ScoredSample:
     status = "timeout" if reward is None else "ok"
     return ScoredSample(
         item=item,
-        sequence=RolloutSequence(resp_tokens=tokens, resp_logprobs=[-0.5 * t for t in tokens]),
+        sequence=RolloutSequence(resp_tokens=tokens, resp_logprobs=[-0.5 * t for t in tokens], finish_reason=finish),  # type: ignore[arg-type]
         completion="",
         outcome=RewardOutcome(reward, status),  # type: ignore[arg-type]
     )
 
 
+def prompt() -> PromptItem:
+    return PromptItem(prompt="a", text="a", tokens=[1, 2], index=7)
+
+
+def actor(**settings) -> PolicyConfig:
+    return PolicyConfig(path="model", **settings)
+
+
+def row(logprobs: list[float], reward: float = 0.0, mask: list[bool] | None = None, **fields) -> TrainSequence:
+    mask = [i == 0 for i in range(len(logprobs))] if mask is None else mask
+    return TrainSequence(tokens=[1] * len(logprobs), prompt_mask=mask, logprobs=logprobs, reward=reward, **fields)
+
+
 def test_groups_are_the_samples_of_a_prompt_even_of_a_row_drawn_twice() -> None:
-    one, same_row = (PromptItem(prompt="a", text="a", tokens=[1, 2], index=7) for _ in range(2))
+    one, same_row = prompt(), prompt()
     samples = [sample(one, 0.0, [3]), sample(one, 1.0, [4]), sample(same_row, 1.0, [5]), sample(same_row, 1.0, [6])]
-    np.testing.assert_allclose(sample_advantages(samples, NormConfig()), [-1, 1, 0, 0], atol=1e-5)
+    rows = policy_rows(samples, sample_rewards(samples, actor(), 8), eos_token_id=9)
+    advantages = outcome_advantages(rows, group_ids(samples), actor())
+    np.testing.assert_allclose(np.concatenate(advantages), [-1, 1, 0, 0], atol=1e-5)
 
 
-def test_a_sample_without_a_reward_is_left_out() -> None:
-    item = PromptItem(prompt="a", text="a", tokens=[1, 2])
-    samples = [sample(item, 1.0, [3]), sample(item, None, [4, 4]), sample(item, 0.0, [5, 6])]
-    advantages = sample_advantages(samples, NormConfig())
-    np.testing.assert_allclose(advantages, [1, 0, -1], atol=1e-5)
-    rows = policy_rows(samples, advantages, eos_token_id=9)
-    assert [row.tokens for row in rows] == [[1, 2, 3], [1, 2, 5, 6]]
-    assert rows[1].prompt_mask == [True, True, False, False]
-    assert rows[1].logprobs == [0.0, 0.0, -2.5, -3.0]
-    assert rows[1].advantages == pytest.approx([0.0, 0.0, -1.0, -1.0], abs=1e-5)
-    assert rows[0].reward == 1.0
+def test_rows_hold_prompt_and_response_aligned() -> None:
+    samples = [sample(prompt(), 1.0, [5, 6])]
+    [made] = policy_rows(samples, [0.25], eos_token_id=9)
+    assert made.tokens == [1, 2, 5, 6]
+    assert made.prompt_mask == [True, True, False, False]
+    assert made.logprobs == [0.0, 0.0, -2.5, -3.0]
+    assert made.reward == 0.25
+    set_trained([made], "advantages", [np.array([2.0, 3.0])])
+    assert made.advantages == [0.0, 0.0, 2.0, 3.0]
+    np.testing.assert_array_equal(trained([made], "logprobs")[0], [-2.5, -3.0])
 
 
-def test_replaced_logprobs_keep_the_prompt_at_zero_and_tell_the_difference() -> None:
-    row = TrainSequence(tokens=[1, 2, 3], prompt_mask=[True, False, False], logprobs=[0.0, -1.0, -2.0])
-    told = replace_logprobs([row], [[0.0, -1.5, -1.75]])
-    assert row.logprobs == [0.0, -1.5, -1.75]
+def test_truncated_samples_are_left_out_of_training_but_not_of_the_group() -> None:
+    item = prompt()
+    samples = [sample(item, 1.0, [3, 4]), sample(item, 0.0, [5, 6], finish="length")]
+    rows = policy_rows(samples, [1.0, 0.0], eos_token_id=9, drop_truncated=True)
+    assert rows[1].prompt_mask == [True] * 4
+    kept, dropped = outcome_advantages(rows, group_ids(samples), actor())
+    np.testing.assert_allclose(kept, [1, 1], atol=1e-5)  # without the other it would be 0
+    assert dropped.size == 0
+
+
+def test_dynamic_sampling_keeps_groups_with_a_difference() -> None:
+    mixed, same, unknown, late = (prompt() for _ in range(4))
+    samples = [
+        *(sample(mixed, r, [3]) for r in (0.0, 1.0)),
+        *(sample(same, 1.0, [3]) for _ in range(2)),
+        *(sample(unknown, r, [3]) for r in (None, 1.0)),
+        *(sample(late, r, [3]) for r in (None, 1.0, 2.0)),
+    ]
+    kept = with_a_difference(samples)
+    assert {id(s.item) for s in kept} == {id(mixed), id(late)}
+    assert n_groups(kept) == 2
+    assert [s.item for s in first_groups(kept, 1)] == [mixed, mixed]
+
+
+def test_rewards_are_shaped_in_the_order_of_the_settings() -> None:
+    """Overlong penalty, then (r + bias) * scaling, then the clip, then the norm."""
+    item = prompt()
+    samples = [sample(item, 1.0, [3] * 10), sample(item, 1.0, [3] * 4), sample(item, 9.0, [3] * 4)]
+    settings = {
+        "overlong_reward_penalty": True,
+        "overlong_tokens": 4,
+        "overlong_penalty_factor": 2.0,
+        "reward_bias": 1.0,
+        "reward_scaling": 0.5,
+        "reward_clip": 3.0,
+    }
+    # 10 tokens of at most 10: the whole penalty of 2; 4 tokens are 6 below the limit: none.
+    expected = [(1.0 - 2.0 + 1.0) * 0.5, (1.0 + 1.0) * 0.5, 3.0]
+    np.testing.assert_allclose(sample_rewards(samples, actor(**settings), 10), expected)
+    norm = NormConfig(mean_level="batch", std_level=None)
+    normed = sample_rewards(samples, actor(**settings, reward_norm=norm), 10)
+    np.testing.assert_allclose(normed, np.array(expected) - np.mean(expected))
+
+
+def test_kl_in_the_reward_with_a_group_is_rloo_on_what_the_row_earns() -> None:
+    config = actor(
+        kl_ctl=0.5, use_kl_in_reward=True, kl_estimator="k1",
+        adv_norm=NormConfig(mean_level="group", mean_leave1out=True, std_level=None),
+    )  # fmt: skip
+    rows = [
+        row([0.0, -1.0, -2.0], reward=1.0, ref_logprobs=[9.0, -1.5, -1.0]),
+        row([0.0, -1.0], reward=0.0, ref_logprobs=[9.0, -1.25]),
+    ]
+    # k1 = log pi - log ref: 0.5 and -1.0; 0.25
+    earned = [1.0 - 0.5 * (0.5 - 1.0), 0.0 - 0.5 * 0.25]
+    first, second = outcome_advantages(rows, [0, 0], config)
+    np.testing.assert_allclose(first, [earned[0] - earned[1]] * 2)
+    np.testing.assert_allclose(second, [earned[1] - earned[0]])
+
+
+def test_kl_in_the_reward_without_a_group_is_a_sum_of_what_follows_normalised_over_tokens() -> None:
+    config = actor(
+        kl_ctl=0.5, use_kl_in_reward=True, kl_estimator="k1",
+        adv_norm=NormConfig(mean_level="batch", std_level="batch", eps=1e-9),
+    )  # fmt: skip
+    rows = [
+        row([0.0, -1.0, -2.0], reward=1.0, ref_logprobs=[9.0, -1.5, -1.0]),
+        row([0.0, -1.0], reward=0.0, ref_logprobs=[9.0, -1.25]),
+    ]
+    r = [[-0.25, 0.5 + 1.0], [-0.125]]
+    returns = [r[0][0] + r[0][1], r[0][1], r[1][0]]
+    mean = sum(returns) / 3
+    std = math.sqrt(sum((x - mean) ** 2 for x in returns) / 3)
+    np.testing.assert_allclose(
+        np.concatenate(outcome_advantages(rows, [0, 1], config)), [(x - mean) / std for x in returns], rtol=1e-6
+    )
+    assert [part.tolist() for part in token_rewards(rows, config)] == r
+
+
+def test_gae_reaches_across_tool_spans_and_is_whitened_over_the_batch() -> None:
+    config = PPOActorConfig(path="model", kl_ctl=0.0, discount=0.9, gae_lambda=0.8)
+    mask = [True, False, True, True, False]  # a tool's answer between two trained tokens
+    rows = [
+        row([0.0] * 5, reward=1.0, mask=mask, values=[9.0, 0.2, 9.0, 9.0, 0.4]),
+        row([0.0] * 2, reward=0.0, values=[9.0, 0.1]),
+    ]
+    delta = [0.9 * 0.4 - 0.2, 1.0 - 0.4]
+    raw = [delta[0] + 0.9 * 0.8 * delta[1], delta[1], -0.1]
+    advantages, returns = critic_advantages(rows, [0, 1], config)
+    np.testing.assert_allclose(np.concatenate(returns), [raw[0] + 0.2, raw[1] + 0.4, 0.0], atol=1e-12)
+    mean = sum(raw) / 3
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 3)
+    np.testing.assert_allclose(np.concatenate(advantages), [(x - mean) / (std + 1e-6) for x in raw])
+    plain, _ = critic_advantages(
+        rows, [0, 1], PPOActorConfig(path="m", adv_norm=None, kl_ctl=0.0, discount=0.9, gae_lambda=0.8)
+    )
+    np.testing.assert_allclose(np.concatenate(plain), raw)
+
+
+def test_recomputed_logprobs_keep_the_prompt_at_zero_and_tell_the_difference() -> None:
+    config = actor(recompute_logprob=True)
+    assert needs_proximal(config)
+    made = row([0.0, -1.0, -2.0])
+    told = correct_rows([made], [[-9.0, -1.5, -1.75]], config)
+    assert made.logprobs == [0.0, -1.5, -1.75]
+    assert made.weights is None
     assert told == pytest.approx({"logp_diff_mean": 0.125, "logp_abs_diff_mean": 0.375, "logp_abs_diff_max": 0.5})
-    row = TrainSequence(tokens=[1, 2], prompt_mask=[True, False], logprobs=[0.0, -1.0])
-    replace_logprobs([row], [[-9.0, -1.0]])
-    assert row.logprobs == [0.0, -1.0]
+
+
+def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:
+    limits = RejectionSamplingConfig(level="token", action="mask", upper=2.0)
+    made = row([0.0, -1.0, -2.0, -1.0])
+    told = correct_rows([made], [[0.0, -0.5, 0.0, -1.0]], actor(use_decoupled_loss=True, rejection_sampling=limits))
+    assert made.logprobs == [0.0, -0.5, 0.0, -1.0]
+    assert made.prompt_mask == [True, False, True, False]  # e^2 is more than 2
+    assert made.weights == pytest.approx([0.0, math.exp(0.5), 0.0, 1.0])
+    assert told["rejected_frac"] == pytest.approx(1 / 3)
+    made = row([0.0, -1.0, -2.0])
+    correct_rows([made], [[0.0, -0.5, 0.0]], actor(use_decoupled_loss=True))
+    assert made.prompt_mask == [True, False, False]
+    assert made.weights == pytest.approx([0.0, math.exp(0.5), math.exp(2.0)])
+
+
+def test_m2po_takes_the_weight_of_the_farthest_tokens_and_leaves_the_ratio_to_the_sampling_policy() -> None:
+    made = row([0.0, -1.0, -2.0], advantages=[0.0, 1.0, 1.0])
+    told = correct_rows([made], [[0.0, -0.9, 0.0]], actor(m2_threshold=0.04))
+    assert made.logprobs == [0.0, -1.0, -2.0]
+    assert made.weights == [0.0, 1.0, 0.0]
+    assert made.prompt_mask == [True, False, False]
+    assert told["m2_masked_frac"] == 0.5
+
+
+def test_the_error_of_the_interpolation_is_told() -> None:
+    made = row([0.0, -1.0, -2.0], staleness=3)
+    told = correct_rows([made], [[0.0, -0.5, -1.0]], actor(use_decoupled_loss=True, prox_logp_method="metrics"))
+    assert told["prox_approx_abs_diff_mean"] == pytest.approx((0.5 + 1.0) / 2 / 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig, PPOConfig
 from areno.config.model_roles import ModelConfig
 from areno.config.paths import existing_path, model_of
 from areno.config.run import EngineConfig, GenerationConfig
@@ -218,3 +218,33 @@ def rollout_spec(config: PolicyExperimentConfig, context_len: int) -> RolloutSpe
         max_kv_tokens=rollout.max_kv_tokens,
         eager_decode=rollout.eager_decode,
     )
+
+
+def role_specs(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
+    """The models beside the actor that an experiment asks for. Raises ConfigError or CheckpointError, naming the key.
+
+    A path that is null is the actor's own.
+    """
+    roles: dict[str, RoleSpec] = {}
+    if config.ref is not None:
+        path = model_folder(config.ref.path, "ref.path") if config.ref.path else spec.model_path
+        roles["ref"] = RoleSpec(path=path, head="lm", key="ref.path", offload=config.ref.offload)
+    if config.reward.path is not None:
+        roles["reward"] = RoleSpec(
+            path=model_folder(config.reward.path, "reward.path"),
+            head="value",
+            key="reward.path",
+            needs_head=True,
+            offload=config.reward.offload,
+        )
+    if isinstance(config, PPOConfig):
+        critic = config.critic
+        roles["critic"] = RoleSpec(
+            path=model_folder(critic.path, "critic.path") if critic.path else spec.model_path,
+            head="value",
+            key="critic.path",
+            optimizer=critic.optimizer,
+            gradient_checkpointing=critic.gradient_checkpointing,
+            offload=critic.offload,
+        )
+    return roles

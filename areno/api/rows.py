@@ -1,65 +1,200 @@
-"""From samples to training rows: what is behind every policy loop. Plain functions."""
+"""From scored samples to training rows: rewards, advantages, corrections. What is behind every policy loop, as plain
+functions. Arrays are float64; `trained` ones hold the trained tokens of a row only, (T_i,).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from areno.api.types import ScoredSample
-from areno.config.model_roles import NormConfig
+from areno.config.build import to_dict
+from areno.config.model_roles import NormConfig, PolicyConfig
 from areno.engine.types import TrainSequence
-from areno.loss_fns.advantages import group_advantages
+from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
+from areno.loss_fns.correction import behave_weights, m2_keep
+from areno.loss_fns.kl import kl_array
+from areno.loss_fns.shaping import overlong_penalty, shape_rewards
+
+Arrays = list[np.ndarray]
 
 
-def sample_advantages(samples: Sequence[ScoredSample], norm: NormConfig) -> np.ndarray:
-    """One advantage for each sample, float64. One without a reward (timeout, error) gets 0 and is not in its group."""
-    rewards = [np.nan if s.outcome.value is None else s.outcome.value for s in samples]
-    groups = [id(s.item) for s in samples]  # a group is the samples of one PromptItem
-    return group_advantages(
-        rewards,
-        groups,
-        mean_level=norm.mean_level,
-        std_level=norm.std_level,
-        std_unbiased=norm.std_unbiased,
-        eps=norm.eps,
-    )
+def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
+    """The reward of each sample, (B,), as the actor's settings shape it: overlong penalty, bias, scale, clip, norm."""
+    rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
+    if actor.overlong_reward_penalty:
+        lengths = [len(sample.sequence.resp_tokens) for sample in samples]
+        assert actor.overlong_tokens is not None
+        assert actor.overlong_penalty_factor is not None
+        rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
+    rewards_B = shape_rewards(rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
+    if actor.reward_norm is not None:
+        rewards_B = group_advantages(rewards_B, group_ids(samples), **to_dict(actor.reward_norm))
+    return rewards_B
 
 
-def policy_rows(samples: Sequence[ScoredSample], advantages: Iterable[float], eos_token_id: int) -> list[TrainSequence]:
-    """A row for each sample with a reward: prompt masked, its advantage on every token of the response."""
+def group_ids(samples: Sequence[ScoredSample]) -> list[int]:
+    """Equal for the samples of one PromptItem."""
+    return [id(sample.item) for sample in samples]
+
+
+def n_groups(samples: Sequence[ScoredSample]) -> int:
+    """How many prompts the samples are of."""
+    return len(set(group_ids(samples)))
+
+
+def first_groups(samples: Sequence[ScoredSample], n: int) -> list[ScoredSample]:
+    """The samples of the first `n` groups."""
+    chosen = set(list(dict.fromkeys(group_ids(samples)))[:n])
+    return [sample for sample in samples if id(sample.item) in chosen]
+
+
+def with_a_difference(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
+    """The samples of groups in which not all rewards are equal (DAPO, arXiv 2503.14476 eq. 11)."""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        if sample.outcome.value is not None:
+            rewards.setdefault(id(sample.item), set()).add(sample.outcome.value)
+    return [sample for sample in samples if len(rewards.get(id(sample.item), ())) > 1]
+
+
+def policy_rows(
+    samples: Sequence[ScoredSample], rewards_B: Iterable[float], eos_token_id: int, drop_truncated: bool = False
+) -> list[TrainSequence]:
+    """A row for each sample: the response is trained, or nothing of it where it was cut off and `drop_truncated`."""
     rows = []
-    for sample, advantage in zip(samples, advantages, strict=True):
-        if sample.outcome.value is None:
-            continue
+    for sample, reward in zip(samples, rewards_B, strict=True):
         prompt, response = sample.item.tokens, sample.sequence.resp_tokens
+        masked = drop_truncated and sample.sequence.finish_reason == "length"
         rows.append(
             TrainSequence(
-                prompt_mask=[True] * len(prompt) + [False] * len(response),
+                prompt_mask=[True] * len(prompt) + [masked] * len(response),
                 tokens=prompt + response,
                 logprobs=[0.0] * len(prompt) + sample.sequence.resp_logprobs,
-                advantages=[0.0] * len(prompt) + [float(advantage)] * len(response),
-                reward=sample.outcome.value,
+                reward=float(reward),
                 eos_token_id=eos_token_id,
             )
         )
     return rows
 
 
-def replace_logprobs(rows: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Give rows the log-probabilities of a forward pass in place of the rollout's; 0.0 stays where nothing is trained.
+def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
+    """The values of a per-token field at the trained tokens of each row."""
+    return [np.asarray(getattr(row, name), dtype=np.float64)[_places(row)] for row in rows]
 
-    Returns how far the two were apart, under the names that the train backend uses for its own comparison.
+
+def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
+    """Set a per-token field from its values at trained tokens; 0.0 elsewhere."""
+    for row, array in zip(rows, arrays, strict=True):
+        places = _places(row)
+        values = np.zeros(len(places))
+        values[places] = array
+        setattr(row, name, values.tolist())
+
+
+def _places(row: TrainSequence) -> np.ndarray:
+    return ~np.asarray(row.prompt_mask, dtype=bool)
+
+
+def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
+    """The reward of each trained token: the row's at its last one, less kl_ctl * KL at each with use_kl_in_reward."""
+    if actor.use_kl_in_reward and actor.kl_ctl:
+        pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
+        arrays = [-actor.kl_ctl * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
+    else:
+        arrays = [np.zeros(int(_places(row).sum())) for row in rows]
+    for row, array in zip(rows, arrays, strict=True):
+        if array.size:
+            array[-1] += row.reward
+    return arrays
+
+
+def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
+    """Advantages without a critic, one for each trained token.
+
+    Those of a row are equal and come from its reward, normalised over samples by adv_norm, unless the KL is part of the
+    reward: then a group still compares the samples by what their tokens earn in all (RLOO), while without a group each
+    token has the sum of what follows, normalised over the tokens of the batch (REINFORCE++).
     """
-    diffs = []
-    for row, recomputed in zip(rows, logprobs, strict=True):
-        trained = ~np.asarray(row.prompt_mask, dtype=bool)
-        new = np.where(trained, np.asarray(recomputed), 0.0)
-        diffs.append((np.asarray(row.logprobs) - new)[trained])
-        row.logprobs = new.tolist()
-    diff = np.concatenate(diffs) if diffs else np.zeros(1)
-    return {
-        "logp_diff_mean": float(diff.mean()),
-        "logp_abs_diff_mean": float(np.abs(diff).mean()),
-        "logp_abs_diff_max": float(np.abs(diff).max()),
-    }
+    norm = actor.adv_norm
+    per_token = token_rewards(rows, actor)
+    if actor.use_kl_in_reward and (norm is None or "group" not in (norm.mean_level, norm.std_level)):
+        returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
+        return returns if norm is None else _normalize(returns, groups, norm)
+    earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
+    values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **to_dict(norm))
+    return [np.full(rewards.size, value) for rewards, value in zip(per_token, values_B, strict=True)]
+
+
+def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
+    """(advantages, returns) by GAE from the rows' values; the advantages are then normalised over tokens (whitened)."""
+    found = [
+        gae(rewards, values, actor.discount, actor.gae_lambda)
+        for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
+    ]
+    advantages, returns = [one for one, _ in found], [other for _, other in found]
+    return (advantages if actor.adv_norm is None else _normalize(advantages, groups, actor.adv_norm)), returns
+
+
+def _normalize(arrays: Arrays, groups: Sequence[int], norm: NormConfig) -> Arrays:
+    return normalize_tokens(arrays, groups, **to_dict(norm))
+
+
+def needs_proximal(actor: PolicyConfig) -> bool:
+    """Whether `correct_rows` wants the log-probabilities of the policy as it is before the update."""
+    decoupled = actor.use_decoupled_loss and actor.prox_logp_method != "loglinear"
+    return actor.recompute_logprob or decoupled or actor.m2_threshold is not None
+
+
+def correct_rows(
+    rows: Sequence[TrainSequence], prox_logprobs: Sequence[Sequence[float]], actor: PolicyConfig
+) -> dict[str, float]:
+    """Bring the proximal policy in: which tokens are trained, with what weight, and against what the ratio is taken.
+
+    prox_logprobs: of whole rows, by a forward pass before the update. Returns how far the two policies are apart, under
+    the names that the train backend uses for its own comparison, and how much was masked.
+    """
+    behave = trained(rows, "logprobs")
+    prox = [np.asarray(all_)[_places(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
+    diff = np.concatenate([old - new for old, new in zip(behave, prox, strict=True)] or [np.zeros(0)])
+    stats: dict[str, float] = {}
+    if diff.size:
+        stats = {
+            "logp_diff_mean": diff.mean(),
+            "logp_abs_diff_mean": np.abs(diff).mean(),
+            "logp_abs_diff_max": np.abs(diff).max(),
+        }
+    if actor.prox_logp_method == "metrics":
+        stats["prox_approx_abs_diff_mean"] = _loglinear_error(rows, behave, prox)
+    weights = [np.ones(len(old)) for old in behave]
+    if actor.use_decoupled_loss:
+        limits = {} if actor.rejection_sampling is None else to_dict(actor.rejection_sampling)
+        weights, passed = behave_weights(prox, behave, **limits)
+        stats["rejected_frac"] = _share_masked(passed)
+    if actor.m2_threshold is not None:
+        keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
+        stats["m2_masked_frac"] = _share_masked(keep)
+        weights = [one * other for one, other in zip(weights, keep, strict=True)]
+    if actor.use_decoupled_loss or actor.m2_threshold is not None:
+        set_trained(rows, "weights", weights)
+    if actor.use_decoupled_loss or actor.recompute_logprob:
+        set_trained(rows, "logprobs", prox)
+    if actor.use_decoupled_loss:
+        for row, kept in zip(rows, passed, strict=True):
+            places = _places(row)
+            places[places] = kept
+            row.prompt_mask = (~places).tolist()
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _loglinear_error(rows: Sequence[TrainSequence], behave: Arrays, prox: Arrays) -> float:
+    """Mean absolute error of what prox_logp_method=loglinear would have taken for `prox`."""
+    errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
+    return float(np.concatenate(errors).mean())
+
+
+def _share_masked(keep: Arrays) -> float:
+    kept = np.concatenate(keep)
+    return float(1.0 - kept.mean()) if kept.size else 0.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import areno
 from areno.config.fields import Section
@@ -30,12 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A module of areno.recipes: its configuration class, its main and the --config-name it falls back to."""
+    """What a command line runs. command: how it is started, for the help text. default: the --config-name."""
 
-    module: str
+    command: str
+    name: str
     config: type[Section]
     main: Callable[[Section, Path], float]
     default: str
+
+    @classmethod
+    def of(cls, algorithm: Any, command: str) -> Recipe:
+        """An Algorithm of areno.api as a command."""
+        return cls(command, algorithm.name, algorithm.config, algorithm.run, algorithm.default)
 
 
 class Terminated(KeyboardInterrupt):
@@ -47,13 +53,12 @@ class JobFailed(Exception):
 
 
 def run_recipe(module: str) -> NoReturn:
-    """Run the recipe `module` with the arguments of this process.
+    """Run the recipe `module`, one with an ALGORITHM, with the arguments of this process.
 
     `python -m` has loaded it as `__main__`; it is imported again under its own name, so that what it defines can be
     pickled for spawned processes.
     """
-    loaded = import_module(module)
-    sys.exit(run(Recipe(module, loaded.CONFIG, loaded.main, loaded.DEFAULT), sys.argv[1:]))
+    sys.exit(run(Recipe.of(import_module(module).ALGORITHM, f"python -m {module}"), sys.argv[1:]))
 
 
 def run(recipe: Recipe, arguments: Sequence[str]) -> int:
@@ -65,13 +70,12 @@ def run(recipe: Recipe, arguments: Sequence[str]) -> int:
             # Hydra is not needed for this, and its import takes most of the time.
             from areno.config import help
 
-            print(help.text(recipe.module, recipe.config, recipe.default, config_dir), end="")
+            print(help.text(recipe.command, recipe.config, recipe.default, config_dir), end="")
             return 0
         from areno.config.compose import Session
 
         name = args.config_name or recipe.default
-        job_name = recipe.module.rsplit(".", 1)[-1]
-        options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": job_name}
+        options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": recipe.name}
         with _sigterm_interrupts(), Session(recipe.config, name, args.overrides, **options) as session:
             if args.info:
                 session.show_info(args.info)
@@ -97,7 +101,7 @@ def run(recipe: Recipe, arguments: Sequence[str]) -> int:
 
 def _parser(recipe: Recipe) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {recipe.module}",
+        prog=recipe.command,
         add_help=False,
         allow_abbrev=False,
         usage="%(prog)s [options] [key=value ...]",

@@ -13,13 +13,13 @@ from areno.config.fields import Section, Setting, settings
 from areno.config.values import show
 
 _USAGE = """\
-usage: python -m {module} [--config-name NAME] [key=value ...]
+usage: {command} [--config-name NAME] [key=value ...]
 
 {what}
 
-  python -m {module}{name}
-  python -m {module}{name} actor.optimizer.lr=2e-6 seed=2    change settings
-  python -m {module}{name} -m seed=1,2,3                     one run for each value
+  {command}{name}
+  {command}{name} actor.optimizer.lr=2e-6 seed=2    change settings
+  {command}{name} -m seed=1,2,3                     one run for each value
 
 options:
   --config-name, -cn NAME   task or experiment file (default: {default})
@@ -53,10 +53,10 @@ def rows(cls: type[Section], prefix: str = "", depth: int = 0) -> Iterator[Row]:
             yield from rows(setting.section, f"{prefix}{name}.", depth + 1)
 
 
-def text(module: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
+def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """The whole help text of a recipe."""
     usage = _USAGE.format(
-        module=module, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
+        command=command, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
     )
     parts = [
         usage,

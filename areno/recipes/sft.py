@@ -7,21 +7,10 @@ The loss is the negative log-likelihood of response tokens (of assistant turns),
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from areno.api.algorithms import Algorithm
 from areno.config.experiments import SFTConfig
 
-CONFIG = SFTConfig
-DEFAULT = "quickstart_base"
-
-
-def main(config: SFTConfig, run_dir: Path) -> float:
-    """Run one experiment; the loss on valid_dataset or, without one, the training loss of the last step."""
-    from areno.api.trainers.sft import SFTTrainer
-
-    with SFTTrainer(config, run_dir) as trainer:
-        return trainer.fit()
-
+ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop="sft", default="quickstart_base")
 
 if __name__ == "__main__":
     from areno.config.command import run_recipe

@@ -1,0 +1,117 @@
+"""The registry of algorithms: the five that come with areno, and those that users bring.
+
+An algorithm is a configuration class, a loop, and what the loop calls: a loss, advantages, and the models it needs.
+A file of one's own registers one and runs it, as examples/algorithms does:
+
+    ALGORITHM = register_algorithm(Algorithm(name="mine", config=MyConfig, loop="policy_only", loss_fn=my_loss))
+    if __name__ == "__main__":
+        run_algorithm(ALGORITHM)
+
+Nothing here imports torch: `--help` and `--cfg job` of such a file answer at once, as long as it does not either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from areno.config.experiments import ExperimentConfig
+from areno.errors import ConfigError, Problem
+
+BUILT_IN = ("sft", "dpo", "grpo", "gspo", "ppo")  # each a module of areno.recipes, with its ALGORITHM
+_LOOPS = {
+    "sft": ("areno.api.trainers.sft", "SFTTrainer"),
+    "dpo": ("areno.api.trainers.dpo", "DPOTrainer"),
+    "policy_only": ("areno.api.trainers.policy_only", "PolicyOnlyTrainer"),
+    "ppo": ("areno.api.trainers.ppo", "PPOTrainer"),
+}
+_registered: dict[str, Algorithm] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """How a policy is trained.
+
+    config: its experiment dataclass. default: the --config-name it falls back to.
+    loop: which loop of areno.api.trainers runs it: "policy_only" samples groups and needs no critic, "ppo" adds one;
+    "sft" and "dpo" train on rows as they are and have a loss of their own.
+    loss_fn: configuration -> loss function (pack, logprobs) -> (loss, stats), see areno.loss_fns.
+    advantage_fn: see AdvantageFn in areno.api.policy_run; None is the loop's own.
+    roles: models beside the actor that must be configured, such as "ref", whose log-probabilities the rows then carry.
+    """
+
+    name: str
+    config: type[ExperimentConfig]
+    loop: Literal["sft", "dpo", "policy_only", "ppo"]
+    default: str = "quickstart"
+    loss_fn: Callable[[Any], Callable[..., Any]] | None = None
+    advantage_fn: Callable[..., Any] | None = None
+    roles: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.loop not in _LOOPS:
+            raise ValueError(f"loop is {self.loop!r}; expected one of {', '.join(_LOOPS)}")
+        if (self.loss_fn is None) != (self.loop in ("sft", "dpo")):
+            raise ValueError(f"loop {self.loop} {'needs a loss' if self.loss_fn is None else 'has a loss of its own'}")
+        if not issubclass(self.config, ExperimentConfig):
+            raise ValueError(f"config is {self.config.__name__}; expected a subclass of ExperimentConfig")
+
+    def trainer(self, config: Any, run_dir: Path | None = None, **given: Any) -> Any:
+        """The loop, ready for `fit()`. `given`: what a script holds, such as train_dataset= and reward_fn=."""
+        missing = [role for role in self.roles if getattr(config, role, None) is None]
+        if missing:
+            raise ConfigError(
+                [Problem(role, f"is null, but {self.name} needs it; add {role}=default") for role in missing]
+            )
+        module, name = _LOOPS[self.loop]
+        loop = getattr(import_module(module), name)
+        if self.loss_fn is None:
+            return loop(config, run_dir=run_dir, **given)
+        return loop(config, self.loss_fn(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
+
+    def run(self, config: Any, run_dir: Path) -> float:
+        """Run one experiment; its objective."""
+        with self.trainer(config, run_dir) as trainer:
+            return trainer.fit()
+
+
+def register_algorithm(algorithm: Algorithm) -> Algorithm:
+    """Make an algorithm known by its name, and return it. ValueError for the name of one that comes with areno."""
+    if algorithm.name in BUILT_IN:
+        raise ValueError(f"{algorithm.name} comes with areno; give the algorithm another name")
+    _registered[algorithm.name] = algorithm
+    return algorithm
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """The algorithm of a name. ConfigError where there is none."""
+    if name in BUILT_IN:
+        return import_module(f"areno.recipes.{name}").ALGORITHM
+    if name not in _registered:
+        raise ConfigError(f"there is no algorithm {name!r}; there are {', '.join(algorithm_names())}")
+    return _registered[name]
+
+
+def algorithm_names() -> list[str]:
+    """All that get_algorithm knows."""
+    return [*BUILT_IN, *sorted(_registered)]
+
+
+def algorithm_of(config: ExperimentConfig) -> Algorithm:
+    """The algorithm whose configuration this is. ConfigError where none is."""
+    for name in reversed(algorithm_names()):
+        algorithm = get_algorithm(name)
+        if algorithm.config is type(config):
+            return algorithm
+    raise ConfigError(f"no registered algorithm is configured by {type(config).__name__}; give the trainer a loss_fn")
+
+
+def run_algorithm(algorithm: Algorithm) -> NoReturn:
+    """The command line of a recipe, for the algorithm of a file that is run as a script; ends the process."""
+    from areno.config.command import Recipe, run
+
+    sys.exit(run(Recipe.of(algorithm, f"python {sys.argv[0]}"), sys.argv[1:]))
