@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +111,28 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         for name in rest:
             documented.add(f"{namespace}/{first.rsplit('_', 1)[0]}{name}" if name[0] == "_" else f"{namespace}/{name}")
     assert recorded <= documented, recorded - documented
+
+
+def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
+    from areno.api.backend import RuntimeConfig
+    from areno.config.fields import settings
+
+    page = ROOT / "docs" / "sdk.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    returned: set[str] = set()
+    for info, text in blocks(page):
+        if info == "python":
+            exec(compile(text, str(page), "exec"), names)
+            returned |= {*names.get("stats", {}), *names.get("critic_stats", {})}
+        elif info == "text":
+            assert text == names["message"] + "\n"
+    mean_rewards = names["mean_rewards"]
+    assert sum(mean_rewards[-8:]) > sum(mean_rewards[:8]) + 1.2, mean_rewards
+    assert (tmp_path / "checkpoints" / "addition" / "model.safetensors").exists()
+    text = page.read_text(encoding="utf-8")
+    keys = {key for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.M) for key in re.findall(r"`(\w+)`", cell)}
+    assert returned - {"surprise_mean", "surprise_std", "surprise_max"} <= keys
+    for name, setting in settings(RuntimeConfig).items():
+        assert f"| `{name}` | {setting.default()} |" in text
