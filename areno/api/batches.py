@@ -243,14 +243,13 @@ def sft_loader(
     config: DatasetConfig,
     *,
     context_len: int | None = None,
-    enable_thinking: bool | None = None,
     seed: int = 0,
     key: str = "train_dataset",
 ) -> BatchLoader[TrainSequence]:
     """Batches of supervised rows. `context_len`: the model's longest row."""
 
     def encode(row: Mapping[str, Any], index: int) -> TrainSequence:
-        return sft_sequence(tokenizer, row, enable_thinking)
+        return sft_sequence(tokenizer, row)
 
     return _whole_row_loader(rows, encode, SequenceBatch, config, context_len, seed, key)
 
@@ -261,14 +260,13 @@ def dpo_loader(
     config: DatasetConfig,
     *,
     context_len: int | None = None,
-    enable_thinking: bool | None = None,
     seed: int = 0,
     key: str = "train_dataset",
 ) -> BatchLoader[PairItem]:
     """Batches of preference pairs. The limits hold for the longer row of a pair."""
 
     def encode(row: Mapping[str, Any], index: int) -> PairItem:
-        return pair_item(tokenizer, row, index, enable_thinking)
+        return pair_item(tokenizer, row, index)
 
     return _whole_row_loader(rows, encode, PairBatch, config, context_len, seed, key)
 

@@ -76,14 +76,14 @@ def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool |
     return _conversation(tokenizer, list(row["messages"]), 0, enable_thinking, _tools(row))
 
 
-def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int, enable_thinking: bool | None = None) -> PairItem:
+def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
     """One DPO row. Answers are encoded as those of supervised rows; turns in the prompt are not trained on."""
     prompt, *answers = split_pair(row)
     tools = _tools(row)
     if isinstance(answers[0], str):
-        pair = [_answer(tokenizer, prompt, answer, enable_thinking, tools) for answer in answers]
+        pair = [_answer(tokenizer, prompt, answer, None, tools) for answer in answers]
     else:
-        pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), enable_thinking, tools) for answer in answers]
+        pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), None, tools) for answer in answers]
     for name, sequence in zip(("chosen", "rejected"), pair, strict=True):
         if all((sequence.prompt_mask or [])[1:]):
             raise DataError(f"the answer in field {name} has no token to train on")

@@ -30,10 +30,11 @@ Measure = Callable[[Iterator[Batch[Item]]], dict[str, float]]
 
 
 class RowRun(Generic[Item]):
-    """A model and its rows, for one run of `config` in `run_dir`; None is a new folder under cluster.fileroot.
+    """A model and its rows, for one run of `config`.
 
-    train_dataset, valid_dataset: rows that a script holds, in place of the configured paths. Construction checks what
-    can be checked and loads the model. To be closed.
+    run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot. train_dataset, valid_dataset:
+    rows that a script holds (a list of dictionaries, or anything with a length and indexing), in place of the
+    configured paths. Construction checks what can be checked and loads the model. To be closed.
     """
 
     def __init__(

@@ -45,6 +45,5 @@ def sloppy_demonstrations(path, split, count=320_000, seed=1):
 def preferences(path, split):
     """Rows for preference training: the right sum is chosen, the one with the forgotten carry is rejected."""
     return [
-        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))}
-        for a, b in pairs(split)
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))} for a, b in pairs(split)
     ]

@@ -34,18 +34,11 @@ Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 class DPOTrainer:
     """Trains a model on pairs of answers, of which one was preferred.
 
-    config: the experiment. run_dir: where logs and checkpoints go; None is a new folder under outputs/. train_dataset,
-    valid_dataset: rows that a script holds, in place of the configured paths. Use as a context manager, or call
-    close().
+    run_dir, train_dataset and valid_dataset are those of RowRun. Use as a context manager, or call close().
     """
 
     def __init__(
-        self,
-        config: DPOConfig,
-        run_dir: Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
+        self, config: DPOConfig, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
     ):
         self.config = config
         self.ref_path: str | None = None  # the actor scores itself

@@ -18,18 +18,11 @@ from areno.loss_fns.sft import sft_loss_fn
 class SFTTrainer:
     """Trains a model on demonstrations.
 
-    config: the experiment. run_dir: where logs and checkpoints go; None is a new folder under outputs/. train_dataset,
-    valid_dataset: rows that a script holds, in place of the configured paths. Use as a context manager, or call
-    close().
+    run_dir, train_dataset and valid_dataset are those of RowRun. Use as a context manager, or call close().
     """
 
     def __init__(
-        self,
-        config: SFTConfig,
-        run_dir: Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
+        self, config: SFTConfig, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
     ):
         self.data = RowRun(
             config, run_dir, "sft", sft_loader, self._measure, train_dataset=train_dataset, valid_dataset=valid_dataset
