@@ -71,7 +71,13 @@ class Algorithm:
         loop = getattr(import_module(module), name)
         if self.loss_fn is None:
             return loop(config, run_dir=run_dir, **given)
-        return loop(config, self.loss_fn(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
+        return loop(config, self.make_loss(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)
+
+    def make_loss(self, config: Any) -> Callable[..., Any]:
+        """The loss function that the configuration describes. ConfigError for a loop with a loss of its own."""
+        if self.loss_fn is None:
+            raise ConfigError(f"the loss of {self.name} is part of its loop and not for others")
+        return self.loss_fn(config)
 
     def run(self, config: Any, run_dir: Path) -> float:
         """Run one experiment; its objective."""

@@ -89,7 +89,7 @@ class PolicyRun:
         reward_fn: RewardFn | None = None,
     ):
         self.config, self.advantage_fn = config, advantage_fn
-        self.loss_fn = algorithm_of(config).loss_fn(config) if loss_fn is None else loss_fn
+        self.loss_fn = algorithm_of(config).make_loss(config) if loss_fn is None else loss_fn
         setup_logging()
         completions_to_log()  # a mistyped variable should not end a run after its first rollout
         has_function = reward_fn is not None or config.reward.fn is not None or config.reward.path is None
