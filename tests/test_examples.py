@@ -79,3 +79,20 @@ def test_stories():
     reward_fn = load_function(str(ROOT / "examples/stories/reward.py"), "reward_fn", "reward.fn")
     given = {"A Dog!": 1.0, "two puppies ran": 1.0, "the dogs.": 1.0, "a doge": 0.0, "hotdog": 0.0, "": 0.0}
     assert {text: reward_fn(RewardRecord(completion=text)) for text in given} == given
+
+
+def test_preferences_of_the_quickstart():
+    """One digit of the sum tells the answers apart, and no numbers are in both splits."""
+    numbers = {}
+    for split in ("train", "test"):
+        config = DatasetConfig(
+            path="examples/quickstart", split=split, loader="examples/quickstart/dataset_loader.py:preferences"
+        )
+        rows = load_rows(config, "dpo")
+        numbers[split] = {tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows}
+        assert len(numbers[split]) == len(rows)
+        for row in rows:
+            assert int(row["chosen"]) == eval(row["prompt"][:-1])
+            assert int(row["rejected"]) == int(row["chosen"]) - 10
+    assert len(numbers["train"]) > 9 * len(numbers["test"]) > 3000
+    assert not numbers["train"] & numbers["test"]

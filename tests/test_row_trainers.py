@@ -14,7 +14,14 @@ from areno.config.compose import load
 from areno.config.experiments import DPOActorConfig, DPOConfig, SFTConfig
 from areno.config.model_roles import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
 from areno.config.paths import find_file
-from areno.config.run import ClusterConfig, DatasetConfig, EvaluatorConfig, SaverConfig, ValidDatasetConfig
+from areno.config.run import (
+    ClusterConfig,
+    DatasetConfig,
+    EngineConfig,
+    EvaluatorConfig,
+    SaverConfig,
+    ValidDatasetConfig,
+)
 from areno.errors import ConfigError, DataError
 
 MODEL = str(find_file("examples/quickstart/model"))
@@ -215,6 +222,18 @@ def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
             found.append([(stats["loss"], stats["grad_norm"], stats["margin"]) for stats in trainer.data.trained])
     for other in found[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path):
+    found = []
+    for world_size in (1, 2):
+        config = dpo_config(tmp_path, total_train_steps=4, engine=EngineConfig(device="cpu", world_size=world_size))
+        with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:3]) as trainer:
+            trainer.fit()
+            steps = [[stats[name] for name in ("loss", "grad_norm", "margin")] for stats in trainer.data.trained]
+            found.append([*steps, [trainer.data.evaluated[-1][name] for name in ("loss", "accuracy", "margin")]])
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
 
 def test_settings_of_dpo_that_do_not_fit(tmp_path):
