@@ -199,7 +199,7 @@ def test_only_pairs_that_are_trained_on_are_scored(tmp_path, limits, n_scored):
     with areno.DPOTrainer(dpo_config(tmp_path, **limits), train_dataset=PAIRS) as trainer:
         trainer.score_reference()
         assert len(trainer.ref_scores) == n_scored
-        state = trainer.data.loader.state_dict()
+        state = trainer.loader.state_dict()
         assert (state["epoch"], state["next"]) == (0, 0)
         trainer.fit()  # a pair without a score would be a KeyError
 
@@ -207,7 +207,7 @@ def test_only_pairs_that_are_trained_on_are_scored(tmp_path, limits, n_scored):
 def test_without_evaluation_the_result_is_that_of_the_last_steps(tmp_path):
     with areno.DPOTrainer(dpo_config(tmp_path, total_train_steps=7), train_dataset=PAIRS) as trainer:
         result = trainer.fit()
-        accuracies = [stats["accuracy"] for stats in trainer.data.trained]
+        accuracies = [stats["accuracy"] for stats in trainer.trained]
     assert len(accuracies) == 7
     assert result == pytest.approx(sum(accuracies[-5:]) / 5)
 
@@ -219,7 +219,7 @@ def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
         config = dpo_config(tmp_path, actor={"mb_spec": MicroBatchSpec(**mb_spec)}, total_train_steps=3)
         with areno.DPOTrainer(config, train_dataset=PAIRS) as trainer:
             trainer.fit()
-            found.append([(stats["loss"], stats["grad_norm"], stats["margin"]) for stats in trainer.data.trained])
+            found.append([(stats["loss"], stats["grad_norm"], stats["margin"]) for stats in trainer.trained])
     for other in found[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
@@ -231,8 +231,8 @@ def test_two_ranks_train_as_one(tmp_path):
         config = dpo_config(tmp_path, total_train_steps=4, engine=EngineConfig(device="cpu", world_size=world_size))
         with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:3]) as trainer:
             trainer.fit()
-            steps = [[stats[name] for name in ("loss", "grad_norm", "margin")] for stats in trainer.data.trained]
-            found.append([*steps, [trainer.data.evaluated[-1][name] for name in ("loss", "accuracy", "margin")]])
+            steps = [[stats[name] for name in ("loss", "grad_norm", "margin")] for stats in trainer.trained]
+            found.append([*steps, [trainer.evaluated[-1][name] for name in ("loss", "accuracy", "margin")]])
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
 
@@ -261,7 +261,7 @@ def test_quickstart_learns_what_is_preferred(tmp_path, seed):
     config = load(DPOConfig, "quickstart_dpo", [f"seed={seed}", f"cluster.fileroot={tmp_path}"])
     with areno.DPOTrainer(config) as trainer:
         assert trainer.fit() >= 0.98
-        before, after = trainer.data.evaluated[0], trainer.data.evaluated[-1]
+        before, after = trainer.evaluated[0], trainer.evaluated[-1]
     assert before["accuracy"] == 0.5
     assert before["ranking_accuracy"] < 0.15
     assert after["ranking_accuracy"] >= 0.98
@@ -289,7 +289,7 @@ def test_packed_rows_have_the_loss_of_rows_one_by_one(tmp_path):
         config = sft_config(tmp_path, MicroBatchSpec(**mb_spec), total_train_steps=2)
         with areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS) as trainer:
             last = trainer.fit()
-            losses = [stats["loss"] for stats in trainer.data.trained]
+            losses = [stats["loss"] for stats in trainer.trained]
         assert losses[0] == pytest.approx(expected, abs=1e-5)
         assert last == losses[-1] < losses[0]
         steps.append(losses)

@@ -9,6 +9,7 @@ from typing import Any, Generic
 import numpy as np
 
 from areno.api.chat import pair_item, prompt_item, sft_sequence
+from areno.api.checks import check_count
 from areno.api.data import Rows
 from areno.api.row_forms import brief, row_problem
 from areno.api.types import Batch, Item, PairBatch, PairItem, PromptBatch, PromptItem, SequenceBatch
@@ -207,15 +208,14 @@ def dataset_loader(
 ) -> BatchLoader[PromptItem]:
     """Batches of the prompts that a script holds, in their order, the last one short; rows are checked as they come.
 
-    Raises DataError for arguments of another form, naming the argument.
+    Raises DataError for what is no dataset, ConfigError for numbers that make no sense.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, (str, Mapping)):
         raise DataError(f"dataset is {brief(dataset)}; a list of dictionaries, or a dataset, is expected")
     if not len(dataset):
         raise DataError("dataset has no rows")
-    for name, value in (("batch_size", batch_size), ("max_prompt_tokens", max_prompt_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DataError(f"{name} is {value!r}; a whole number of at least 1 is expected")
+    check_count("batch_size", batch_size)
+    check_count("max_prompt_tokens", max_prompt_tokens)
 
     def encode(row: Any, index: int) -> PromptItem:
         if isinstance(row, Mapping):

@@ -9,13 +9,12 @@ import numpy as np
 
 from areno.api.row_forms import messages_problem
 from areno.engine.types import SamplingParams, TrainSequence
-from areno.errors import DataError
+from areno.errors import ConfigError, DataError, Problem
 
 
 def check_sampling(n_samples: Any, params: Any) -> None:
-    """DataError for arguments of another type than documented. Whether they fit the model is for the engine to say."""
-    if not _is_int(n_samples) or n_samples < 1:
-        raise DataError(f"n_samples is {n_samples!r}; a whole number of at least 1 is expected")
+    """An error for arguments of another type than documented. Whether they fit the model is for the engine to say."""
+    check_count("n_samples", n_samples)
     if not isinstance(params, SamplingParams):
         raise DataError(f"sampling_params is a {type(params).__name__}; an areno.SamplingParams is expected")
     for name in ("max_new_tokens", "min_new_tokens", "top_k", "max_context_len", "max_prompt_len"):
@@ -31,6 +30,12 @@ def check_sampling(n_samples: Any, params: Any) -> None:
         raise DataError(f"SamplingParams.stop is {params.stop!r}; a list of strings, none of them empty, is expected")
     if params.stop_token_ids is not None and not _is_list_of(params.stop_token_ids, _is_int):
         raise DataError(f"SamplingParams.stop_token_ids is {params.stop_token_ids!r}; a list of ints is expected")
+
+
+def check_count(name: str, value: Any) -> None:
+    """ConfigError unless the argument `name` is a whole number of at least 1."""
+    if not _is_int(value) or value < 1:
+        raise ConfigError([Problem(name, f"is {value!r}; a whole number of at least 1 is expected")])
 
 
 def check_prompts(prompts: Any) -> None:

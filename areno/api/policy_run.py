@@ -1,4 +1,4 @@
-"""What the loops of policy algorithms stand on: prompts to scored samples, evaluation, and the ends of a step and a run.
+"""What the loops of policy algorithms stand on: prompts to scored samples, evaluation, the ends of a step and of a run.
 
 The algorithm itself (rows, advantages, updates) is in trainers/policy_only.py and trainers/ppo.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,10 +68,11 @@ class Collected:
 class PolicyRun:
     """A model, its prompts and its rewards, for one run of `config`. The loops are its subclasses.
 
-    loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes. run_dir: where
-    logs, rollouts and checkpoints go; None is a new folder under outputs/. advantage_fn: see AdvantageFn; None is the
-    loop's own. train_dataset, valid_dataset: rows that a script holds, in place of the configured paths. reward_fn: a
-    function, in place of reward.fn.
+    loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
+    run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
+    advantage_fn: see AdvantageFn; None is the loop's own.
+    train_dataset, valid_dataset: rows that a script holds, in place of the configured paths. reward_fn: a function, in
+    place of reward.fn.
 
     Construction checks what can be checked, starts the reward processes and loads the models. Use as a context manager,
     or call close().
@@ -344,8 +345,12 @@ class PolicyRun:
     def _loader(
         self, dataset: DatasetConfig, rows: Any, key: str, gconfig: GenerationConfig, gconfig_key: str
     ) -> BatchLoader[PromptItem]:
+        if rows is None:
+            rows = load_rows(dataset, "prompt", key)
+        else:  # messages should not speak of a path
+            rows, dataset = check_rows(rows, "prompt", key), replace(dataset, path=None)
         return prompt_loader(
-            load_rows(dataset, "prompt", key) if rows is None else check_rows(rows, "prompt", key),
+            rows,
             self.tokenizer,
             dataset,
             context_len=gconfig.max_tokens or self.context_len,

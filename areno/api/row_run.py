@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 from areno.api.batches import BatchLoader
 from areno.api.build import open_model
@@ -19,39 +19,31 @@ from areno.api.row_forms import RowKind
 from areno.api.trainer import Trainer
 from areno.api.types import Batch, Item
 from areno.config import run_folder
-from areno.config.experiments import ExperimentConfig
 from areno.config.run import DatasetConfig, ValidDatasetConfig
 from areno.engine.types import TrainSequence
 
-# Makes the loader of rows: sft_loader or dpo_loader.
-OpenLoader = Callable[..., BatchLoader[Item]]
-# The eval/* scalars, by name, of all batches of valid_dataset.
-Measure = Callable[[Iterator[Batch[Item]]], dict[str, float]]
+Self = TypeVar("Self", bound="RowRun[Any]")  # typing has it from Python 3.11 on
 
 
 class RowRun(Generic[Item]):
-    """A model and its rows, for one run of `config`.
+    """A model and its rows, for one run of `config`. The loops are its subclasses.
 
     run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot. train_dataset, valid_dataset:
     rows that a script holds (a list of dictionaries, or anything with a length and indexing), in place of the
-    configured paths. Construction checks what can be checked and loads the model. To be closed.
+    configured paths. Construction checks what can be checked and loads the model. Use as a context manager, or call
+    close().
     """
 
+    kind: ClassVar[RowKind]
+    open_loader: ClassVar[Callable[..., BatchLoader[Any]]]  # of rows of that kind
+
     def __init__(
-        self,
-        config: ExperimentConfig,
-        run_dir: Path | None,
-        kind: RowKind,
-        open_loader: OpenLoader[Item],
-        measure: Measure[Item],
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
+        self, config: Any, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
     ):
-        self.config, self.measure = config, measure
-        self.actor: Any = config.actor  # type: ignore[attr-defined]  # every experiment has one, each of its own class
+        self.config = config
         setup_logging()
         spec, tokenizer = open_model(config)
+        kind, open_loader = self.kind, type(self).open_loader
 
         def loader(dataset: DatasetConfig, rows: Any, key: str) -> BatchLoader[Item]:
             if rows is None:
@@ -90,8 +82,8 @@ class RowRun(Generic[Item]):
             stats = self.trainer.train(
                 rows,
                 loss_fn,
-                gradient_accumulation_steps=self.actor.gradient_accumulation_steps,
-                mb_spec=self.actor.mb_spec,
+                gradient_accumulation_steps=self.config.actor.gradient_accumulation_steps,
+                mb_spec=self.config.actor.mb_spec,
                 temperature=1.0,
                 granularity=granularity,
             )
@@ -111,6 +103,10 @@ class RowRun(Generic[Item]):
         self.run.save_if_due(self.trainer.write_checkpoint)
         if self.run.evaluation_is_due() and self.valid_loader is not None:
             self.evaluate()
+
+    def measure(self, batches: Iterator[Batch[Item]]) -> dict[str, float]:
+        """The eval/* scalars, by name, of all batches of valid_dataset."""
+        raise NotImplementedError
 
     def evaluate(self) -> dict[str, float]:
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
@@ -134,3 +130,9 @@ class RowRun(Generic[Item]):
         """End the workers, close the logs."""
         self.trainer.close()
         self.run.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

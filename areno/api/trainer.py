@@ -15,7 +15,7 @@ from typing import Any
 from areno.api.backend import Areno, ArenoConfig, in_arguments, read_arguments
 from areno.api.batches import dataset_loader
 from areno.api.chat import encode_generation_prompt
-from areno.api.checks import check_prompts, check_rows, check_sampling, check_token_rows
+from areno.api.checks import check_count, check_prompts, check_rows, check_sampling, check_token_rows
 from areno.api.console import setup_logging
 from areno.api.loop import RolloutProgress
 from areno.api.metrics import MetricsRecorder
@@ -171,13 +171,10 @@ class Trainer:
         if loss_mask_policy is not None:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
         check_sampling(1, sampling_params)
-        running = (
-            self._settings.custom_config.max_running_prompts if max_running_prompts is None else max_running_prompts
-        )
-        if not isinstance(running, int) or isinstance(running, bool) or running < 1:
-            raise ConfigError(
-                [Problem("max_running_prompts", f"is {running!r}; a whole number of at least 1 is expected")]
-            )
+        running = self._settings.custom_config.max_running_prompts
+        if max_running_prompts is not None:
+            check_count("max_running_prompts", max_running_prompts)
+            running = max_running_prompts
         return RolloutSession(self._sessions, max_running=running, drop=self._runtime.drop_rollout_state)
 
     def rollout_phase(self, spec: RolloutSpec, *, drop: bool = False) -> RolloutSession:
@@ -322,10 +319,9 @@ class Trainer:
         engine = self.engine
         self._sessions.refuse("train" if role == "actor" else "train_values")
         check_rows(rows, engine.info.vocab_size)
-        counts = {"n_minibatches": n_minibatches, "gradient_accumulation_steps": gradient_accumulation_steps}
-        for name, value in counts.items():
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError([Problem(name, f"is {value!r}; a whole number of at least 1 is expected")])
+        check_count("n_minibatches", n_minibatches)
+        if gradient_accumulation_steps is not None:
+            check_count("gradient_accumulation_steps", gradient_accumulation_steps)
         if n_minibatches > 1 and gradient_accumulation_steps is not None:
             both = f"is {n_minibatches}, and gradient_accumulation_steps is {gradient_accumulation_steps}"
             raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])

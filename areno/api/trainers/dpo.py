@@ -31,52 +31,43 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-class DPOTrainer:
-    """Trains a model on pairs of answers, of which one was preferred.
+class DPOTrainer(RowRun[PairItem]):
+    """Trains a model on pairs of answers, of which one was preferred."""
 
-    run_dir, train_dataset and valid_dataset are those of RowRun. Use as a context manager, or call close().
-    """
+    config: DPOConfig
+    kind = "dpo"
+    open_loader = staticmethod(dpo_loader)
 
-    def __init__(
-        self, config: DPOConfig, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
-    ):
-        self.config = config
+    def __init__(self, config: DPOConfig, run_dir: Path | None = None, **rows: Any):
         self.ref_path: str | None = None  # the actor scores itself
         if config.ref.path not in (None, config.actor.path):
             self.ref_path = model_folder(config.ref.path or "", "ref.path")
         self.ref_scores: Scores = {}
         self.valid_ref_scores: Scores = {}
         self._has_reference = False
-        self.data = RowRun(
-            config, run_dir, "dpo", dpo_loader, self._measure, train_dataset=train_dataset, valid_dataset=valid_dataset
-        )
-        self.trainer = self.data.trainer
+        super().__init__(config, run_dir, **rows)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
-        data, actor = self.data, self.config.actor
+        actor = self.config.actor
         loss_fn = partial(
             dpo_loss_fn, beta=actor.beta, label_smoothing=actor.label_smoothing, loss_type=actor.loss_type
         )
         self.score_reference()
-        for _, batch in data.steps():
+        for _, batch in self.steps():
             watch = Stopwatch()
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
-            stats = data.train(rows, loss_fn, watch, granularity=2)
-            data.end_step(batch, stats, watch, ("loss", "accuracy", "margin"))
-        data.finish("accuracy", "margin")
-        if data.evaluated:
-            return data.evaluated[-1]["accuracy"]
-        return float(np.mean([stats["accuracy"] for stats in data.trained[-5:]]))
+            stats = self.train(rows, loss_fn, watch, granularity=2)
+            self.end_step(batch, stats, watch, ("loss", "accuracy", "margin"))
+        self.finish("accuracy", "margin")
+        if self.evaluated:
+            return self.evaluated[-1]["accuracy"]
+        return float(np.mean([stats["accuracy"] for stats in self.trained[-5:]]))
 
     def evaluate(self) -> dict[str, float]:
-        """loss, accuracy and margin (see dpo_loss_fn) over all pairs of valid_dataset. Recorded as eval/*.
-
-        Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
-        at the reference.
-        """
+        """See `measure`; what it needs of the reference is scored before."""
         self.score_reference()
-        return self.data.evaluate()
+        return super().evaluate()
 
     def score_reference(self) -> None:
         """Reference log-probabilities of every pair that the run will use. To be called before the first update.
@@ -90,8 +81,8 @@ class DPOTrainer:
             self.trainer.ensure_roles({role: RoleSpec(path=self.ref_path, head="lm", key="ref.path")})
         started = time.monotonic()
         log_stage("score_start", role="ref")
-        self._score(role, self._pairs_to_train(), len(self.data.loader.rows), self.ref_scores)
-        if (valid := self.data.valid_loader) is not None:
+        self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
+        if (valid := self.valid_loader) is not None:
             self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
@@ -100,19 +91,9 @@ class DPOTrainer:
             self.trainer.release_role(role)
         self._has_reference = True
 
-    def close(self) -> None:
-        """End the workers, close the logs."""
-        self.data.close()
-
-    def __enter__(self) -> DPOTrainer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """The pairs that this run trains on, each once, by the batch. The loader stands afterwards where it stood."""
-        config, loader = self.config, self.data.loader
+        config, loader = self.config, self.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:
             limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
@@ -143,7 +124,12 @@ class DPOTrainer:
         scored = self.trainer.score_logprobs(role, rows, 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
-    def _measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
+    def measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
+        """loss, accuracy and margin (see dpo_loss_fn) over all pairs.
+
+        Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
+        at the reference.
+        """
         actor = self.config.actor
         margins, differences = [], []
         for batch in batches:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from areno.api.batches import sft_loader
 from areno.api.loop import Stopwatch
@@ -15,35 +13,24 @@ from areno.engine.types import TrainSequence
 from areno.loss_fns.sft import sft_loss_fn
 
 
-class SFTTrainer:
-    """Trains a model on demonstrations.
+class SFTTrainer(RowRun[TrainSequence]):
+    """Trains a model on demonstrations."""
 
-    run_dir, train_dataset and valid_dataset are those of RowRun. Use as a context manager, or call close().
-    """
-
-    def __init__(
-        self, config: SFTConfig, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
-    ):
-        self.data = RowRun(
-            config, run_dir, "sft", sft_loader, self._measure, train_dataset=train_dataset, valid_dataset=valid_dataset
-        )
-        self.trainer = self.data.trainer
+    config: SFTConfig
+    kind = "sft"
+    open_loader = staticmethod(sft_loader)
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
-        data = self.data
-        for _, batch in data.steps():
+        for _, batch in self.steps():
             watch = Stopwatch()
-            stats = data.train(batch.items, sft_loss_fn, watch)
-            data.end_step(batch, stats, watch, ("loss", "lr"))
-        data.finish("loss")
-        return (data.evaluated or data.trained)[-1]["loss"]
+            stats = self.train(batch.items, sft_loss_fn, watch)
+            self.end_step(batch, stats, watch, ("loss", "lr"))
+        self.finish("loss")
+        return (self.evaluated or self.trained)[-1]["loss"]
 
-    def evaluate(self) -> dict[str, float]:
-        """loss: mean negative log-likelihood of the response tokens of valid_dataset. Recorded as eval/loss."""
-        return self.data.evaluate()
-
-    def _measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
+    def measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
+        """loss: mean negative log-likelihood of the response tokens."""
         total, count = 0.0, 0
         for batch in batches:
             scored = self.trainer.score_logprobs("actor", [row.tokens or [] for row in batch.items], 1.0)
@@ -52,13 +39,3 @@ class SFTTrainer:
                 total -= sum(trained)
                 count += len(trained)
         return {"loss": total / max(count, 1)}
-
-    def close(self) -> None:
-        """End the workers, close the logs."""
-        self.data.close()
-
-    def __enter__(self) -> SFTTrainer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
