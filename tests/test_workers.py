@@ -164,7 +164,7 @@ def test_a_worker_that_cannot_start_says_why(folder: Path) -> None:
 
 def test_which_form() -> None:
     two = EngineSpec(model_path="", devices=["cpu", "cpu"])
-    with pytest.raises(EngineError, match=r"engine\.workers=inline holds one CPU device, not cpu, cpu; use spawn"):
+    with pytest.raises(EngineError, match=r"engine\.workers=inline holds one device, not cpu, cpu; use spawn"):
         start_workers(two, "inline")
 
 

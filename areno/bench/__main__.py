@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areno.bench.profile import busy_s, idle_share, phase_table, traced
 from areno.bench.shapes import model_folder
 from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -57,7 +58,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         gradient_checkpointing=not args.no_recompute,
     )
     started = time.perf_counter()
-    with Engine(spec) as engine:
+    with Engine(spec, "inline" if args.profile else "auto") as engine:  # a tracer sees its own process only
         figures: dict[str, Any] = {
             "shape": args.shape,
             "work": f"{args.prompts}x{args.samples}, {args.prompt_len}+{args.new_tokens}",
@@ -77,6 +78,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if args.work != "rollout":
                 stats = engine.train(rows, _loss())
                 seconds["train"].append(stats["step_train_time_s"])
+        if args.profile:
+            medians = {phase: statistics.median(times[1:]) for phase, times in seconds.items() if times}
+            figures |= _profile(engine, args, rows, medians)
         n_new, n_all = args.prompts * args.samples * args.new_tokens, sum(len(row.tokens or []) for row in rows)
         if seconds["rollout"]:
             figures["rollout_s"] = statistics.median(seconds["rollout"][1:])
@@ -90,6 +94,25 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 figures[name] = stats[name]
         if "memory_gib" in stats:
             figures["peak_memory_gib"] = stats["memory_gib"]
+    return figures
+
+
+def _profile(
+    engine: Engine, args: argparse.Namespace, rows: list[TrainSequence], plain_s: dict[str, float]
+) -> dict[str, Any]:
+    """Trace one more repeat and write the tables. plain_s: seconds of each phase without a tracer."""
+    bodies: dict[str, Any] = {
+        "rollout": lambda: _rollout(engine, args, rows),
+        "train": lambda: engine.train(rows, _loss()),
+    }
+    figures: dict[str, Any] = {}
+    text = f"{args.work} {args.shape} {args.prompts}x{args.samples}, {args.prompt_len}+{args.new_tokens}\n"
+    for phase, seconds in plain_s.items():
+        started = time.perf_counter()
+        _, spans = traced(bodies[phase])
+        text += phase_table(phase, spans, time.perf_counter() - started, seconds)
+        figures[f"{phase}_idle_share"] = idle_share(busy_s(spans), seconds)
+    Path(args.profile).write_text(text, encoding="utf-8")
     return figures
 
 
@@ -159,6 +182,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-recompute", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--eager-decode", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--profile", metavar="FILE", help="trace one repeat: where the device's time goes (CUDA)")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 

@@ -204,7 +204,7 @@ class EngineConfig(Section):
     )
     tp_size: int = knob(1, help="devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size")
     workers: Literal["auto", "inline", "spawn"] = knob(
-        "auto", help="inline = in the driver process (one CPU device only); auto = inline where possible"
+        "auto", help="inline = in the driver process (one device only); auto = inline for one CPU device"
     )
     attn_backend: Literal["auto", "flash", "native"] = knob(
         "auto",

@@ -1,6 +1,6 @@
 """The only place that starts processes, sends them commands and ends them.
 
-Two forms with one face: `InlineGroup` keeps the one worker in the driver (a CPU device: quick to start, easy to
+Two forms with one face: `InlineGroup` keeps the one worker in the driver (one device: quick to start, easy to
 debug), `SpawnedGroup` starts a process for each device. A command goes to the leader of every tensor-parallel group,
 which hands it to its peers; requests may be sent while workers decode, and finished samples come back as they finish.
 """
@@ -380,10 +380,9 @@ def _portable(error: Exception, rank: int) -> ArenoError:
 
 
 def start_workers(spec: EngineSpec, mode: str) -> WorkerGroup:
-    """The group for a spec; `mode` is engine.workers: auto, inline or spawn."""
-    inline_possible = spec.devices == ["cpu"]
-    if mode == "inline" and not inline_possible:
-        raise EngineError(f"engine.workers=inline holds one CPU device, not {', '.join(spec.devices)}; use spawn")
-    if mode == "spawn" or not inline_possible:
-        return SpawnedGroup(spec)
-    return InlineGroup(spec)
+    """The group for a spec; `mode` is engine.workers: auto (inline for one CPU device), inline or spawn."""
+    if mode == "inline" and spec.world_size > 1:
+        raise EngineError(f"engine.workers=inline holds one device, not {', '.join(spec.devices)}; use spawn")
+    if mode == "inline" or (mode == "auto" and spec.devices == ["cpu"]):
+        return InlineGroup(spec)
+    return SpawnedGroup(spec)

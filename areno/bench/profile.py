@@ -1,0 +1,119 @@
+"""Where the time of a phase goes on the device: kernels by group, the longest of them, and how long the device idled.
+
+Only device activity is traced, no Python or torch operators, so that the host is slowed down little. The groups go by
+the kernels' names, as CUDA, cuBLAS, cuDNN, torch's compiler and our own Triton files give them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from areno.errors import EngineError
+
+T = TypeVar("T")
+
+# The first pattern that is found in the lower-case name decides.
+_GROUPS: tuple[tuple[str, str], ...] = (
+    ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray|copy_blocks"),
+    ("attention", r"attention|attn|flash|fmha|paged|sdpa|varlen|cudnn_generated_.*(fort|sdpa|mha)|split_kv|cascade"),
+    ("optimizer", r"adam|optimizer|multi_tensor|foreach|norm_of|grad_norm|clip_grad"),
+    ("sampling", r"sampl|gumbel|multinomial|topk|top_k|top_p|radix|bitonic|philox|draw|argmax|distribution|sort"),
+    ("head", r"logprob|log_softmax|logsumexp|cross_entropy|entropy|softmax|lm_head|head_"),
+    (
+        "gemm",
+        r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|matmul|splitk|split_k|_mm_|_mm$|_linear|ampere_|sm80_|sm90_|hopper",
+    ),
+    ("norm/rope/activation", r"rms|norm|rope|rotary|rotate|silu|swiglu|gelu|act_|gate|qkv|mean_|rsqrt|sigmoid"),
+    ("norm/rope/activation", r"triton_(poi|red|per)_"),  # torch's compiler, which is given the small operations
+    ("embedding/index", r"embed|index|gather|scatter"),
+    ("small torch kernels", r"at::native|elementwise|reduce_kernel|vectorized"),
+)
+GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One kernel, copy or fill on the device; times in nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel by its name."""
+    lower = name.lower()
+    return next((group for group, pattern in _GROUPS if re.search(pattern, lower)), "other")
+
+
+def busy_s(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans ran: kernels of several streams may overlap."""
+    busy, reached = 0, 0
+    for span in sorted(spans, key=lambda span: span.start):
+        busy += max(0, span.end - max(span.start, reached))
+        reached = max(reached, span.end)
+    return busy / 1e9
+
+
+def traced(body: Callable[[], T]) -> tuple[T, list[Span]]:
+    """What `body` returns, and everything that it made this process's CUDA device do. EngineError without CUDA."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        raise EngineError("a profile is of a CUDA device, and there is none; leave --profile away or use a GPU machine")
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        result = body()
+        torch.cuda.synchronize()
+    return result, _spans(profiler)
+
+
+def _spans(profiler: Any) -> list[Span]:
+    """The raw events: torch's own summary takes minutes for the hundred thousands of kernels of a rollout."""
+    raw = profiler.profiler.kineto_results.events()
+    return [
+        Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in raw
+        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0 and not event.is_user_annotation()
+    ]
+
+
+def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float, top: int = 40) -> str:
+    """The text of a phase.
+
+    wall_s: of the traced phase. plain_wall_s: of the same work without a tracer, against which idleness counts, since
+    tracing itself makes the host slower.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for span in spans:
+        seconds[span.name] += (span.end - span.start) / 1e9
+        counts[span.name] += 1
+    busy, total = busy_s(spans), sum(seconds.values()) or 1e-12
+    lines = [
+        f"== {phase}: {plain_wall_s:.4f} s ({wall_s:.4f} s while traced), device busy {busy:.4f} s, "
+        f"idle {100 * idle_share(busy, plain_wall_s):.1f} %, {len(spans)} kernels",
+        f"{'group':24}{'seconds':>10}{'share %':>9}{'calls':>9}{'us each':>10}",
+    ]
+    for group in GROUPS:
+        names = [name for name in seconds if group_of(name) == group]
+        if names:
+            lines.append(_line(group.ljust(24), sum(seconds[n] for n in names), total, sum(counts[n] for n in names)))
+    lines.append(f"-- the longest {min(top, len(seconds))} kernels, with their group")
+    for name in sorted(seconds, key=lambda name: -seconds[name])[:top]:
+        lines.append(_line(" " * 24, seconds[name], total, counts[name]) + f"  [{group_of(name)}] {name[:160]}")
+    return "\n".join(lines) + "\n"
+
+
+def idle_share(busy: float, wall_s: float) -> float:
+    """The part of `wall_s` in which the device did nothing; 0 where tracing made kernels longer than all of it."""
+    return max(0.0, 1 - busy / wall_s)
+
+
+def _line(head: str, seconds: float, total: float, calls: int) -> str:
+    return f"{head}{seconds:10.5f}{100 * seconds / total:9.2f}{calls:9d}{1e6 * seconds / calls:10.2f}"
