@@ -88,6 +88,21 @@ def test_what_only_the_machine_can_tell_is_said_by_init(model: str, config: Aren
             trainer.get_tokenizer()
 
 
+def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from areno.api.build import find_devices
+    from areno.config.run import EngineConfig
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert find_devices(EngineConfig(world_size=2), [3, 1]) == ["cuda:3", "cuda:1"]
+    assert find_devices(EngineConfig(world_size=2)) == ["cuda:0", "cuda:1"]
+    with pytest.raises(ConfigError, match="devices: has 4, but 4 CUDA devices are visible; those are 0 to 3"):
+        find_devices(EngineConfig(world_size=2), [0, 4])
+    with pytest.raises(ConfigError, match=r"devices: .* engine.device is cpu; leave it out"):
+        find_devices(EngineConfig(world_size=1, device="cpu"), [0])
+
+
 def test_a_model_that_does_not_divide_names_the_argument() -> None:
     trainer = Trainer(4, MODEL, custom_config=ArenoConfig(tp_size=4, runtime={"device": "cpu"}))
     with pytest.raises(ConfigError, match=r"custom_config.tp_size: is 4, which does not divide the model's 2"):
@@ -202,8 +217,8 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
         ),
         (lambda t: t.rollout_token_batch([[4], [16]], 1, SAMPLING), "prompt_tokens\\[1\\] holds 16; .* 0 to 15"),
         (lambda t: t.rollout_token_batch([[[4]]], 1, SAMPLING), "has 2 dimensions"),
-        (lambda t: t.rollout_token_batch([[4]], 0, SAMPLING), "n_samples is 0"),
-        (lambda t: t.rollout_token_batch([[4]], 1.0, SAMPLING), "n_samples is 1.0"),
+        (lambda t: t.rollout_token_batch([[4]], 0, SAMPLING), "n_samples: is 0"),
+        (lambda t: t.rollout_token_batch([[4]], 1.0, SAMPLING), "n_samples: is 1.0"),
         (lambda t: t.rollout_token_batch([[4]], 1, {"top_k": 1}), "sampling_params is a dict"),
         (
             lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(stop="\n")),
@@ -218,7 +233,7 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
 )
 def test_rollout_says_what_is_wrong_with_its_input(trainer: Trainer, call: Any, message: str) -> None:
     with session(trainer):
-        with pytest.raises((DataError, EngineError), match=message):
+        with pytest.raises(ArenoError, match=message):
             call(trainer)
         assert trainer.rollout_token_batch([[4]], 1, SAMPLING)  # in the same session
 
@@ -229,7 +244,7 @@ def test_rollout_says_what_is_wrong_with_its_input(trainer: Trainer, call: Any, 
         ([], {}, "dataset has no rows"),
         ("rows.jsonl", {}, "dataset is str 'rows.jsonl'; a list of dictionaries"),
         (iter([1]), {}, "a list of dictionaries, or a dataset, is expected"),
-        ([{"prompt": "1"}], {"batch_size": 0}, "batch_size is 0"),
+        ([{"prompt": "1"}], {"batch_size": 0}, "batch_size: is 0"),
         ([{"prompt": "1"}, {"question": "2"}], {}, "row 1: field prompt is missing"),
         ([{"prompt": "1"}, "2"], {}, "row 1: is str '2', not a dictionary"),
         ([{"q": "1"}, {"q": 2}], {"prompt_key": "q"}, "row 1: field q is int 2, not text or messages"),
@@ -237,7 +252,7 @@ def test_rollout_says_what_is_wrong_with_its_input(trainer: Trainer, call: Any, 
     ],
 )
 def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, how: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ArenoError, match=message):
         list(trainer.load_prompt_batches(dataset, **{"batch_size": 2, "max_prompt_tokens": 10, **how}))
 
 
