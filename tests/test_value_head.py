@@ -13,6 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_models import CASES, SHAPE, packed, random_reference, random_rows
 
+from areno.config.model_roles import MicroBatchSpec
+from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
 from areno.layers.parallel import TensorParallel
 from areno.models.registry import build_model, load_config
@@ -65,21 +67,18 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert torch.tensor(scores).std() > 0.1  # they do say something
 
 
-def test_transformers_reads_the_score_before_trailing_pad_tokens(tmp_path: Path) -> None:
-    """With a pad token it takes the last token that is another one, also where the pad token is part of the row."""
+def test_trailing_pad_tokens_do_not_count_as_in_transformers(tmp_path: Path) -> None:
+    """Also where the pad token is part of the row, such as an end-of-sequence token that serves as both."""
     reference = random_classifier("qwen2", tmp_path, pad_token_id=PAD)
-    model = load(tmp_path)
-    rows = [torch.arange(3, 10), torch.arange(20, 25), torch.tensor([5, 6, 7, PAD])]
-    padded = torch.full((3, 7), PAD)
+    backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", recompute=False)
+    rows = [[3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24], [5, 6, 7, PAD], [PAD, 5, PAD, 6, PAD, PAD], [PAD, PAD]]
+    padded = torch.full((len(rows), 7), PAD)
     for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
+        padded[i, : len(row)] = torch.tensor(row)
+    lengths = torch.tensor([len(row) for row in rows])
     with torch.no_grad():
-        theirs = reference(padded, attention_mask=(padded != PAD).long()).logits[:, 0].tolist()
-    ours = values_of(model, rows)
-    assert ours[0][-1].item() == pytest.approx(theirs[0], abs=1e-4)
-    assert ours[1][-1].item() == pytest.approx(theirs[1], abs=1e-4)
-    assert ours[2][-2].item() == pytest.approx(theirs[2], abs=1e-4)
-    assert ours[2][-1].item() != pytest.approx(theirs[2], abs=1e-2)
+        theirs = reference(padded, attention_mask=(torch.arange(7) < lengths[:, None]).long()).logits[:, 0].tolist()
+    assert backend.rewards(rows, MicroBatchSpec()) == pytest.approx(theirs, abs=1e-4)
 
 
 def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:

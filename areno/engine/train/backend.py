@@ -117,7 +117,14 @@ class TrainBackend:
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
     def rewards(self, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec) -> list[float]:
-        """The score of each row, which the value head gives at its last token."""
+        """The score of each row: what the value head gives at its last token.
+
+        Trailing tokens that the model's config.json calls padding do not count, even where the row itself ends with
+        them (a pad token that is the end-of-sequence token, too): transformers, with which the model was trained, reads
+        the score before them.
+        """
+        pad = self.model.config.hf.get("pad_token_id")
+        token_rows = [_without_trailing(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
             last_R = packed.cu_seqlens[1:].long() - 1
@@ -297,3 +304,11 @@ def _compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor) 
             }
         )
         stats.maximum("logp_abs_diff_max", diff_T.abs())
+
+
+def _without_trailing(tokens: Sequence[int], pad: int | None) -> Sequence[int]:
+    """The row up to its last token that is not `pad`, or its first token."""
+    end = len(tokens)
+    while end > 1 and tokens[end - 1] == pad:
+        end -= 1
+    return tokens[:end]
