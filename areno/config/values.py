@@ -96,6 +96,8 @@ def spelling(hint: Any, bounds: str = "") -> str:
         return " | ".join(str(choice) for choice in arms)
     if origin is list:
         return f"list of {spelling(arms[0])}"
+    if hint is type(None):  # a setting that a subclass takes away
+        return "null"
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__
 
 
