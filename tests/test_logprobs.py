@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +51,44 @@ def test_equals_the_full_softmax(chunk, temperature, dtype, tol):
     assert weight.grad.dtype == dtype
     for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, K])
+def test_how_much_is_held_for_the_backward_pass_does_not_matter(rows):
+    hidden, weight, targets, upstream = inputs(torch.float64)
+    expected = plain(hidden, weight, targets, upstream, 0.7)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropy = selected_logprobs(
+        hidden, weight, targets, temperature=0.7, chunk=4, keep_bytes=rows * V * hidden.element_size() + 3
+    )
+    (logprobs * upstream).sum().backward()
+    for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+
+
+def compare_interpreted():
+    """Run in a process of its own, since Triton decides at its import whether it interprets."""
+    from areno.kernels import logprobs_triton
+    from areno.kernels.logprobs_triton import softmax_statistics
+
+    logprobs_triton._BLOCK = 16
+    for dtype, tol, keep in ((torch.float32, 2e-5, 0), (torch.float32, 2e-5, 2000), (torch.float16, 2e-2, 10**6)):
+        hidden, weight, targets, upstream = inputs(dtype)
+        expected = plain(hidden, weight, targets, upstream, 0.7)
+        hidden.requires_grad_()
+        weight.requires_grad_()
+        logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=0.7, keep_bytes=keep)
+        (logprobs * upstream).sum().backward()
+        for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
+            torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
+    logits = torch.randn(3, 5)
+    seen = softmax_statistics(logits, torch.tensor([6, 7, 20]), 4, 0.5)  # the last target is another rank's
+    best = (logits * 2).amax(-1)
+    torch.testing.assert_close(seen[0], best)
+    torch.testing.assert_close(
+        seen[3], torch.stack([logits[0, 2] * 2 - best[0], logits[1, 3] * 2 - best[1], best[0] * 0])
+    )
 
 
 def test_weight_gradient_can_be_added_to_a_buffer():
@@ -131,8 +174,21 @@ def test_divided_vocabulary_needs_its_size():
         selected_logprobs(hidden, weight, targets, temperature=1.0, tp=ThreadRanks(0, 2, None))
 
 
+def test_interpreted_kernels_equal_the_full_softmax():
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    root = Path(__file__).parents[1]
+    code = "from tests.test_logprobs import compare_interpreted; compare_interpreted()"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.gpu
-def test_bf16_products_are_kept_in_fp32_on_cuda():
+@pytest.mark.parametrize("keep_bytes", [0, 10**6])
+def test_bf16_products_are_kept_in_fp32_on_cuda(keep_bytes):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     hidden, weight, targets, upstream = (x.cuda() for x in inputs(torch.bfloat16))
@@ -141,7 +197,7 @@ def test_bf16_products_are_kept_in_fp32_on_cuda():
     weight.requires_grad_()
     buffer = torch.zeros(V, D, device="cuda")
     logprobs, entropy = selected_logprobs(
-        hidden, weight, targets, temperature=0.6, chunk=9, vocab_size=V, weight_grad=buffer
+        hidden, weight, targets, temperature=0.6, chunk=9, vocab_size=V, weight_grad=buffer, keep_bytes=keep_bytes
     )
     (logprobs * upstream).sum().backward()
     # Only gradients see bf16 rounding.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,55 @@ def varlen_attention(
 
         return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal=True)
     raise ValueError(f"unknown attention backend {backend!r}")
+
+
+def varlen_forward(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, cu_seqlens: Tensor, max_len: int, backend: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """varlen_attention of rows to themselves, outside autograd, with what `varlen_backward` will want to know of it."""
+    if backend == "varlen":
+        out_NHD, *saved = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False
+        )
+        return out_NHD, tuple(saved[:3])  # log-sum-exp, and a random state that backward asks for without dropout too
+    with torch.no_grad():
+        return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend), ()
+
+
+def varlen_backward(
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    out_NHD: Tensor,
+    saved: Sequence[Tensor],
+    cu_seqlens: Tensor,
+    max_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
+    if backend == "varlen":
+        log_sum, state, unused = saved
+        return torch.ops.aten._flash_attention_backward(
+            grad_NHD.contiguous(),
+            q_NHD,
+            k_NKD,
+            v_NKD,
+            out_NHD,
+            log_sum,
+            cu_seqlens,
+            cu_seqlens,
+            max_len,
+            max_len,
+            0.0,
+            True,
+            state,
+            unused,
+        )
+    with torch.enable_grad():  # the other kernels have no backward pass that could be called: compute forward again
+        inputs = tuple(x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = varlen_attention(*inputs, cu_seqlens, cu_seqlens, max_len, max_len, backend)
+        return torch.autograd.grad(out_NHD, inputs, grad_NHD)  # type: ignore[return-value]
 
 
 @functools.cache

@@ -5,13 +5,19 @@ Shape letters: K positions, C of them in one chunk, V vocabulary rows of this ra
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB, and larger ones are hardly faster
+from areno.kernels.fused import fused_kernels
+from areno.kernels.matmul import add_product
+
+CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
+FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
+KEEP_BYTES = 2**26  # gradients of logits held from the forward to the backward pass; what a small vocabulary needs
 
 
 class Ranks(Protocol):
@@ -34,16 +40,19 @@ def selected_logprobs(
     targets_K: Tensor,
     *,
     temperature: float,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     tp: Ranks | None = None,
     vocab_size: int | None = None,
     weight_grad: Tensor | None = None,
+    keep_bytes: int = KEEP_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden W^T / temperature)[target] and the entropy of that softmax: (K,) each, the entropy detached.
 
-    Computed in fp32 (float64 inputs stay float64) in chunks of `chunk` positions; the backward pass computes the logits
-    of each chunk again. hidden and targets are the same on every rank of tp, and so are the results and the gradient of
-    hidden.
+    Computed in fp32 (float64 inputs stay float64) in chunks of `chunk` positions. Whatever the loss, the gradient of a
+    position's logits is one factor times onehot - softmax. That is formed while the logits are there and held, in the
+    type of hidden, for as many positions as keep_bytes has room for; the backward pass has then nothing to do but two
+    matrix products. The logits of further positions are computed again. hidden and targets are the same on every rank
+    of tp, and so are the results and the gradient of hidden.
 
     tp: the ranks that share the vocabulary; None = this one alone. Rank r holds the rows from
     r * ceil(vocab_size / tp.size) on. vocab_size: of all ranks together, needed where there are several; padding rows
@@ -59,37 +68,91 @@ def selected_logprobs(
         per_rank = -(-vocab_size // size)
         first = min((tp.rank if tp else 0) * per_rank, vocab_size)
         n_rows = min(n_rows, per_rank, vocab_size - first)
-    head = _Head(n_rows, first, temperature, chunk, tp if size > 1 else None, weight_grad)
+    head = _Head(n_rows, first, temperature, tp if size > 1 else None, hidden_KD)
+    head.chunk = chunk or (CHUNK if head.kernels is None else FUSED_CHUNK)
+    head.weight_grad, head.keep_bytes = weight_grad, keep_bytes
     return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
 
 
 class _Head:
     """One rank's part of the vocabulary: rows `first .. first + n_rows` of the whole are rows `0 .. n_rows` here."""
 
-    def __init__(
-        self, n_rows: int, first: int, temperature: float, chunk: int, tp: Ranks | None, weight_grad: Tensor | None
-    ):
-        self.n_rows, self.first, self.temperature = n_rows, first, temperature
-        self.chunk, self.tp, self.weight_grad = chunk, tp, weight_grad
+    chunk: int
+    weight_grad: Tensor | None
+    keep_bytes: int
 
-    def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
-        return x if self.tp is None else self.tp.all_reduce(x, op)
+    def __init__(self, n_rows: int, first: int, temperature: float, tp: Ranks | None, hidden_KD: Tensor):
+        self.n_rows, self.first, self.temperature, self.tp = n_rows, first, temperature, tp
+        self.kernels = _triton_kernels(hidden_KD)
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
         """(C, V) float32. The product is kept in fp32 where the device can: in bf16 a logit of 20 is off by 0.06."""
         weight_VD = weight_VD[: self.n_rows]
         if hidden_CD.is_cuda and hidden_CD.dtype in (torch.bfloat16, torch.float16):
-            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
+            return torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
+        logits_CV = torch.mm(hidden_CD, weight_VD.t())
+        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+    def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
+        if self.kernels is not None:
+            stats = self.kernels.softmax_statistics(logits_CV, targets_C, self.first, self.temperature)
         else:
-            logits_CV = torch.mm(hidden_CD, weight_VD.t())
-            logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        return logits_CV if self.temperature == 1.0 else logits_CV.div_(self.temperature)
+            stats = self._statistics(logits_CV, targets_C)
+        top_C, sums_3C = stats[0], stats[1:]
+        if self.tp is not None:
+            mine_C = top_C.clone()
+            self.tp.all_reduce(top_C, dist.ReduceOp.MAX)
+            shift_C, (total_C, weighted_C, target_C) = mine_C - top_C, sums_3C
+            sums_3C = torch.stack(
+                [
+                    total_C * shift_C.exp(),
+                    (weighted_C + shift_C * total_C) * shift_C.exp(),
+                    (target_C + shift_C).where(self.local(targets_C)[1], 0.0),
+                ]
+            )
+            self.tp.all_reduce(sums_3C)
+        total_C, weighted_C, target_C = sums_3C
+        log_total_C = total_C.log()
+        return target_C - log_total_C, log_total_C - weighted_C / total_C, top_C + log_total_C
+
+    def _statistics(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """As `logprobs_triton.softmax_statistics`."""
+        if not self.n_rows:  # a rank whose part of the vocabulary is all padding
+            none_C = logits_CV.new_zeros(logits_CV.shape[0])
+            return torch.stack([none_C - 1e30, none_C, none_C, none_C])
+        x_CV = logits_CV / self.temperature
+        top_C = x_CV.amax(-1)
+        x_CV.sub_(top_C.unsqueeze(-1))
+        row_C1, here_C = self.local(targets_C)
+        target_C = x_CV.gather(-1, row_C1).squeeze(-1).where(here_C, 0.0)
+        exp_CV = x_CV.exp()
+        return torch.stack([top_C, exp_CV.sum(-1), exp_CV.mul_(x_CV).sum(-1), target_C])
+
+    def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
+        """onehot - softmax into out: temperature times the gradient of the log-probability. May destroy the logits."""
+        if self.kernels is not None:
+            self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
+        elif self.n_rows:
+            grad_CV = logits_CV.div_(self.temperature).sub_(lse_C.unsqueeze(-1)).exp_().neg_()
+            row_C1, here_C = self.local(targets_C)
+            grad_CV.scatter_add_(-1, row_C1, here_C.to(grad_CV.dtype).unsqueeze(-1))
+            out_CV.copy_(grad_CV)
 
     def local(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Row of each target in this rank's part, and whether it is there (elsewhere the row is 0)."""
         local_C = targets_C - self.first
         here_C = (local_C >= 0) & (local_C < self.n_rows)
         return local_C.where(here_C, 0).unsqueeze(-1), here_C
+
+
+def _triton_kernels(hidden_KD: Tensor) -> ModuleType | None:
+    """Triton's kernels work in fp32."""
+    if hidden_KD.dtype == torch.float64 or fused_kernels(hidden_KD) is None:
+        return None
+    from areno.kernels import logprobs_triton
+
+    return logprobs_triton
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -100,64 +163,53 @@ class _SelectedLogprobs(torch.autograd.Function):
         n = hidden_KD.shape[0]
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
-        for start in range(0, n, head.chunk):
-            part = slice(start, start + head.chunk)
+        n_kept = 0
+        if any(ctx.needs_input_grad):
+            n_kept = min(n, head.keep_bytes // max(1, head.n_rows * hidden_KD.element_size()))
+        kept_CV = hidden_KD.new_empty((n_kept, head.n_rows))
+        for part in _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk):
             logits_CV = head.logits(hidden_KD[part], weight_VD)
-            # A rank whose part of the vocabulary is all padding has no maximum of its own.
-            top_C = logits_CV.amax(-1) if head.n_rows else logits_CV.new_full(logits_CV.shape[:1], -torch.inf)
-            head.all_reduce(top_C, dist.ReduceOp.MAX)
-            logits_CV.sub_(top_C.unsqueeze(-1))
-            row_C1, here_C = head.local(targets_K[part])
-            target_C = logits_CV.gather(-1, row_C1).squeeze(-1).where(here_C, 0.0) if head.n_rows else top_C * 0
-            exp_CV = logits_CV.exp()
-            sums_3C = torch.stack([target_C, exp_CV.sum(-1), exp_CV.mul_(logits_CV).sum(-1)])
-            target_C, total_C, weighted_C = head.all_reduce(sums_3C)
-            log_total_C = total_C.log()
-            logprobs_K[part] = target_C - log_total_C
-            entropy_K[part] = log_total_C - weighted_C / total_C
-            lse_K[part] = top_C + log_total_C
-        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K)
+            logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
+            if part.stop <= n_kept:
+                head.gradient(logits_CV, lse_K[part], targets_K[part], kept_CV[part])
+            del logits_CV  # before the next ones are made
+        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, kept_CV)
         ctx.head = head
         ctx.mark_non_differentiable(entropy_K)
         return logprobs_K, entropy_K
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_KD, weight_VD, targets_K, lse_K = ctx.saved_tensors
+        hidden_KD, weight_VD, targets_K, lse_K, kept_CV = ctx.saved_tensors
         head: _Head = ctx.head
-        grad_K = grads[0] / head.temperature
+        n, n_kept = len(hidden_KD), len(kept_CV)
+        grad_K1 = (grads[0] / head.temperature).unsqueeze(-1)
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden_KD = torch.empty_like(hidden_KD) if want_hidden else None
         grad_weight_VD = head.weight_grad
         if grad_weight_VD is None and want_weight:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
-        for start in range(0, hidden_KD.shape[0], head.chunk):
-            part = slice(start, start + head.chunk)
-            logits_CV = head.logits(hidden_KD[part], weight_VD)
-            grad_C1 = grad_K[part].unsqueeze(-1)
-            # d logprob / d logit = onehot - softmax
-            grad_CV = logits_CV.sub_(lse_K[part].unsqueeze(-1)).exp_().mul_(-grad_C1)
-            row_C1, here_C = head.local(targets_K[part])
-            if head.n_rows:
-                grad_CV.scatter_add_(-1, row_C1, grad_C1.where(here_C.unsqueeze(-1), 0.0))
-            grad_CV = grad_CV.to(hidden_KD.dtype)
+        for part in _chunks(0, n_kept, max(1, n_kept)) + _chunks(n_kept, n, head.chunk):
+            if part.stop <= n_kept:
+                grad_CV = kept_CV
+            else:
+                logits_CV = head.logits(hidden_KD[part], weight_VD)
+                grad_CV = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
+                head.gradient(logits_CV, lse_K[part], targets_K[part], grad_CV)
+                del logits_CV
+            # The factor of each position is applied to the short side of either product.
             if grad_hidden_KD is not None:
-                torch.mm(grad_CV, weight_VD[: head.n_rows], out=grad_hidden_KD[part])
+                torch.mul(grad_CV @ weight_VD[: head.n_rows], grad_K1[part], out=grad_hidden_KD[part])
             if want_weight and grad_weight_VD is not None:
-                _add_product(grad_weight_VD[: head.n_rows], grad_CV.t(), hidden_KD[part])
-        if grad_hidden_KD is not None:
-            head.all_reduce(grad_hidden_KD)
+                scaled_CD = (hidden_KD[part] * grad_K1[part]).to(hidden_KD.dtype)
+                add_product(grad_weight_VD[: head.n_rows], grad_CV.t(), scaled_CD)
+        if grad_hidden_KD is not None and head.tp is not None:
+            head.tp.all_reduce(grad_hidden_KD)
         if head.weight_grad is not None or not want_weight:
             return grad_hidden_KD, None, None, None
         assert grad_weight_VD is not None
         return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, in the precision of out where the device can multiply so."""
-    if a.dtype == out.dtype:
-        out.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        out += torch.mm(a, b)
+def _chunks(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

@@ -22,6 +22,7 @@ from areno.layers.shard import Part
 from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
 from areno.models.family import Family
+from areno.models.fused import fused_layer, fused_norm, kernels_for
 
 
 class Attention(nn.Module):
@@ -129,16 +130,27 @@ class Transformer(nn.Module):
         elif not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding(vocab, size, tp=tp, dtype=dtype, device=device)
 
-    def forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, recompute: bool = False) -> Tensor:
+    def forward(
+        self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, recompute: bool = False, n_kept: int = 0
+    ) -> Tensor:
         """Hidden states after the final norm, (N, D), the same on every rank.
 
         tokens_N, positions_N: int64; positions count from 0 in each row.
-        recompute: keep only the input of each layer for the backward pass and compute the rest again.
+        recompute: keep little of each layer for the backward pass and compute the rest again; not so the last `n_kept`
+        layers.
         """
         cos, sin = self.rotary(positions_N)
         x_ND = self.embed(tokens_N)
-        for layer in self.layers:
-            if recompute and torch.is_grad_enabled():
+        n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
+        if kernels_for(self, x_ND, attend):
+            delta_ND = None
+            for index, layer in enumerate(self.layers):
+                keep = index >= n_recomputed
+                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]
+            assert delta_ND is not None, "a model without layers"
+            return fused_norm(self.final_norm, x_ND, delta_ND)
+        for index, layer in enumerate(self.layers):
+            if index < n_recomputed and torch.is_grad_enabled():
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_ND = layer(x_ND, cos, sin, attend)

@@ -1,0 +1,130 @@
+"""The fused layer against the plain one through autograd: on the GPU, and interpreted on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.engine.train.flat import FlatParameters
+from areno.kernels.attention import choose_backend
+from areno.layers.attention import PackedAttend
+from areno.layers.parallel import TensorParallel
+from areno.layers.rotary import Rope
+from areno.models.config import TransformerConfig
+from areno.models.fused import kernels_for
+from areno.models.llama import LLAMA
+from areno.models.transformer import Transformer
+
+LENGTHS = [3, 1, 4]
+BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+SMALL: dict[str, object] = {  # no size is a power of two
+    "family": "llama",
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 12,
+    "rms_norm_eps": 1e-3,
+    "rope": Rope(100.0),
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "eos_token_ids": (1,),
+    "initializer_range": 0.3,
+    "hf": {},
+}
+
+
+def build(dtype: torch.dtype, device: str, **changes: object) -> Transformer:
+    """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
+    config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
+    model = Transformer(config, LLAMA, dtype=torch.float32, device="cpu", tp=TensorParallel())
+    model.init_weights(3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.to(device, dtype)
+
+
+def run(model: Transformer, backend: str, is_fused: bool, **how: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states with and without gradients, and the gradient of two passes together."""
+    flat = FlatParameters(model)
+    device = model.device
+    n = sum(LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(50, (n,), generator=generator).to(device)
+    upstream = torch.randn(n, model.config.hidden_size, generator=generator).to(device)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
+    attend = PackedAttend(starts, max(LENGTHS), backend)
+    assert is_fused == (kernels_for(model, model.embed(tokens), attend) is not None)
+    for _ in range(2):
+        hidden = model(tokens, positions, attend, **how)
+        (hidden.float() * upstream).sum().backward()
+    with torch.no_grad():
+        scored = model(tokens, positions, attend)
+    return hidden.detach(), scored, flat.grads
+
+
+def compare(device: str, dtype: torch.dtype, tolerance: float, backend: str, **changes: object) -> None:
+    """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
+    if device == "cuda":
+        patch = mock.patch("areno.kernels.fused._module", lambda: None)
+    else:
+        patch = mock.patch("areno.kernels.fused._interprets", lambda: False)
+    with patch:
+        expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
+    if dtype != torch.float32:  # the same weights, rounded
+        with patch:
+            expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False)
+    for how in ({}, {"recompute": True}, {"recompute": True, "n_kept": 1}):
+        model = build(dtype, device, **changes)
+        got = run(model, backend, is_fused=True, **how)
+        for one, other in zip(got, expected, strict=True):
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert error < tolerance, (dtype, changes, how, error)
+        assert got[2].dtype == torch.float32
+        assert torch.equal(got[0], got[1])  # what is scored is what was trained on
+
+
+def compare_interpreted() -> None:
+    """Run in a process of its own, since Triton decides at its import whether it interprets."""
+    compare("cpu", torch.float32, 1e-5, "sdpa")
+    compare("cpu", torch.float32, 1e-5, "sdpa", qk_norm=False, **BARE)
+    compare("cpu", torch.float16, 1e-2, "sdpa", num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
+
+
+def test_interpreted_layers_are_the_plain_ones() -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    code = "from tests.test_fused import compare_interpreted; compare_interpreted()"
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, **BARE}], ids=["all", "bare"])
+def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, object]) -> None:
+    compare("cuda", torch.float32, 1e-4, "sdpa", **changes)
+    half = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 320, "initializer_range": 0.1, **changes}
+    backend = choose_backend("native", "cuda", torch.bfloat16)
+    compare("cuda", torch.bfloat16, 3e-2, backend, **half)
