@@ -20,8 +20,7 @@ import pytest
 import torch
 import transformers
 
-from areno.api import loop
-from areno.api.trainers import policy_only
+from areno.api import loop, policy_run
 from areno.config.command import Recipe, run
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +187,7 @@ def gsm8k_run(request, qwen3_folder, tmp_path_factory) -> Path:
     valid.write_text("".join((GSM8K / "test.jsonl").open(encoding="utf-8").readlines()[:8]), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         # Rollouts this short are over before progress is due; ask for it all the time.
-        patch.setattr(policy_only, "RolloutProgress", functools.partial(loop.RolloutProgress, interval_s=0.0))
+        patch.setattr(policy_run, "RolloutProgress", functools.partial(loop.RolloutProgress, interval_s=0.0))
         patch.setenv("ARENO_LOG_COMPLETIONS", "1")
         return train(
             request.param,

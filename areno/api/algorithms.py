@@ -19,15 +19,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from areno.config.experiments import ExperimentConfig
+from areno.config.experiments import DPOConfig, ExperimentConfig, PolicyExperimentConfig, PPOConfig, SFTConfig
 from areno.errors import ConfigError, Problem
 
 BUILT_IN = ("sft", "dpo", "grpo", "gspo", "ppo")  # each a module of areno.recipes, with its ALGORITHM
-_LOOPS = {
-    "sft": ("areno.api.trainers.sft", "SFTTrainer"),
-    "dpo": ("areno.api.trainers.dpo", "DPOTrainer"),
-    "policy_only": ("areno.api.trainers.policy_only", "PolicyOnlyTrainer"),
-    "ppo": ("areno.api.trainers.ppo", "PPOTrainer"),
+_LOOPS: dict[str, tuple[str, str, type[ExperimentConfig]]] = {  # module, class, and what that has to be told
+    "sft": ("areno.api.trainers.sft", "SFTTrainer", SFTConfig),
+    "dpo": ("areno.api.trainers.dpo", "DPOTrainer", DPOConfig),
+    "policy_only": ("areno.api.trainers.policy_only", "PolicyOnlyTrainer", PolicyExperimentConfig),
+    "ppo": ("areno.api.trainers.ppo", "PPOTrainer", PPOConfig),
 }
 _registered: dict[str, Algorithm] = {}
 
@@ -36,7 +36,7 @@ _registered: dict[str, Algorithm] = {}
 class Algorithm:
     """How a policy is trained.
 
-    config: its experiment dataclass. default: the --config-name it falls back to.
+    config: its experiment dataclass, that of the loop or a subclass of it. default: the --config-name it falls back to.
     loop: which loop of areno.api.trainers runs it: "policy_only" samples groups and needs no critic, "ppo" adds one;
     "sft" and "dpo" train on rows as they are and have a loss of their own.
     loss_fn: configuration -> loss function (pack, logprobs) -> (loss, stats), see areno.loss_fns.
@@ -57,8 +57,11 @@ class Algorithm:
             raise ValueError(f"loop is {self.loop!r}; expected one of {', '.join(_LOOPS)}")
         if (self.loss_fn is None) != (self.loop in ("sft", "dpo")):
             raise ValueError(f"loop {self.loop} {'needs a loss' if self.loss_fn is None else 'has a loss of its own'}")
-        if not issubclass(self.config, ExperimentConfig):
-            raise ValueError(f"config is {self.config.__name__}; expected a subclass of ExperimentConfig")
+        needed = _LOOPS[self.loop][2]
+        if not issubclass(self.config, needed):
+            raise ValueError(
+                f"config is {self.config.__name__}; loop {self.loop} needs {needed.__name__} or a subclass of it"
+            )
 
     def trainer(self, config: Any, run_dir: Path | None = None, **given: Any) -> Any:
         """The loop, ready for `fit()`. `given`: what a script holds, such as train_dataset= and reward_fn=."""
@@ -67,7 +70,7 @@ class Algorithm:
             raise ConfigError(
                 [Problem(role, f"is null, but {self.name} needs it; add {role}=default") for role in missing]
             )
-        module, name = _LOOPS[self.loop]
+        module, name, _ = _LOOPS[self.loop]
         loop = getattr(import_module(module), name)
         if self.loss_fn is None:
             return loop(config, run_dir=run_dir, **given)
@@ -108,12 +111,21 @@ def algorithm_names() -> list[str]:
 
 
 def algorithm_of(config: ExperimentConfig) -> Algorithm:
-    """The algorithm whose configuration this is. ConfigError where none is."""
-    for name in reversed(algorithm_names()):
+    """The algorithm whose configuration this is, a recipe before one that borrows its class. ConfigError for none."""
+    for name in algorithm_names():
         algorithm = get_algorithm(name)
         if algorithm.config is type(config):
             return algorithm
     raise ConfigError(f"no registered algorithm is configured by {type(config).__name__}; give the trainer a loss_fn")
+
+
+def loss_of(config: ExperimentConfig, loop: str) -> Callable[..., Any]:
+    """The loss function that a configuration describes, for a trainer of this loop. ConfigError where there is none."""
+    algorithm = algorithm_of(config)
+    if algorithm.loop != loop:
+        wanted, given = _LOOPS[algorithm.loop][1], _LOOPS[loop][1]
+        raise ConfigError(f"{type(config).__name__} is for {wanted}, not for {given}")
+    return algorithm.make_loss(config)
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:

@@ -102,7 +102,8 @@ class Run:
         seconds = watch.seconds
         rollout, train = seconds.get("rollout", 0.0), seconds.get("train", 0.0)
         stats = {**stats, "step_rollout_time_s": rollout, "step_train_time_s": train, "step_e2e_time_s": watch.total}
-        log_train_stats({name: round(value, 8) for name, value in stats.items()})
+        shown_first = sorted(stats, key=lambda name: name != "loss")
+        log_train_stats({name: round(stats[name], 8) for name in shown_first})
         log_times(rollout, train, watch.total)
         total = f"/{self.config.total_train_steps}" if self.config.total_train_steps else ""
         shown = " ".join(f"{name}={value:.4g}" for name, value in headline.items())

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from areno.api.algorithms import algorithm_of
+from areno.api.algorithms import loss_of
 from areno.api.batches import BatchLoader, prompt_loader
 from areno.api.build import open_model, role_specs, rollout_spec, sampling_params
 from areno.api.console import log_metric, log_stage, setup_logging
@@ -78,6 +78,8 @@ class PolicyRun:
     or call close().
     """
 
+    loop: Literal["policy_only", "ppo"]  # see Algorithm
+
     def __init__(
         self,
         config: PolicyExperimentConfig,
@@ -90,7 +92,7 @@ class PolicyRun:
         reward_fn: RewardFn | None = None,
     ):
         self.config, self.advantage_fn = config, advantage_fn
-        self.loss_fn = algorithm_of(config).make_loss(config) if loss_fn is None else loss_fn
+        self.loss_fn = loss_of(config, self.loop) if loss_fn is None else loss_fn
         setup_logging()
         completions_to_log()  # a mistyped variable should not end a run after its first rollout
         has_function = reward_fn is not None or config.reward.fn is not None or config.reward.path is None

@@ -10,6 +10,8 @@ from areno.api.rows import outcome_advantages, set_trained
 class PolicyOnlyTrainer(PolicyRun):
     """Trains a policy from rewards, without a critic."""
 
+    loop = "policy_only"
+
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
         advantage_fn = self.advantage_fn or outcome_advantages

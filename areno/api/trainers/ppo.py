@@ -18,6 +18,7 @@ from areno.loss_fns.advantages import explained_variance
 class PPOTrainer(PolicyRun):
     """Trains a policy and its critic."""
 
+    loop = "ppo"
     config: PPOConfig
 
     def fit(self) -> float:
