@@ -81,10 +81,11 @@ class Engine:
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
-    def begin_rollout(self, spec: RolloutSpec) -> None:
-        """Enter the rollout phase: requests may be submitted from now on."""
-        limits = self._workers.call("begin_rollout", spec)
-        self._limits = min(limits, key=lambda of_rank: of_rank.kv_tokens)
+    def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
+        """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
+        limits = min(self._workers.call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
+        self._limits = limits
+        return limits
 
     def end_rollout(self, drop: bool = False) -> None:
         """Leave the rollout phase. Requests under way are dropped; `drop` frees KV cache and graphs, too."""
@@ -235,6 +236,15 @@ class Engine:
         """
         self._role(role)
         self._workers.call("save", folder, role)
+
+    def peak_memory_gib(self) -> float:
+        """The most memory that a worker's models, cache and work took since this or `train` was last called."""
+        return max(memory["memory_gib"] for memory in self._workers.call("memory"))
+
+    def wait(self) -> None:
+        """Return when the devices have done all they were given. `train` returns with the weights still being written,
+        which whatever comes next waits for; who measures time does not want to."""
+        self._workers.call("wait")
 
     def close(self) -> None:
         """Free the devices."""

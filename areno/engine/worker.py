@@ -237,6 +237,11 @@ class Worker:
 
         return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
+    def wait(self) -> None:
+        """Return when the device has nothing left to do."""
+        if self.place.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def ping(self) -> int:
         """The process id."""
         return os.getpid()

@@ -1,0 +1,151 @@
+"""The command line of the benchmark. A bad argument is one line that says what to change."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, NoReturn, cast
+
+import torch
+
+from areno.bench.work import Work
+from areno.config.model_roles import OptimizerConfig
+from areno.errors import ConfigError, Problem
+
+Kind = Literal["rollout", "train", "step", "logprob"]
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One call of the benchmark."""
+
+    kind: Kind
+    shape: str
+    work: Work
+    device: str
+    dtype: str
+    repeats: int
+    optimizer: str
+    recompute: bool
+    tokens_per_mb: int
+    max_prefill_tokens: int
+    mem_fraction: float
+    eager_decode: bool
+    against: tuple[str, ...]
+    against_repeats: int
+    profile: str | None
+    json: bool
+
+    @property
+    def rolls_out(self) -> bool:
+        return self.kind in ("rollout", "step")
+
+    @property
+    def trains(self) -> bool:
+        return self.kind in ("train", "step")
+
+
+def parse(argv: list[str] | None = None) -> Settings:
+    """The settings of a command line. ConfigError names the argument that is wrong; --help ends the program."""
+    parser = _Parser(
+        prog="python -m areno.bench",
+        description="Times rollout, training, a whole step or scoring on random prompts, against the device's floor.",
+    )
+    add = parser.add_argument
+    add("work", choices=["rollout", "train", "step", "logprob"], help="step: rollout, then one GSPO step on it")
+    add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
+    add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--prompts", type=_positive, help="default 32, with --uniform 256")
+    add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1")
+    add("--prompt-len", type=_positive, default=256, help="tokens")
+    add("--new-tokens", type=_positive, default=256, help="tokens of each completion")
+    add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
+    add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
+    add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
+    add("--no-recompute", action="store_true", help="keep activations instead of computing them again")
+    add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
+    add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
+    add("--eager-decode", action="store_true", help="no CUDA graphs")
+    add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
+    add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
+    add("--against-repeats", type=_positive, default=2)
+    add("--profile", metavar="FILE", help="trace one repeat more: device time by kernel group, and idleness (CUDA)")
+    add("--json", action="store_true", help="one line for machines")
+    return _checked(parser.parse_args(argv))
+
+
+def _checked(args: argparse.Namespace) -> Settings:
+    kind = cast(Kind, args.work)
+    against = tuple(dict.fromkeys(args.against or ()))
+    cuda = args.device.startswith("cuda")
+    problems = _device_problems(args.device)
+    if args.profile and not cuda:
+        problems.append(Problem("--profile", f"traces a CUDA device, and --device is {args.device}"))
+    if args.optimizer != "adam" and "type" not in {field.name for field in dataclasses.fields(OptimizerConfig)}:
+        problems.append(Problem("--optimizer", f"{args.optimizer} is not in this version; use adam"))
+    if "vllm" in against and kind != "rollout":
+        problems.append(Problem("--against", f"vllm does rollout only, not {kind}"))
+    problems += [
+        Problem("--against", f"{name} is not installed here (pip install {name})")
+        for name in against
+        if find_spec(name) is None
+    ]
+    if args.uniform:
+        low, high = args.uniform
+        if low > high:
+            problems.append(Problem("--uniform", f"is {low} {high}; the first must not be above the second"))
+        else:
+            work = Work.uniform(args.prompts or 256, args.samples or 1, low, high)
+    else:
+        work = Work.fixed(args.prompts or 32, args.samples or 8, args.prompt_len, args.new_tokens)
+    if problems:
+        raise ConfigError(problems[:1])
+    return Settings(
+        kind=kind,
+        shape=args.shape,
+        work=work,
+        device=args.device,
+        dtype=args.dtype or ("bfloat16" if cuda else "float32"),
+        repeats=args.repeats,
+        optimizer=args.optimizer,
+        recompute=not args.no_recompute,
+        tokens_per_mb=args.tokens_per_mb,
+        max_prefill_tokens=args.max_prefill_tokens,
+        mem_fraction=args.mem_fraction,
+        eager_decode=args.eager_decode,
+        against=against,
+        against_repeats=args.against_repeats,
+        profile=args.profile,
+        json=args.json,
+    )
+
+
+def _device_problems(device: str) -> list[Problem]:
+    count = torch.cuda.device_count()
+    known = ["cpu", *(f"cuda:{index}" for index in range(count))]
+    return [] if device in known else [Problem("--device", f"is {device!r}; here are {', '.join(known)}")]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}; a number above 0 and at most 1 is needed")
+    return value

@@ -1,0 +1,131 @@
+"""The least time that a piece of work can take on a device: what must be moved and multiplied, at measured rates.
+
+Rollout: a decode step moves the weights once, and the keys and values of every live sequence once ("ordinary" floor);
+where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). A prompt is
+prefilled once. Training: 6 FLOPs for each parameter and token, plus causal attention; nothing is computed twice.
+A table that is only looked up into (an input embedding that is not the head as well) is neither moved nor multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from areno.bench.work import Work
+from areno.models.config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device was measured to do: bytes per second (read plus written) of a copy, FLOPs per second of matmul."""
+
+    copy_bytes_s: float
+    matmul_flops_s: float
+
+    def seconds(self, n_bytes: float, flops: float) -> float:
+        """Moving and multiplying may overlap."""
+        return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one token costs in a model. itemsize: bytes of a weight, and of a cached key or value."""
+
+    n_params: int
+    body_params: int  # multiplied with every token
+    head_params: int  # multiplied with tokens whose successor matters
+    kv_bytes: int  # of one token, all layers
+    attn_flops: int  # of one query with one key, all layers and heads, forward
+    itemsize: int
+
+    @staticmethod
+    def of(config: TransformerConfig, itemsize: int) -> Cost:
+        """From the shape alone."""
+        size, inner, n_layers = config.hidden_size, config.intermediate_size, config.num_layers
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        layer = size * (q_size + 2 * kv_size) + q_size * size + 3 * size * inner + 2 * size
+        layer += (q_size + 2 * kv_size) * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
+        layer += 2 * config.head_dim * config.qk_norm
+        body, table = n_layers * layer + size, config.vocab_size * size
+        return Cost(
+            n_params=body + table * (1 if config.tie_word_embeddings else 2),
+            body_params=body,
+            head_params=table,
+            kv_bytes=2 * n_layers * kv_size * itemsize,
+            attn_flops=4 * n_layers * q_size,
+            itemsize=itemsize,
+        )
+
+    @property
+    def active_params(self) -> int:
+        return self.body_params + self.head_params
+
+
+def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool) -> float:
+    """Seconds of all decode steps, all samples running at once.
+
+    The first token of a sample comes from the prefill. Step j = 1, 2, .. gives each sample with more than j new tokens
+    its next one; it reads the prompt and j tokens.
+    """
+    prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
+    n_samples, weights = work.n_samples, cost.active_params * cost.itemsize
+    total = 0.0
+    for j in range(1, max(work.new_lens)):
+        prompt_L = prompt_P[new_P > j]
+        seen = n_samples * float((prompt_L + j).sum())
+        moved = float((prompt_L + n_samples * j).sum()) if shared else seen
+        flops = 2.0 * cost.active_params * n_samples * len(prompt_L) + cost.attn_flops * seen
+        total += rates.seconds(weights + cost.kv_bytes * moved, flops)
+    return total
+
+
+def prefill_s(cost: Cost, work: Work, rates: Rates) -> float:
+    """Seconds of computing every prompt once; the head only for its last token."""
+    n_tokens = sum(work.prompt_lens)
+    flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
+    flops += cost.attn_flops * pairs(work.prompt_lens)
+    return rates.seconds(cost.active_params * cost.itemsize + cost.kv_bytes * n_tokens, flops)
+
+
+def forward_flops(cost: Cost, row_lens: list[int], head_tokens: int | None = None) -> float:
+    """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
+    n_tokens = sum(row_lens)
+    head_tokens = n_tokens if head_tokens is None else head_tokens
+    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
+    return flops + cost.attn_flops * pairs(row_lens)
+
+
+def train_flops(cost: Cost, row_lens: list[int], head_tokens: int | None = None) -> float:
+    """Of training on rows: the backward pass multiplies twice what the forward pass does."""
+    return 3.0 * forward_flops(cost, row_lens, head_tokens)
+
+
+def pairs(row_lens: list[int] | tuple[int, ...]) -> float:
+    """(query, key) pairs of causal attention."""
+    lens = np.array(row_lens, np.float64)
+    return float((lens * (lens + 1) / 2).sum())
+
+
+def floors(cost: Cost, work: Work, rates: Rates, kind: str) -> dict[str, float]:
+    """Seconds, and tokens per second, for one kind of work: rollout, train, step or logprob."""
+    out: dict[str, float] = {}
+    if kind in ("rollout", "step"):
+        out["prefill_s"] = prefill_s(cost, work, rates)
+        for name in ("ordinary", "shared"):
+            out[f"decode_{name}_s"] = decode_s(cost, work, rates, shared=name == "shared")
+            out[f"rollout_{name}_s"] = out["prefill_s"] + out[f"decode_{name}_s"]
+            out[f"rollout_{name}_tok_s"] = work.n_new / out[f"rollout_{name}_s"]
+    n_tokens = sum(work.row_lens)
+    if kind in ("train", "step"):
+        out["train_flops"] = train_flops(cost, work.row_lens)
+        out["train_needed_flops"] = train_flops(cost, work.row_lens, head_tokens=work.n_new)
+        out["train_s"] = out["train_flops"] / rates.matmul_flops_s
+        out["train_tok_s"] = n_tokens / out["train_s"]
+    if kind == "logprob":
+        out["logprob_flops"] = forward_flops(cost, work.row_lens)
+        out["logprob_s"] = out["logprob_flops"] / rates.matmul_flops_s
+        out["logprob_tok_s"] = n_tokens / out["logprob_s"]
+    if kind == "step":
+        out["step_s"] = out["rollout_ordinary_s"] + out["train_s"]
+    return out

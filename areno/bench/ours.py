@@ -1,0 +1,171 @@
+"""The work done by areno's engine, as a Trainer drives it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areno.bench.arguments import Settings
+from areno.bench.device import MemoryWatch
+from areno.bench.floors import Cost
+from areno.bench.profile import busy_s, idle_share, phase_table, traced
+from areno.bench.timing import Timed, measure, tell
+from areno.bench.work import Work, row
+from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.engine.engine import Engine
+from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.engine.types import GenerationRequest, SamplingParams, TrainSequence
+from areno.loss_fns import gspo_loss_fn
+
+
+class Ours:
+    """A contender; use as a context manager."""
+
+    name = "areno"
+
+    def __init__(self, settings: Settings, folder: str, random_init: bool):
+        self._settings = settings
+        self._created = time.perf_counter()
+        self.engine = Engine(
+            EngineSpec(
+                model_path=folder,
+                devices=[settings.device],
+                dtype=settings.dtype,
+                random_init=random_init,
+                optimizer=_optimizer(settings) if settings.trains else None,
+                mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
+                gradient_checkpointing=settings.recompute,
+            ),
+            "inline" if settings.profile else "auto",  # a tracer sees its own process only
+        )
+        self.start_s = time.perf_counter() - self._created
+        self.vocab_size = self.engine.info.vocab_size
+        self.kv_tokens = 0
+
+    def __enter__(self) -> Ours:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.close()
+
+    def first_tokens(self) -> dict[str, float]:
+        """Seconds from the start of the engine to the first token, and to the second: all of the batch at once."""
+        work, out = self._settings.work, {"start_s": self.start_s}
+        for name, most in (("first_token_s", 1), ("second_token_s", 2)):
+            self.rollout(work.with_new_at_most(most), work.prompts(self.vocab_size, -2))
+            out[name] = time.perf_counter() - self._created
+        return out
+
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+        """One rollout phase."""
+        settings = self._settings
+        limits = self.engine.begin_rollout(
+            RolloutSpec(
+                max_running=settings.work.n_rows,
+                max_len=max(settings.work.row_lens),
+                max_prefill_tokens=settings.max_prefill_tokens,
+                mem_fraction=settings.mem_fraction,
+                eager_decode=settings.eager_decode,
+            )
+        )
+        self.kv_tokens = limits.kv_tokens
+        outputs = self.engine.generate(
+            [
+                GenerationRequest(
+                    request_id=index,
+                    prompt=prompt,
+                    n_samples=work.n_samples,
+                    params=SamplingParams(max_new_tokens=new_len, temperature=1.0, ignore_eos=True),
+                    seed=index,
+                )
+                for index, (prompt, new_len) in enumerate(zip(prompts, work.new_lens, strict=True))
+            ]
+        )
+        self.engine.end_rollout()
+        return [
+            row(prompts[request_id], output.tokens, output.logprobs, output.sample)
+            for request_id, samples in outputs.items()
+            for output in samples
+        ]
+
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """One GSPO step, to the last weight."""
+        stats = self.engine.train(rows, partial(gspo_loss_fn, clip_eps=3e-4))
+        self.engine.wait()
+        return stats
+
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Under the actor."""
+        return self.engine.logprobs("actor", [item.tokens or [] for item in rows])
+
+
+def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
+    """All figures of areno for these settings."""
+    tell(f"areno: starting {settings.shape} on {settings.device}")
+    with MemoryWatch(settings.device) as watch, Ours(settings, folder, random_init) as ours:
+        figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
+        ours.engine.peak_memory_gib()  # what came before is not of this work
+        timed = measure(ours, settings.kind, settings.work, settings.repeats)
+        figures |= timed.figures(settings.work)
+        figures |= _memory(ours, timed, cost)
+        if settings.trains:
+            for name in ("logp_abs_diff_mean", "logp_abs_diff_max") if settings.rolls_out else ():
+                figures[name] = statistics.median(stats[name] for stats in timed.stats)
+        elif settings.rolls_out:
+            figures |= _agreement(timed.rows, ours.logprobs(timed.rows))
+        figures["attention"] = ours.engine.info.attn_backend
+        figures["repeats_s"] = timed.seconds
+        if settings.profile:
+            figures |= _profile(ours, settings, timed, figures)
+    if watch.peak_gib is not None:
+        figures["peak_device_gib"] = watch.peak_gib
+    return figures
+
+
+def _optimizer(settings: Settings) -> OptimizerConfig:
+    kind: dict[str, Any] = {} if settings.optimizer == "adam" else {"type": settings.optimizer}
+    return OptimizerConfig(lr=1e-6, **kind)
+
+
+def _memory(ours: Ours, timed: Timed, cost: Cost) -> dict[str, float]:
+    peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
+    kv_gib = ours.kv_tokens * cost.kv_bytes / 2**30
+    return {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
+
+
+def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
+    """How far the rollout's log-probabilities are from those of scoring, over the sampled tokens."""
+    differences = [
+        abs(drawn - again)
+        for item, again_row in zip(rows, scored, strict=True)
+        for is_prompt, drawn, again in zip(item.prompt_mask or [], item.logprobs or [], again_row, strict=True)
+        if not is_prompt
+    ]
+    return {"logp_abs_diff_mean": statistics.fmean(differences), "logp_abs_diff_max": max(differences)}
+
+
+def _profile(ours: Ours, settings: Settings, timed: Timed, figures: dict[str, Any]) -> dict[str, float]:
+    """Trace each phase once more, write the tables, return how idle the device was."""
+    prompts = settings.work.prompts(ours.vocab_size, -3)
+    bodies: dict[str, Any] = {
+        "rollout": lambda: ours.rollout(settings.work, prompts),
+        "train": lambda: ours.train(timed.rows),
+        "logprob": lambda: ours.logprobs(timed.rows),
+    }
+    out: dict[str, float] = {}
+    text = f"{settings.kind} {settings.shape} {settings.work.name}, {settings.dtype}\n"
+    for phase, body in bodies.items():
+        if phase in timed.seconds:
+            tell(f"tracing {phase}")
+            started = time.perf_counter()
+            _, spans = traced(body)
+            plain_s = figures[f"{phase}_s"]
+            text += phase_table(phase, spans, time.perf_counter() - started, plain_s)
+            out[f"{phase}_idle_share"] = idle_share(busy_s(spans), plain_s)
+    Path(settings.profile or "").write_text(text, encoding="utf-8")
+    tell(f"kernels by group are in {settings.profile}")
+    return out

@@ -1,0 +1,150 @@
+"""What one call found: a record for machines, a page for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.bench.arguments import Settings
+from areno.bench.floors import Cost, Rates, floors
+
+_PHASES = ("rollout", "train", "logprob", "step")
+
+
+def record(
+    settings: Settings, cost: Cost, rates: Rates, device: str, versions: dict[str, str], results: dict[str, dict]
+) -> dict[str, Any]:
+    """Everything, for one JSON line. results: contender -> its figures, areno's own first."""
+    floor = floors(cost, settings.work, rates, settings.kind)
+    ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
+    ratios = {
+        name: {
+            phase: ours[f"{phase}_tok_s"] / other[f"{phase}_tok_s"] for phase in _PHASES if f"{phase}_tok_s" in other
+        }
+        for name, other in results.items()
+        if name != "areno"
+    }
+    return {
+        "kind": settings.kind,
+        "shape": settings.shape,
+        "work": settings.work.name,
+        "device": settings.device,
+        "device_name": device,
+        "dtype": settings.dtype,
+        "settings": {
+            "tokens_per_mb": settings.tokens_per_mb,
+            "recompute": settings.recompute,
+            "optimizer": settings.optimizer,
+            "max_prefill_tokens": settings.max_prefill_tokens,
+            "mem_fraction": settings.mem_fraction,
+            "eager_decode": settings.eager_decode,
+            "repeats": settings.repeats,
+        },
+        "versions": versions,
+        "params": cost.n_params,
+        "kv_bytes_per_token": cost.kv_bytes,
+        "rates": {"copy_gb_s": rates.copy_bytes_s / 1e9, "matmul_tflop_s": rates.matmul_flops_s / 1e12},
+        "floors": floor,
+        **results,
+        "ratio": ratios,
+    }
+
+
+def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
+    """Percent: 100 * floor / measured. mfu: by 6 FLOPs for each parameter; needed_mfu: the head on trained tokens."""
+    out: dict[str, float] = {}
+    if "rollout_s" in ours:
+        for name in ("ordinary", "shared"):
+            out[f"rollout_percent_of_{name}_floor"] = 100 * floor[f"rollout_{name}_s"] / ours["rollout_s"]
+    if "train_s" in ours:
+        out["train_tflop_s"] = floor["train_flops"] / ours["train_s"] / 1e12
+        out["mfu"] = floor["train_flops"] / ours["train_s"] / rates.matmul_flops_s
+        out["needed_mfu"] = floor["train_needed_flops"] / ours["train_s"] / rates.matmul_flops_s
+    for phase in ("train", "logprob", "step"):
+        if f"{phase}_s" in ours:
+            out[f"{phase}_percent_of_floor"] = 100 * floor[f"{phase}_s"] / ours[f"{phase}_s"]
+    return out
+
+
+def page(found: dict[str, Any]) -> str:
+    """The record as text."""
+    floor, rates = found["floors"], found["rates"]
+    lines = [
+        f"{found['kind']} of {found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']}): "
+        f"{found['work']}",
+        _line("device", f"{found['device_name']}: copies {rates['copy_gb_s']:,.1f} GB/s, multiplies "
+              f"{rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"),
+    ]  # fmt: skip
+    if "rollout_ordinary_s" in floor:
+        for name, what in (("ordinary", "every sample reads its prompt"), ("shared", "samples read a prompt together")):
+            lines.append(
+                _line(
+                    f"floor, {name}",
+                    f"{floor[f'rollout_{name}_tok_s']:,.0f} tokens/s: decode {floor[f'decode_{name}_s']:.3f} s "
+                    f"({what}), prefill {floor['prefill_s']:.3f} s",
+                )
+            )
+    for phase in ("train", "logprob"):
+        if f"{phase}_s" in floor:
+            lines.append(
+                _line(f"floor, {phase}", f"{floor[f'{phase}_tok_s']:,.0f} tokens/s, {floor[f'{phase}_s']:.3f} s")
+            )
+    for name in ("areno", *found["ratio"]):
+        lines += ["", name, *_contender(found[name])]
+        if name in found["ratio"]:
+            ratio = ", ".join(f"{phase} {value:,.2f}" for phase, value in found["ratio"][name].items())
+            lines.append(_line("ratio", f"{ratio} (tokens/s of areno by those of {name})"))
+    return "\n".join(lines)
+
+
+def _contender(figures: dict[str, Any]) -> list[str]:
+    lines = []
+    for phase in _PHASES:
+        if f"{phase}_s" not in figures:
+            continue
+        text = f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
+        text += f" (spread {100 * figures[f'{phase}_spread']:.1f} %)"
+        if phase == "rollout":
+            text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
+            if "rollout_percent_of_ordinary_floor" in figures:
+                text += (
+                    f"; {figures['rollout_percent_of_ordinary_floor']:.1f} % of the ordinary floor, "
+                    f"{figures['rollout_percent_of_shared_floor']:.1f} % of the shared"
+                )
+        elif phase == "train" and "mfu" in figures:
+            text += f"; MFU {100 * figures['mfu']:.1f} % ({figures['train_tflop_s']:,.2f} TFLOP/s)"
+            text += f", {100 * figures['needed_mfu']:.1f} % without the head on prompts"
+        elif f"{phase}_percent_of_floor" in figures:
+            text += f"; {figures[f'{phase}_percent_of_floor']:.1f} % of the floor"
+        lines.append(_line(phase, text))
+    start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
+    if "first_token_s" in figures:
+        start += f"; from the start to the first token of all {figures['first_token_s']:.1f} s"
+        start += f", to the second {figures['second_token_s']:.1f} s"
+    lines.append(_line("start", start))
+    if "peak_memory_gib" in figures:
+        memory = f"{figures['peak_memory_gib']:.2f} GiB at the peak"
+        if "kv_cache_gib" in figures:
+            memory += (
+                f", {figures['peak_apart_from_kv_gib']:.2f} apart from the KV cache ({figures['kv_cache_gib']:.2f})"
+            )
+        if "peak_device_gib" in figures:
+            memory += f"; of the whole device {figures['peak_device_gib']:.2f}"
+        lines.append(_line("memory", memory))
+    if "logp_abs_diff_mean" in figures:
+        lines.append(
+            _line(
+                "log-probabilities",
+                f"rollout against training: logp_abs_diff_mean {figures['logp_abs_diff_mean']:.2e}, "
+                f"max {figures['logp_abs_diff_max']:.2e}",
+            )
+        )
+    idle = [f"{name.removesuffix('_idle_share')} {100 * figures[name]:.1f} %" for name in figures if "_idle" in name]
+    if idle:
+        lines.append(_line("device idle", ", ".join(idle)))
+    if figures.get("parts", 1) > 1:
+        lines.append(_line("memory ran out", f"so the rollout was done in {figures['parts']} parts, one after another"))
+    return lines
+
+
+def _line(name: str, text: str) -> str:
+    return f"  {name:18} {text}"

@@ -1,0 +1,113 @@
+"""Repeats of one work by one contender: a warm-up, then timed ones; medians and spread."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from areno.bench.arguments import Kind
+from areno.bench.work import Work
+from areno.engine.types import TrainSequence
+
+
+class Contender(Protocol):
+    """Something that does the work. Every method returns when the device has done it all."""
+
+    name: str
+    vocab_size: int
+
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+        """Sample every prompt as often and as long as `work` says: a row for each sample."""
+        ...
+
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """One optimizer step; its statistics."""
+        ...
+
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Score the rows."""
+        ...
+
+
+@dataclass
+class Timed:
+    """seconds: phase -> of each timed repeat; warm_up_s: of the one before them. rows: of the last repeat.
+
+    Phases: rollout, prefill (a rollout of one token each, on its own), train, logprob, step (rollout and train).
+    """
+
+    warm_up_s: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    stats: list[dict[str, float]] = field(default_factory=list)
+    rows: list[TrainSequence] = field(default_factory=list)
+
+    def figures(self, work: Work) -> dict[str, float]:
+        """Medians in seconds, tokens per second, and spread: (longest - shortest) / median."""
+        out = {"warm_up_s": self.warm_up_s}
+        for phase, seconds in self.seconds.items():
+            median = statistics.median(seconds)
+            out[f"{phase}_s"] = median
+            out[f"{phase}_spread"] = (max(seconds) - min(seconds)) / median
+            if phase != "prefill":
+                tokens = work.n_new if phase == "rollout" else sum(work.row_lens)
+                out[f"{phase}_tok_s"] = tokens / median
+        if "prefill" in self.seconds:
+            out["decode_s"] = max(0.0, out["rollout_s"] - out["prefill_s"])
+        if "step" in self.seconds:
+            out["other_s"] = max(0.0, out["step_s"] - out["rollout_s"] - out["train_s"])
+        return out
+
+
+def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up: Work | None = None) -> Timed:
+    """Do the work `repeats` times, after once for `warm_up` (a shorter one), or for `work` itself."""
+    timed = Timed()
+    for repeat in range(-1, repeats):
+        todo = (warm_up or work) if repeat < 0 else work
+        started = time.perf_counter()
+        seconds = _once(contender, kind, todo, repeat, timed)
+        if repeat < 0:
+            timed.warm_up_s = time.perf_counter() - started
+            timed.stats = []
+        else:
+            for phase, value in seconds.items():
+                timed.seconds.setdefault(phase, []).append(value)
+        name = "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
+        tell(f"{contender.name} {kind} {name}: " + ", ".join(f"{key} {value:.3f} s" for key, value in seconds.items()))
+    return timed
+
+
+def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    if kind in ("rollout", "step"):
+        prompts = work.prompts(contender.vocab_size, repeat)
+        started = time.perf_counter()
+        timed.rows = contender.rollout(work, prompts)
+        seconds["rollout"] = time.perf_counter() - started
+    else:
+        timed.rows = work.random_rows(contender.vocab_size, repeat)
+        started = time.perf_counter()
+    if kind in ("train", "step"):
+        begun = time.perf_counter()
+        timed.stats.append(contender.train(timed.rows))
+        seconds["train"] = time.perf_counter() - begun
+    if kind == "step":
+        seconds["step"] = time.perf_counter() - started
+    if kind == "logprob":
+        contender.logprobs(timed.rows)
+        seconds["logprob"] = time.perf_counter() - started
+    if "rollout" in seconds:  # other prompts, since some keep what they know of those they have seen
+        short = work.with_new_at_most(1)
+        prompts = work.prompts(contender.vocab_size, repeat + 1_000_000)
+        started = time.perf_counter()
+        contender.rollout(short, prompts)
+        seconds["prefill"] = time.perf_counter() - started
+    return seconds
+
+
+def tell(line: str) -> None:
+    """Progress, apart from the result."""
+    print(f"bench: {line}", file=sys.stderr, flush=True)
