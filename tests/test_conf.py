@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areno.api import get_algorithm
-from areno.config import library
+from areno.config import help, library
 from areno.config.compose import load
 from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
 from areno.config.paths import find_file
 
+ROOT = Path(__file__).parents[1]
 RECIPES = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
 # The recipes a task is for, and what the user has to say.
 TASKS: dict[str, tuple[list[str], list[str]]] = {
@@ -26,7 +30,20 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
 }
 # What experiments leave to the user.
 EXPERIMENT_NEEDS = {"grpo-stories-stories260k-cpu": ["actor.path=folder"]}
-GROUPS = [(group, choice) for group, choices in library.groups().items() for choice in choices]
+GROUPS = [(group, choice) for group, choices in library.groups().items() for choice in choices if group != "variant"]
+# The recipes a variant is for, and its section in docs/algorithms.md.
+VARIANTS = {
+    "cispo": (["grpo", "ppo"], "CISPO"),
+    "dapo": (["grpo"], "DAPO"),
+    "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
+    "dr_grpo": (["grpo"], "Dr.GRPO"),
+    "gspo_token": (["grpo", "ppo"], "GSPO-token"),
+    "m2po": (["grpo", "ppo"], "M2PO"),
+    "reinforce_pp": (["grpo"], "REINFORCE++"),
+    "rloo": (["grpo", "gspo"], "RLOO"),
+    "sapo": (["grpo", "ppo"], "SAPO"),
+    "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
+}
 # What a choice needs beside it to make sense.
 COMPANIONS = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}
 
@@ -68,6 +85,48 @@ def test_group_choice(group, choice):
     # A choice that changes nothing would be decoration; these are what gsm8k has already.
     same = {"actor=qwen3-0.6b", "actor/adv_norm=group", "ref=null", "eval_gconfig=greedy", "saver=epoch"}
     assert section != reference or override in same
+
+
+def test_every_variant_is_listed_here():
+    assert set(library.variants()) == set(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [(name, recipe) for name, (names, _) in VARIANTS.items() for recipe in names]
+)
+def test_variant(name, recipe):
+    default = get_algorithm(recipe).default
+    assert load(RECIPES[recipe], default, [f"variant={name}"]) != load(RECIPES[recipe], default)
+    in_help = help.text("", RECIPES[recipe], default)
+    assert f"  {name} " in in_help
+
+
+def test_variant_of_ones_own(tmp_path):
+    (tmp_path / "variant").mkdir()
+    (tmp_path / "variant/mine.yaml").write_text("# @package _global_\n# Mine\nactor: {eps_clip: 0.1}\n")
+    (tmp_path / "variant/broken.yaml").write_text("actor: [")
+    assert load(GRPOConfig, "quickstart", ["variant=mine"], tmp_path).actor.eps_clip == 0.1
+    assert load(GRPOConfig, "quickstart", ["variant=mine", "actor.eps_clip=0.3"], tmp_path).actor.eps_clip == 0.3
+    assert re.search(r"^  mine +Mine$", help.text("", GRPOConfig, "quickstart", tmp_path), re.M)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_what_the_algorithms_page_says(name):
+    """Its settings are those of the first command of its section, which may have more."""
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {VARIANTS[name][1]}\n")[1]
+    words = shlex.split(re.search(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)[1])
+    shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
+    variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
+
+    def compare(values, one, other):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                compare(value, getattr(one, key), getattr(other, key))
+            else:
+                assert getattr(one, key) == getattr(other, key), key
+
+    compare(yaml.safe_load(library.variants()[name].read_text(encoding="utf-8")), shown, variant)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

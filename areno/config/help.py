@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,11 +64,25 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
         _files("tasks (conf/)", library.tasks(config_dir)),
         _files("experiments (recipes/)", library.experiments()),
     ]
-    own = {row.key.replace(".", "/") for row in rows(cls)}
-    choices = {group: names for group, names in library.groups(config_dir).items() if group in own}
+    keys = {row.key for row in rows(cls)}
+    fitting = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    parts.append(_files("variants (variant=name)", fitting))
+    choices = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts.append(_columns("groups (group=choice)", {group: ", ".join(names) for group, names in choices.items()}))
     parts += _settings(cls)
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _keys(file: Path) -> Iterator[str]:
+    """The settings that a YAML file has, dotted. None where it is no YAML; a run that names it says what is wrong."""
+    import yaml
+
+    def dotted(values: Any, prefix: str = "") -> Iterator[str]:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            yield from dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+    with contextlib.suppress(yaml.YAMLError):
+        yield from dotted(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 def _settings(cls: type[Section]) -> Iterator[str]:

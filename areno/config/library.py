@@ -28,6 +28,11 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     return {group: sorted(choices) for group, choices in sorted(found.items())}
 
 
+def variants(config_dir: Path | None = None) -> dict[str, Path]:
+    """Choices of the group `variant`, which is no section: a name of the literature for settings of several."""
+    return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
+
+
 def headline(file: Path) -> str:
     """The first comment line of a YAML file: what it is for."""
     for line in file.read_text(encoding="utf-8").splitlines():
