@@ -1,18 +1,15 @@
-"""Paged decode attention: the torch form against each row alone, the Triton kernel against the torch form."""
+"""Paged decode attention: the torch form against each row alone, the Triton kernels against the torch form."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from areno.kernels.paged import paged_attention, paged_attention_reference
+from areno.kernels.paged import Batch, decode_attention, decode_attention_reference
+from tests.interpreted import run_interpreted
 
 SHAPES = [  # query heads, key heads, head dim, page size
     (4, 2, 64, 16),
@@ -20,86 +17,115 @@ SHAPES = [  # query heads, key heads, head dim, page size
     (6, 1, 24, 7),
     (16, 2, 128, 16),
 ]
-LENGTHS = [1, 5, 16, 17, 64, 65, 150]
+# Lengths of the rows, and which of them share how many pages: (rows, pages).
+LENGTHS = [1, 5, 150, 64, 65, 16, 140, 133, 17, 151]
+GROUPS = [((1, 2, 4), 1), ((6, 3), 3), ((7, 9), 8)]
+TEAM = 2
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Batch]
 
 
 def make_case(
     heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows of LENGTHS with their pages in random order; what lies outside a row's own positions is huge."""
+) -> Case:
+    """Rows of LENGTHS with their pages in random order; what lies outside a row's own positions is huge.
+
+    A row is in a group with as many pages as fit below its length; those that have too few stay out of it.
+    """
     gen = torch.Generator().manual_seed(dim)
-    n_rows = len(LENGTHS)
+    n_rows, n_slots = len(LENGTHS), len(LENGTHS) + 3
     width = -(-max(LENGTHS) // page_size) + 2
-    n_pages = n_rows * width
-    pages = torch.full((2, n_pages, page_size, kv_heads, dim), 1e3)
-    slots = torch.randperm(n_rows + 3, generator=gen)[:n_rows]
-    table = torch.zeros(n_rows + 3, width, dtype=torch.int32)
-    table[slots] = torch.randperm(n_pages, generator=gen).view(n_rows, width).int()
+    pages = torch.full((2, n_slots * width, page_size, kv_heads, dim), 1e3)
+    slots = torch.randperm(n_slots, generator=gen)[:n_rows]
+    table = torch.randperm(n_slots * width, generator=gen).view(n_slots, width).int()
+    shared, teams = torch.zeros(n_rows, dtype=torch.int64), []
+    for group, n_pages in GROUPS:
+        rows = [row for row in group if LENGTHS[row] > n_pages * page_size]
+        for row in rows:
+            table[slots[row], :n_pages] = table[slots[rows[0]], :n_pages]
+            shared[row] = n_pages * page_size
+        teams += [rows[i : i + TEAM] for i in range(0, len(rows), TEAM)]
+    # A team of none between the others, as where a batch is filled up.
+    teams_MR = torch.tensor([[-1] * TEAM, *(team + [-1] * (TEAM - len(team)) for team in teams), [-1] * TEAM])
     for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
-        for position in range(length):
+        for position in range(length - 1):
             page = table[slot, position // page_size]
             pages[:, page, position % page_size] = torch.randn(2, kv_heads, dim, generator=gen)
-    q = torch.randn(n_rows, heads, dim, generator=gen)
-    return (
-        q.to(device, dtype),
-        pages.to(device, dtype),
-        table.to(device),
-        slots.to(device),
-        torch.tensor(LENGTHS, device=device),
+    q, k, v = (torch.randn(n_rows, n, dim, generator=gen).to(device, dtype) for n in (heads, kv_heads, kv_heads))
+    batch = Batch(
+        table_TW=table.to(device),
+        slots_B=slots.to(device),
+        lengths_B=torch.tensor(LENGTHS, device=device),
+        shared_B=shared.to(device),
+        teams_MR=teams_MR.to(device),
     )
+    return q, k, v, pages.to(device, dtype), batch
 
 
-def row_by_row(q: Tensor, pages: Tensor, table: Tensor, slots: Tensor, lengths: Tensor) -> Tensor:
-    """softmax(q k / sqrt(C)) v in float64, one row and one head at a time."""
+def without_teams(batch: Batch) -> Batch:
+    return replace(batch, shared_B=torch.zeros_like(batch.shared_B), teams_MR=None)
+
+
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: Batch) -> Tensor:
+    """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call."""
     out = torch.empty(q.shape, dtype=torch.float64)
     page_size, group = pages.shape[2], q.shape[1] // pages.shape[3]
-    for row, length in enumerate(lengths.tolist()):
-        places = [(int(table[slots[row], n // page_size]), n % page_size) for n in range(length)]
-        k = torch.stack([pages[0, page, offset] for page, offset in places]).double()
-        v = torch.stack([pages[1, page, offset] for page, offset in places]).double()
+    for row, length in enumerate(batch.lengths_B.tolist()):
+        line = batch.table_TW[batch.slots_B[row]].tolist()
+        places = [(line[n // page_size], n % page_size) for n in range(length - 1)]
+        past = torch.stack([pages[:, page, offset] for page, offset in places], 1) if places else pages[:, 0, :0]
+        keys, values = (torch.cat((old, new[row][None])).double() for old, new in zip(past, (k, v), strict=True))
         for head in range(q.shape[1]):
-            scores = k[:, head // group] @ q[row, head].double() / q.shape[2] ** 0.5
-            out[row, head] = scores.softmax(0) @ v[:, head // group]
+            scores = keys[:, head // group] @ q[row, head].double() / q.shape[2] ** 0.5
+            out[row, head] = scores.softmax(0) @ values[:, head // group]
     return out
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reference_is_attention_over_the_row(shape: tuple[int, int, int, int]) -> None:
-    case = make_case(*shape)
-    expected = row_by_row(*case)
+    q, k, v, pages, batch = make_case(*shape)
+    expected = row_by_row(q, k, v, pages, batch)
     for max_len in (max(LENGTHS), max(LENGTHS) + 3, None):
-        torch.testing.assert_close(paged_attention(*case, max_len).double(), expected, atol=1e-5, rtol=1e-5)
+        got = decode_attention(q, k, v, pages.clone(), replace(batch, max_len=max_len))
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_new_keys_and_values_go_to_the_last_position_and_nowhere_else() -> None:
+    q, k, v, pages, batch = make_case(*SHAPES[0])
+    written = pages.clone()
+    decode_attention(q, k, v, written, batch)
+    for row, length in enumerate(LENGTHS):
+        page, offset = batch.table_TW[batch.slots_B[row], (length - 1) // 16], (length - 1) % 16
+        assert torch.equal(written[:, page, offset], torch.stack((k[row], v[row])))
+        written[:, page, offset] = pages[:, page, offset]
+    assert torch.equal(written, pages)
 
 
 def compare_triton(device: str) -> None:
     """Run in a process of its own under the interpreter, which is slow and so gets less, or on the GPU."""
     from areno.kernels import paged_triton
+    from areno.kernels.paged_triton import Tuning
 
     on_gpu = device == "cuda"
+    splits = [(1, 1), (4, 1), (1, 4), (8, 2)] if on_gpu else [(4, 2)]
+    tunings = [*([None] if on_gpu else []), *(Tuning(own_splits=own, shared_splits=shared) for own, shared in splits)]
     for shape in SHAPES if on_gpu else SHAPES[1:3]:
         for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
-            case = make_case(*shape, dtype=dtype, device=device)
-            expected = paged_attention_reference(*(t.float() if t.is_floating_point() else t for t in case))
-            for n_splits in (1, 4, 8) if on_gpu else (4,):
-                got = paged_triton.paged_attention(*case, n_splits=n_splits)
-                assert got.dtype == dtype
-                torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(
-                paged_triton.paged_attention(*case).float(), expected, atol=tolerance, rtol=tolerance
-            )
+            q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device=device)
+            wide = torch.cat((q, k, v), dim=1)  # as a projection leaves them, with strides of their own
+            q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+            expected_pages = pages.float()
+            expected = decode_attention_reference(q.float(), k.float(), v.float(), expected_pages, teamed)
+            for batch in (teamed, without_teams(teamed)) if on_gpu or dtype == torch.float32 else (teamed,):
+                for tuning in tunings if on_gpu or batch is teamed else [Tuning(own_splits=1)]:
+                    written = pages.clone()
+                    got = paged_triton.decode_attention(q, k, v, written, batch, tuning)
+                    assert got.dtype == dtype
+                    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+                    assert torch.equal(written.float(), expected_pages)
 
 
 def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    # Whether Triton interprets is decided when it is imported.
-    code = "from tests.test_paged import compare_triton; compare_triton('cpu')"
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.test_paged import compare_triton; compare_triton('cpu')")
 
 
 @pytest.mark.gpu
@@ -110,6 +136,8 @@ def test_triton_kernel_on_the_gpu_is_the_reference() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_on_the_gpu_is_attention_over_the_row(shape: tuple[int, int, int, int]) -> None:
-    case = make_case(*shape, dtype=torch.bfloat16, device="cuda")
-    expected = row_by_row(*(tensor.cpu() for tensor in case))
-    torch.testing.assert_close(paged_attention(*case, None).double().cpu(), expected, atol=3e-2, rtol=3e-2)
+    q, k, v, pages, batch = make_case(*shape, dtype=torch.bfloat16, device="cuda")
+    on_cpu = replace(batch, table_TW=batch.table_TW.cpu(), slots_B=batch.slots_B.cpu(), lengths_B=batch.lengths_B.cpu())
+    expected = row_by_row(q.cpu(), k.cpu(), v.cpu(), pages.cpu(), on_cpu)
+    got = decode_attention(q, k, v, pages, batch)
+    torch.testing.assert_close(got.double().cpu(), expected, atol=3e-2, rtol=3e-2)

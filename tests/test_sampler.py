@@ -10,6 +10,7 @@ from areno.engine.decoder.sampler import Sampler
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.types import GenerationRequest, SamplingParams
 from areno.kernels.sampling import sample_key, sample_tokens, uniform
+from tests.interpreted import run_interpreted
 
 
 def draw(
@@ -198,8 +199,84 @@ def test_settings_travel_to_their_slots() -> None:
     hot = sequence(2, sample_key(7, 1), SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
     cold = sequence(0, -3, SamplingParams(temperature=0.0))
     sampler.assign(torch.from_numpy(Sampler.pack([hot, cold])))
-    assert sampler.key[[2, 0]].tolist() == [sample_key(7, 1), -3]
-    assert sampler.temperature[[2, 0]].tolist() == pytest.approx([0.3, 1.0])
-    assert sampler.top_k[[2, 0]].tolist() == [5, -1]
-    assert sampler.top_p[[2, 0]].tolist() == pytest.approx([0.9, 1.0])
-    assert sampler.greedy.tolist() == [True, False, False, False]
+    settings = sampler.settings
+    assert settings.key[[2, 0]].tolist() == [sample_key(7, 1), -3]
+    assert settings.temperature[[2, 0]].tolist() == pytest.approx([0.3, 1.0])
+    assert settings.top_k[[2, 0]].tolist() == [5, -1]
+    assert settings.top_p[[2, 0]].tolist() == pytest.approx([0.9, 1.0])
+    assert settings.greedy.tolist() == [True, False, False, False]
+
+
+def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[Sampler, Tensor]:
+    """A sampler with row i's settings in some slot, and the slots."""
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[: len(params)]
+    sequences = []
+    for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True)):
+        request = GenerationRequest(request_id=i, prompt=[1], params=given)
+        made = Sequence(
+            request=request, sample=0, key=sample_key(11, i), max_new=1, stop_ids=frozenset(), tokens=[1], slot=slot
+        )
+        sequences.append(made)
+    sampler = Sampler(slots, torch.device(device))
+    sampler.assign(torch.from_numpy(Sampler.pack(sequences)).to(device))
+    return sampler, order.to(device)
+
+
+def compare_triton(device: str) -> None:
+    """The kernels against `sample_slots` in plain torch, on the CPU. Run in a process of its own where interpreted."""
+    from areno.kernels.sampling import sample_slots as by_torch
+    from areno.kernels.sampling_triton import sample_slots as by_triton
+
+    on_gpu = device == "cuda"
+    plain = [
+        SamplingParams(),
+        SamplingParams(temperature=0.6),
+        SamplingParams(greedy=True),
+        SamplingParams(temperature=0),
+    ]
+    cut = [
+        SamplingParams(top_k=5),
+        SamplingParams(top_p=0.7, temperature=1.7),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=40, top_p=0.5),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_k=10_000_000),
+        SamplingParams(top_p=0.999),
+    ]
+    cases = [(plain, 300, 64), (plain + cut, 300, 64)]
+    if on_gpu:
+        cases = [(plain * 50, 151_936, 4096), ((plain + cut) * 20, 151_936, 4096), ((plain + cut) * 9, 3001, 512)]
+    for rows, vocab, span in cases:
+        gen = torch.Generator().manual_seed(vocab)
+        logits = torch.randn(len(rows), vocab, generator=gen) * 3
+        logits[1::3] = (logits[1::3] * 2).round() / 2  # equals at the border of what is kept
+        logits[2::5, vocab // 2 :] = -torch.inf
+        sampler, slots = settings_of(len(rows) + 2, rows, device)
+        expected_sampler, _ = settings_of(len(rows) + 2, rows, "cpu")
+        filtered = len(rows) > len(plain) and any(row in cut for row in rows)
+        strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
+        n_different = 0
+        for position in range(20 if on_gpu else 3):
+            positions = torch.arange(len(rows)) * 3 + position
+            got = by_triton(strided, slots, positions.to(device), sampler.settings, filtered=filtered, span=span).cpu()
+            expected = by_torch(logits, slots.cpu(), positions, expected_sampler.settings, filtered=filtered)
+            assert torch.equal(sampler.settings.last_token[slots].cpu(), got[0].long())
+            same = got[0] == expected[0]
+            torch.testing.assert_close(got[1][same], expected[1][same], atol=1e-5, rtol=0)
+            n_different += int((~same).sum())
+        assert n_different <= len(rows) * 20 // 1000, n_different
+        for poison in (torch.nan, torch.inf):
+            poisoned = strided.clone()
+            poisoned[0, vocab - 1] = poison
+            got = by_triton(poisoned, slots, slots, sampler.settings, filtered=filtered, span=span)
+            assert got[1].isnan().tolist() == [True] + [False] * (len(rows) - 1)
+            assert ((got[0] >= 0) & (got[0] < vocab)).all()
+
+
+def test_triton_kernels_in_the_interpreter_draw_what_torch_draws() -> None:
+    run_interpreted("from tests.test_sampler import compare_triton; compare_triton('cpu')")
+
+
+@pytest.mark.gpu
+def test_triton_kernels_on_the_gpu_draw_what_torch_draws() -> None:
+    compare_triton("cuda")

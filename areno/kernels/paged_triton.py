@@ -1,73 +1,125 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
-"""The decode attention of `paged.py` as Triton kernels: each row's positions are split over several programs, whose
-partial results a second kernel joins (flash-decoding; the running softmax is that of arXiv 1805.02867).
+"""The decode attention of `paged.py` as Triton kernels: the work of a step is cut into pieces that run side by side,
+and a second kernel joins the partial results of each row (flash-decoding; running softmax: arXiv 1805.02867).
 
-Shape letters as in `paged.py`; R splits of a row. No number of one step goes into a launch: the grid depends on the
-shapes alone and each program reads its row's length on the device, so a launch can be captured in a CUDA graph.
+A piece is either a span of one row's own positions, or a span of the positions that a team of rows shares, for all of
+the team at once: the queries of its rows that use one key head are the rows of one matrix product, so shared pages are
+read once per team instead of once per row (the idea of cascade attention, arXiv 2402.05099).
+
+Shape letters as in `paged.py`. No number of one step goes into a launch: the grid depends on the shapes alone and each
+program reads lengths on the device, so a launch can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 64  # positions read together
+from areno.kernels.paged import Batch
+
 _MAX_SPLITS = 32
 
 
-def paged_attention(
-    q_BHC: Tensor, pages: Tensor, table_TW: Tensor, slots_B: Tensor, lengths_B: Tensor, n_splits: int | None = None
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the work is cut. tile: positions read together. *_splits: pieces of a row, and of a team; None: by shapes."""
+
+    tile: int = 64
+    n_warps: int = 4
+    n_stages: int = 3
+    own_splits: int | None = None
+    shared_splits: int | None = None
+
+
+def decode_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, pages: Tensor, batch: Batch, tuning: Tuning | None = None
 ) -> Tensor:
-    """As `areno.kernels.paged.paged_attention`. n_splits: a power of two; None chooses by the shapes."""
+    """As `areno.kernels.paged.decode_attention`."""
+    tuning = tuning or Tuning()
     n_rows, n_heads, head_dim = q_BHC.shape
-    _, _, page_size, n_kv_heads, _ = pages.shape
-    q_BHC = q_BHC.contiguous()
+    n_kv_heads, page_size = pages.shape[3], pages.shape[2]
+    q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     k_pages, v_pages = pages[0], pages[1]
-    if n_splits is None:
-        n_splits = splits_for(n_rows * n_kv_heads, table_TW.shape[1] * page_size, q_BHC.device)
-    out = torch.empty_like(q_BHC)
-    partial = q_BHC.new_empty((n_rows, n_heads, n_splits, head_dim), dtype=torch.float32) if n_splits > 1 else out
-    log_sum = q_BHC.new_empty((n_rows, n_heads, n_splits), dtype=torch.float32)
     group = n_heads // n_kv_heads
+    max_len = batch.table_TW.shape[1] * page_size
+    own_splits = tuning.own_splits or _splits(n_rows * n_kv_heads, max_len, tuning.tile, q_BHC.device)
+    n_teams, team_size, shared_splits = 0, 1, 0
+    if batch.teams_MR is not None:
+        n_teams, team_size = batch.teams_MR.shape
+        n_pieces = max(1, n_rows // team_size) * n_kv_heads  # if all teams are full, as in a group of samples
+        shared_splits = tuning.shared_splits or _splits(n_pieces, max_len, tuning.tile, q_BHC.device)
+    n_parts = own_splits + shared_splits
+    out = q_BHC.new_empty((n_rows, n_heads, head_dim))
+    partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
+    log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    _split_kernel[(n_rows, n_kv_heads, n_splits)](
+    _piece_kernel[(n_kv_heads, n_teams * shared_splits + n_rows * own_splits)](
         q_BHC,
+        k_BKC,
+        v_BKC,
         k_pages,
         v_pages,
-        table_TW,
-        slots_B,
-        lengths_B,
+        batch.table_TW,
+        batch.slots_B,
+        batch.lengths_B,
+        batch.shared_B,
+        batch.teams_MR,
         partial,
         log_sum,
-        head_dim**-0.5,
+        head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernels use powers of 2
+        q_BHC.stride(0),
+        k_BKC.stride(0),
+        v_BKC.stride(0),
         k_pages.stride(0),
         k_pages.stride(1),
         k_pages.stride(2),
-        table_TW.stride(0),
+        batch.table_TW.stride(0),
+        n_teams * shared_splits,
         GROUP=group,
-        PADDED_GROUP=max(16, triton.next_power_of_2(group)),  # tl.dot needs 16 rows
+        TEAM=team_size,
+        OWN_ROWS=max(16, triton.next_power_of_2(group)),  # tl.dot needs 16 rows
+        TEAM_ROWS=max(16, triton.next_power_of_2(group * team_size)),
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
         PAGE_SIZE=page_size,
-        TILE=_TILE,
-        N_SPLITS=n_splits,
+        TILE=tuning.tile,
+        OWN_SPLITS=own_splits,
+        SHARED_SPLITS=shared_splits,
+        num_warps=tuning.n_warps,
+        num_stages=tuning.n_stages,
     )
-    if n_splits > 1:
-        _join_kernel[(n_rows * n_heads,)](
-            partial, log_sum, out, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, N_SPLITS=n_splits
+    if n_parts > 1:
+        _join_kernel[(n_rows, n_kv_heads)](
+            partial,
+            log_sum,
+            batch.shared_B,
+            out,
+            GROUP=group,
+            PADDED_GROUP=triton.next_power_of_2(group),
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            N_PARTS=n_parts,
+            SHARED_SPLITS=shared_splits,
+            num_warps=2,
         )
     return out
 
 
-def splits_for(n_programs: int, max_len: int, device: torch.device) -> int:
-    """Splits that fill the device about four times over when there are few rows, and none when there are many."""
-    wanted = triton.cdiv(4 * _n_processors(device), n_programs)
-    useful = triton.cdiv(max_len, _TILE)
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """x itself where each row's heads lie side by side, else a copy."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _splits(n_pieces: int, max_len: int, tile: int, device: torch.device) -> int:
+    """Splits that fill the device about four times over when there are few pieces, and none when there are many."""
+    wanted = triton.cdiv(4 * _n_processors(device), n_pieces)
+    useful = triton.cdiv(max_len, tile)
     return triton.next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
 
 
@@ -77,97 +129,239 @@ def _n_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _split_kernel(
+def _attend(
+    q,
+    best,
+    total,
+    acc,
+    start,
+    end,
+    k_ptr,
+    v_ptr,
+    table_row,
+    scale,
+    page_stride,
+    token_stride,
+    dim,
+    real_dim,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take the positions [start, end) of one table row and one key head into the running softmax."""
+    for first in range(start, end, TILE):
+        position = first + tl.arange(0, TILE)
+        inside = position < end
+        page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+        base = page * page_stride + (position % PAGE_SIZE) * token_stride
+        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        decay = tl.exp2(best - new_best)
+        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit
+def _piece_kernel(
     q_ptr,
+    new_k_ptr,
+    new_v_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
     slots_ptr,
     lengths_ptr,
+    shared_ptr,
+    teams_ptr,
     partial_ptr,
     log_sum_ptr,
     scale,
+    q_stride,
+    new_k_stride,
+    new_v_stride,
     page_stride,
     token_stride,
     head_stride,
     table_stride,
+    n_team_pieces,
     GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
+    TEAM: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    TEAM_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    N_SPLITS: tl.constexpr,
+    OWN_SPLITS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    n_heads = tl.num_programs(1) * GROUP
-
-    length = tl.load(lengths_ptr + row).to(tl.int32)
-    per_split = tl.cdiv(tl.cdiv(length, TILE), N_SPLITS) * TILE
-    start = split * per_split
-    end = tl.minimum(start + per_split, length)
-    table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-
-    group = tl.arange(0, PADDED_GROUP)
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    n_heads = tl.num_programs(0) * GROUP
+    k_ptr += kv_head * head_stride
+    v_ptr += kv_head * head_stride
     dim = tl.arange(0, PADDED_DIM)
-    real_group = group < GROUP
     real_dim = dim < HEAD_DIM
-    head = kv_head * GROUP + group
-    q = tl.load(
-        q_ptr + (row * n_heads + head)[:, None] * HEAD_DIM + dim[None, :],
-        mask=real_group[:, None] & real_dim[None, :],
-        other=0.0,
-    )
-    best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED_GROUP], tl.float32)
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    for first in range(start, end, TILE):
-        position = first + tl.arange(0, TILE)
-        inside = position < end
-        page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        base = page * page_stride + (position % PAGE_SIZE) * token_stride + kv_head * head_stride
-        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp(scores - new_best[:, None])
-        decay = tl.exp(best - new_best)
-        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * decay + tl.sum(weights, axis=1)
-        best = new_best
-    # A split beyond the row's length has total 0: its result is 0 with log-sum -inf, which the join leaves out.
-    is_empty = total == 0.0
-    safe_total = tl.where(is_empty, 1.0, total)
-    cell = (row * n_heads + head) * N_SPLITS + split
-    tl.store(
-        partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :],
-        (acc / safe_total[:, None]).to(partial_ptr.dtype.element_ty),
-        mask=real_group[:, None] & real_dim[None, :],
-    )
-    tl.store(log_sum_ptr + cell, tl.where(is_empty, float("-inf"), best + tl.log(safe_total)), mask=real_group)
+    n_parts: tl.constexpr = OWN_SPLITS + SHARED_SPLITS
+
+    if piece < n_team_pieces:
+        if SHARED_SPLITS > 0:  # decided when the kernel is compiled: without teams there is nothing to divide by
+            team = piece // SHARED_SPLITS
+            split = piece % SHARED_SPLITS
+            leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
+            if leader >= 0:
+                length = tl.load(shared_ptr + leader).to(tl.int32)
+                per_split = tl.cdiv(tl.cdiv(length, TILE), SHARED_SPLITS) * TILE
+                start = split * per_split
+                end = tl.minimum(start + per_split, length)
+                cell = tl.arange(0, TEAM_ROWS)
+                member = cell // GROUP
+                row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
+                head = kv_head * GROUP + cell % GROUP
+                part = (row * n_heads + head) * n_parts + OWN_SPLITS + split
+                if start < end:
+                    slot = tl.load(slots_ptr + leader).to(tl.int64)
+                    q = tl.load(
+                        q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :],
+                        mask=(row >= 0)[:, None] & real_dim[None, :],
+                        other=0.0,
+                    )
+                    best, total, acc = _attend(
+                        q,
+                        tl.full([TEAM_ROWS], float("-inf"), tl.float32),
+                        tl.zeros([TEAM_ROWS], tl.float32),
+                        tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32),
+                        start,
+                        end,
+                        k_ptr,
+                        v_ptr,
+                        table_ptr + slot * table_stride,
+                        scale,
+                        page_stride,
+                        token_stride,
+                        dim,
+                        real_dim,
+                        PAGE_SIZE,
+                        TILE,
+                    )
+                    tl.store(
+                        partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
+                        (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
+                        mask=(row >= 0)[:, None] & real_dim[None, :],
+                    )
+                    tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
+                else:
+                    tl.store(log_sum_ptr + part, tl.full([TEAM_ROWS], float("-inf"), tl.float32), mask=row >= 0)
+    else:
+        piece -= n_team_pieces
+        row = (piece // OWN_SPLITS).to(tl.int64)
+        split = piece % OWN_SPLITS
+        last = tl.load(lengths_ptr + row).to(tl.int32) - 1
+        first = tl.load(shared_ptr + row).to(tl.int32)
+        per_split = tl.cdiv(tl.cdiv(last - first, TILE), OWN_SPLITS) * TILE
+        start = first + split * per_split
+        end = tl.minimum(start + per_split, last)
+        table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+        cell = tl.arange(0, OWN_ROWS)
+        real = cell < GROUP
+        head = kv_head * GROUP + cell
+        part = (row * n_heads + head) * n_parts + split
+        if (start < end) | (split == 0):
+            q = tl.load(
+                q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :],
+                mask=real[:, None] & real_dim[None, :],
+                other=0.0,
+            )
+            best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([OWN_ROWS], tl.float32)
+            acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
+            if split == 0:
+                # The new token's key and value are not in the cache yet: put them there, and begin with them.
+                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                page = tl.load(table_row + last // PAGE_SIZE).to(tl.int64)
+                place = page * page_stride + (last % PAGE_SIZE) * token_stride
+                tl.store(k_ptr + place + dim, new_k, mask=real_dim)
+                tl.store(v_ptr + place + dim, new_v, mask=real_dim)
+                best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
+                total = tl.full([OWN_ROWS], 1.0, tl.float32)
+                acc += new_v.to(tl.float32)[None, :]
+            best, total, acc = _attend(
+                q,
+                best,
+                total,
+                acc,
+                start,
+                end,
+                k_ptr,
+                v_ptr,
+                table_row,
+                scale,
+                page_stride,
+                token_stride,
+                dim,
+                real_dim,
+                PAGE_SIZE,
+                TILE,
+            )
+            tl.store(
+                partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
+                (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
+                mask=real[:, None] & real_dim[None, :],
+            )
+            if n_parts > 1:
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=real)
+        else:
+            tl.store(log_sum_ptr + part, tl.full([OWN_ROWS], float("-inf"), tl.float32), mask=real)
 
 
 @triton.jit
 def _join_kernel(
     partial_ptr,
     log_sum_ptr,
+    shared_ptr,
     out_ptr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    N_SPLITS: tl.constexpr,
+    N_PARTS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
 ):
-    cell = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, N_SPLITS)
+    """Average a row's partial results by their sums. The parts of a team do not exist for a row that is in none."""
+    row = tl.program_id(0).to(tl.int64)
+    cell = tl.arange(0, PADDED_GROUP)
     dim = tl.arange(0, PADDED_DIM)
-    log_sum = tl.load(log_sum_ptr + cell * N_SPLITS + split)
-    weights = tl.exp(log_sum - tl.max(log_sum, axis=0))
-    partial = tl.load(
-        partial_ptr + (cell * N_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :],
-        mask=(dim < HEAD_DIM)[None, :],
-        other=0.0,
+    real = cell < GROUP
+    head = row * tl.num_programs(1) * GROUP + tl.program_id(1) * GROUP + cell
+    in_team = tl.load(shared_ptr + row) > 0
+    n_parts = tl.where(real, tl.where(in_team, N_PARTS, N_PARTS - SHARED_SPLITS), 0)
+    best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUP], tl.float32)
+    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
+    for part in range(N_PARTS):
+        exists = n_parts > part
+        log_sum = tl.load(log_sum_ptr + head * N_PARTS + part, mask=exists, other=float("-inf"))
+        # What a part without positions left in its place is not looked at: it may be anything, NaN too.
+        partial = tl.load(
+            partial_ptr + (head * N_PARTS + part)[:, None] * HEAD_DIM + dim[None, :],
+            mask=(log_sum > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_best = tl.maximum(best, log_sum)  # finite for real heads: the first part holds the new token
+        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(log_sum - safe_best)
+        decay = tl.exp2(best - safe_best)
+        acc = acc * decay[:, None] + weight[:, None] * partial
+        total = total * decay + weight
+        best = new_best
+    tl.store(
+        out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
+        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
     )
-    out = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_ptr + cell * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)

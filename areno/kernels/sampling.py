@@ -1,4 +1,7 @@
-"""Drawing tokens from logits, as plain torch: a counter-based random number, an inverse CDF, and the log-probability.
+"""Drawing tokens from logits: a counter-based random number, an inverse CDF, and the log-probability.
+
+Here in plain torch; `sampling_triton.py` has the same in one pass over the logits, for CUDA. Both follow one rule, so
+they draw the same tokens unless a random number falls on the border of two tokens to within rounding.
 
 Shape letters: B rows (one token to draw for each), V vocabulary, C chunks of the vocabulary.
 
@@ -9,6 +12,11 @@ on the other rows, the device, or how often the generator was used before. The h
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +26,20 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 _CHUNK = 128  # vocabulary entries summed together by the two-level inverse CDF
+
+
+@dataclass(slots=True)
+class Settings:
+    """How each slot is sampled, one entry for each: `key` and `top_k` int64, `temperature` and `top_p` float32,
+    `greedy` bool; see `sample_tokens`. last_token: int64, what was drawn for the slot last.
+    """
+
+    key: Tensor
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    last_token: Tensor
 
 
 def _signed(value: int) -> int:
@@ -50,6 +72,46 @@ def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
     value = value ^ _shift(value, 31)
     return _shift(value, 11).double() * 2.0**-53
+
+
+def sample_slots(
+    logits_BV: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: Settings,
+    *,
+    filtered: bool,
+    banned: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Draw one token for each row with the settings of its slot, and note it in `settings.last_token`.
+
+    positions_B: int64, which token of the completion is drawn. filtered: whether some row has a top-k or top-p.
+    banned: (rows, token ids) that must not be drawn. Returns (2, B) float64, tokens and log-probabilities, so that
+    they travel together; a log-probability of NaN tells that the logits were not finite.
+    """
+    kernel = _triton_kernel() if logits_BV.is_cuda and banned is None else None
+    if kernel is not None:  # it knows no bans, which are rare
+        return kernel.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
+    tokens_B, logprobs_B = sample_tokens(
+        logits_BV,
+        settings.temperature[slots_B],
+        settings.greedy[slots_B],
+        uniform(settings.key[slots_B], positions_B),
+        top_k_B=settings.top_k[slots_B] if filtered else None,
+        top_p_B=settings.top_p[slots_B] if filtered else None,
+        banned=banned,
+    )
+    settings.last_token[slots_B] = tokens_B
+    return torch.stack((tokens_B.double(), logprobs_B.double()))
+
+
+@functools.cache
+def _triton_kernel() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from areno.kernels import sampling_triton
+
+    return sampling_triton
 
 
 def sample_tokens(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-DecodeBody = Callable[[Tensor, bool], Tensor]
-"""(rows (3, B) int64 on the device, whether some row is filtered) -> (2, B) float64."""
+DecodeBody = Callable[[Tensor, Tensor | None, bool], Tensor]
+"""(rows (4, B) int64, teams (M, R) int64 or None, whether some row is filtered) -> (2, B) float64; on the device."""
 
 _POWERS_UP_TO = 32
 
@@ -24,7 +25,7 @@ def bucket_sizes(max_running: int) -> list[int]:
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    rows: Tensor
+    inputs: Tensor
     out: Tensor
 
 
@@ -39,36 +40,51 @@ class DecodeGraphs:
         self._body = body
         self._sizes = bucket_sizes(max_running)
         self._device = device
-        # What fills up a batch: the scratch slot, at position 0, drawing its first token.
-        self._filler = torch.tensor([[scratch_slot], [0], [0]], dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        # What fills up a batch: the scratch slot, at position 0, drawing its first token, in no team.
+        self._filler = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
+        self._graphs: dict[tuple[int, tuple[int, int] | None, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.n_replays = 0
 
-    def run(self, rows: Tensor, filtered: bool) -> Tensor:
-        """The body's result for these rows, valid until the next run. rows: (3, B) int64 on the device."""
+    def size_for(self, n_rows: int) -> int:
+        """The batch size that so many rows run with."""
+        return next(size for size in self._sizes if size >= n_rows)
+
+    def run(self, rows: np.ndarray, teams: np.ndarray | None, filtered: bool) -> Tensor:
+        """The body's result for these rows, valid until the next run. rows: (4, B); teams: (M, R), M by the size."""
         n_rows = rows.shape[1]
-        size = next(size for size in self._sizes if size >= n_rows)
-        captured = self._graphs.get((size, filtered))
+        size = self.size_for(n_rows)
+        shape = None if teams is None else (teams.shape[0], teams.shape[1])
+        captured = self._graphs.get((size, shape, filtered))
         if captured is None:
-            captured = self._graphs[size, filtered] = self._capture(size, filtered)
-        captured.rows[:, :n_rows].copy_(rows)
-        captured.rows[:, n_rows:].copy_(self._filler.expand(-1, size - n_rows))
+            captured = self._graphs[size, shape, filtered] = self._capture(size, shape, filtered)
+        # All that a step brings along goes to the device in one piece.
+        host = torch.empty(captured.inputs.shape, dtype=torch.int64, pin_memory=True)
+        packed = host.numpy()
+        columns = packed[: 4 * size].reshape(4, size)
+        columns[:, :n_rows] = rows
+        columns[:, n_rows:] = self._filler
+        if teams is not None:
+            packed[4 * size :] = teams.ravel()
+        captured.inputs.copy_(host, non_blocking=True)
         captured.graph.replay()
         self.n_replays += 1
         return captured.out[:, :n_rows]
 
-    def _capture(self, size: int, filtered: bool) -> _Graph:
-        rows = self._filler.repeat(1, size)
+    def _capture(self, size: int, shape: tuple[int, int] | None, filtered: bool) -> _Graph:
+        n_team_places = 0 if shape is None else shape[0] * shape[1]
+        packed = np.concatenate((self._filler.repeat(size, 1).ravel(), np.full(n_team_places, -1, dtype=np.int64)))
+        inputs = torch.from_numpy(packed).to(self._device)
+        rows = inputs[: 4 * size].view(4, size)
+        teams = None if shape is None else inputs[4 * size :].view(shape)
         # Run it first outside the capture, so that kernels are compiled and workspaces allocated.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._body(rows, filtered)
+            self._body(rows, teams, filtered)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._body(rows, filtered)
-        return _Graph(graph, rows, out)
+            out = self._body(rows, teams, filtered)
+        return _Graph(graph, inputs, out)

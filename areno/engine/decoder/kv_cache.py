@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from areno.kernels.attention import varlen_attention
-from areno.kernels.paged import paged_attention
+from areno.kernels.paged import Batch, decode_attention
 from areno.models.transformer import Transformer
 
 
@@ -77,15 +77,10 @@ class PrefillAttend:
 
 @dataclass(slots=True)
 class DecodeAttend:
-    """Attention of one new token for each row. slots_B: each row's line in `table`; max_len: see `paged_attention`."""
+    """Attention of one new token for each row, whose key and value go into the cache."""
 
     cache: KVCache
-    places_B: Tensor
-    table: Tensor
-    slots_B: Tensor
-    lengths_B: Tensor
-    max_len: int | None
+    batch: Batch
 
     def __call__(self, layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
-        self.cache.write(layer, self.places_B, k_BKC, v_BKC)
-        return paged_attention(q_BHC, self.cache.pages[layer], self.table, self.slots_B, self.lengths_B, self.max_len)
+        return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.pages[layer], self.batch)

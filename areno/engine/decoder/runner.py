@@ -18,7 +18,8 @@ from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
 from areno.engine.decoder.sampler import Sampler
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.paged import triton_kernel
+from areno.engine.decoder.teams import form_teams
+from areno.kernels.paged import TEAM_SIZE, Batch, triton_kernel
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
@@ -43,8 +44,8 @@ class Drawn:
 class Runner:
     """Holds everything of the decoder that lives on the device.
 
-    A sequence has a slot while it is in the batch. For each slot the device keeps the blocks (`table`), the last drawn
-    token and the sampling settings; one more slot, the last, is for rows that only fill up a batch.
+    A sequence has a slot while it is in the batch. For each slot the device keeps the blocks (`table`), the sampling
+    settings and the last drawn token; one more slot, the last, is for rows that only fill up a batch.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Runner:
         self.cache = KVCache(model, n_blocks, block_size)
         n_slots = max_running + 1
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
-        self.last_token = torch.zeros(n_slots, dtype=torch.int64, device=self.device)
         self.sampler = Sampler(n_slots, self.device)
+        # The torch form of the attention reads every row by itself anyway.
+        self.uses_teams = self.device.type == "cuda" and triton_kernel() is not None
         self.graphs: DecodeGraphs | None = None
         if use_graphs and self.device.type == "cuda":
             if triton_kernel() is None:  # the torch form of paged attention needs the longest length on the host
@@ -156,59 +158,50 @@ class Runner:
         rows = self._upload(
             np.array([[s.slot for s in finished], [s.n_drawn - 1 for s in finished], prompt_of_row], dtype=np.int64)
         )
-        return self._draw(logits_KV[rows[2]], rows[0], rows[1], _is_filtered(finished), self._banned(finished))
+        return self.sampler.draw(
+            logits_KV[rows[2]], rows[0], rows[1], filtered=_is_filtered(finished), banned=self._banned(finished)
+        )
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
-        rows = self._upload(
-            np.array(
-                [
-                    [sequence.slot for sequence in sequences],
-                    [sequence.n_kv - 1 for sequence in sequences],
-                    [sequence.n_drawn - 1 for sequence in sequences],
-                ],
-                dtype=np.int64,
-            )
-        )
-        banned = self._banned(sequences)
+        n_rows = len(sequences)
+        rows = np.zeros((4, n_rows), dtype=np.int64)
+        rows[0] = [sequence.slot for sequence in sequences]
+        rows[1] = [sequence.n_kv - 1 for sequence in sequences]
+        rows[2] = [sequence.n_drawn - 1 for sequence in sequences]
+        size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
+        teams = None
+        if self.uses_teams:
+            rows[3], teams = form_teams(sequences, self.cache.block_size, TEAM_SIZE, max(1, size // 4))
+        filtered, banned = _is_filtered(sequences), self._banned(sequences)
         # Bans come with lists of any length, which a graph cannot take; they concern the first few tokens only.
         if self.graphs is not None and banned is None:
-            return self.graphs.run(rows, _is_filtered(sequences))
-        max_len = max(sequence.n_kv for sequence in sequences)
-        return self._decode(rows, _is_filtered(sequences), max_len, banned)
+            return self.graphs.run(rows, teams, filtered)
+        on_device = None if teams is None else self._upload(teams)
+        return self._decode(self._upload(rows), on_device, filtered, int(rows[1].max()) + 1, banned)
 
     def _decode(
         self,
         rows: Tensor,
+        teams: Tensor | None,
         filtered: bool,
         max_len: int | None = None,
         banned: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One token for each row. rows: (3, B) slots, positions of the input token, numbers of the token drawn."""
-        slots_B, positions_B, draws_B = rows
-        size = self.cache.block_size
-        blocks_B = self.table[slots_B, positions_B // size].long()
-        attend = DecodeAttend(
-            cache=self.cache,
-            places_B=blocks_B * size + positions_B % size,
-            table=self.table,
+        """One token for each row. rows: (4, B) slots, positions of the input token, numbers of the token drawn, shared
+        positions; the last and teams: see `Batch`."""
+        slots_B, positions_B, draws_B, shared_B = rows
+        batch = Batch(
+            table_TW=self.table,
             slots_B=slots_B,
             lengths_B=positions_B + 1,
+            shared_B=shared_B,
+            teams_MR=teams,
             max_len=max_len,
         )
-        hidden_BD = self.model(self.last_token[slots_B], positions_B, attend)
-        return self._draw(self.model.logits(hidden_BD), slots_B, draws_B, filtered, banned)
-
-    def _draw(
-        self,
-        logits_BV: Tensor,
-        slots_B: Tensor,
-        draws_B: Tensor,
-        filtered: bool,
-        banned: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        out = self.sampler.draw(logits_BV, slots_B, draws_B, filtered=filtered, banned=banned)
-        self.last_token[slots_B] = out[0].long()
-        return out
+        last_token = self.sampler.settings.last_token
+        hidden_BD = self.model(last_token[slots_B], positions_B, DecodeAttend(self.cache, batch))
+        logits_BV = self.model.logits(hidden_BD)
+        return self.sampler.draw(logits_BV, slots_B, draws_B, filtered=filtered, banned=banned)
 
     def _banned(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor] | None:
         """(rows, token ids) of the stop tokens that sequences below their minimum length must not draw."""

@@ -1,4 +1,4 @@
-"""Draws a token for each row of logits, with the settings that each sequence brought along."""
+"""The sampling settings that each sequence brings along, on the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling import sample_tokens, uniform
+from areno.kernels.sampling import Settings, sample_slots
 
 
 class Sampler:
@@ -18,11 +18,14 @@ class Sampler:
     """
 
     def __init__(self, n_slots: int, device: torch.device):
-        self.key = torch.zeros(n_slots, dtype=torch.int64, device=device)
-        self.temperature = torch.ones(n_slots, dtype=torch.float32, device=device)
-        self.greedy = torch.zeros(n_slots, dtype=torch.bool, device=device)
-        self.top_k = torch.full((n_slots,), -1, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(n_slots, dtype=torch.float32, device=device)
+        self.settings = Settings(
+            key=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            temperature=torch.ones(n_slots, dtype=torch.float32, device=device),
+            greedy=torch.zeros(n_slots, dtype=torch.bool, device=device),
+            top_k=torch.full((n_slots,), -1, dtype=torch.int64, device=device),
+            top_p=torch.ones(n_slots, dtype=torch.float32, device=device),
+            last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
+        )
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
@@ -34,19 +37,20 @@ class Sampler:
             packed[0, column] = sequence.slot
             packed[1, column] = sequence.key
             packed[2, column] = params.greedy or params.temperature == 0
-            packed[3, column] = params.top_k
+            # A greedy row is cut by nothing, or it would take the slow way for no use.
+            packed[3, column] = params.top_k if sequence.is_filtered else -1
             floats[4, column] = params.temperature or 1.0
-            floats[5, column] = params.top_p
+            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
         return packed
 
     def assign(self, packed: Tensor) -> None:
         """Take over what `pack` made, now on the device."""
-        slots = packed[0]
-        self.key[slots] = packed[1]
-        self.greedy[slots] = packed[2].bool()
-        self.top_k[slots] = packed[3]
-        self.temperature[slots] = packed[4].view(torch.float64).float()
-        self.top_p[slots] = packed[5].view(torch.float64).float()
+        slots, settings = packed[0], self.settings
+        settings.key[slots] = packed[1]
+        settings.greedy[slots] = packed[2].bool()
+        settings.top_k[slots] = packed[3]
+        settings.temperature[slots] = packed[4].view(torch.float64).float()
+        settings.top_p[slots] = packed[5].view(torch.float64).float()
 
     def draw(
         self,
@@ -57,19 +61,5 @@ class Sampler:
         filtered: bool,
         banned: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """One token for each row: (2, B) float64, the tokens and their log-probabilities, so that they travel together.
-
-        positions_B: which token of the completion is drawn. filtered: whether some row has a top-k or top-p.
-        banned: (rows, token ids) that must not be drawn. A log-probability of NaN tells that the logits were not
-        finite.
-        """
-        tokens_B, logprobs_B = sample_tokens(
-            logits_BV,
-            self.temperature[slots_B],
-            self.greedy[slots_B],
-            uniform(self.key[slots_B], positions_B),
-            top_k_B=self.top_k[slots_B] if filtered else None,
-            top_p_B=self.top_p[slots_B] if filtered else None,
-            banned=banned,
-        )
-        return torch.stack((tokens_B.double(), logprobs_B.double()))
+        """One token for each row: see `sample_slots`."""
+        return sample_slots(logits_BV, slots_B, positions_B, self.settings, filtered=filtered, banned=banned)
