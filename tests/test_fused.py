@@ -84,9 +84,9 @@ def run(model: Transformer, backend: str, is_fused: bool, **how: object) -> tupl
 def compare(device: str, dtype: torch.dtype, tolerance: float, backend: str, **changes: object) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
-        patch = mock.patch("areno.kernels.fused._module", lambda: None)
+        patch = mock.patch("areno.kernels.fused._module", return_value=None)
     else:
-        patch = mock.patch("areno.kernels.fused._interprets", lambda: False)
+        patch = mock.patch("areno.kernels.fused._interprets", return_value=False)
     with patch:
         expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
     if dtype != torch.float32:  # the same weights, rounded

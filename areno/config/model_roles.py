@@ -12,8 +12,13 @@ from areno.errors import Problem
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW with fp32 master weights and moments. Norm weights and biases are not decayed."""
+    """AdamW with fp32 master weights. Norm weights and biases are not decayed."""
 
+    type: Literal["adam", "adam_8bit"] = knob(
+        "adam",
+        help="adam keeps moments in fp32, 8 bytes for each parameter; adam_8bit in blocks of 8-bit codes, 2 bytes",
+        flag="--adam-8bit",
+    )
     lr: float = knob(1e-6, help="peak learning rate", gt=0, flag="--lr")
     min_lr_ratio: float = knob(0.1, help="learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = knob(

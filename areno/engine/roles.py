@@ -146,4 +146,4 @@ def _offload(backend: TrainBackend) -> Offload:
     if flat is None or optimizer is None:
         return Offload(backend.params)
     masters = [flat.masters] if flat.masters is not flat.params else []
-    return Offload(flat.params, [*masters, optimizer.exp_avg, optimizer.exp_avg_sq], [flat.grads])
+    return Offload(flat.params, [*masters, *optimizer.state], [flat.grads])

@@ -6,7 +6,7 @@ What they compute, and where they round, is what the plain layers do: `layers/no
 MLP of `models/transformer.py`; tests hold them to those. All arithmetic is fp32. Nothing here depends on numbers of one
 step other than the shapes, so launches can be captured in a CUDA graph; nothing adds up in an order left to chance.
 
-Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size of the MLP.
+Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def qk_norm_rope(
     v_NKC = qkv_NX[:, (n_heads + n_kv_heads) * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
     if n:
         has_norm = q_weight_C is not None
-        _qk_kernel[(n,)](
+        _qk_norm_rope_kernel[(n,)](
             qkv_NX,
             cos_N1F,
             sin_N1F,
@@ -151,7 +151,7 @@ def qk_norm_rope_backward(
     n_programs = max(1, min(n, 8 * _n_processors(qkv_NX.device)))
     partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
     if n:
-        _qk_backward_kernel[(n_programs,)](
+        _qk_norm_rope_backward_kernel[(n_programs,)](
             grad_q_NHC.contiguous(),
             grad_k_NKC.contiguous(),
             grad_v_NKC.contiguous(),
@@ -263,7 +263,7 @@ def _norm_backward_kernel(
 
 
 @triton.jit
-def _qk_kernel(
+def _qk_norm_rope_kernel(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
@@ -316,7 +316,7 @@ def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside):
 
 
 @triton.jit
-def _qk_backward_kernel(
+def _qk_norm_rope_backward_kernel(
     grad_q_ptr,
     grad_k_ptr,
     grad_v_ptr,

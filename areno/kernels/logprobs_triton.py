@@ -7,7 +7,6 @@ Shape letters: C positions of one chunk, V vocabulary rows of this rank.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +21,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
     if n_positions:
-        _statistics_kernel[(n_positions,)](
+        _softmax_statistics_kernel[(n_positions,)](
             logits_CV,
             targets_C,
             out_4C,
@@ -45,7 +44,7 @@ def logprob_gradient(
     if not n_positions or not n_rows:
         return
     block = min(_BLOCK, triton.next_power_of_2(n_rows))
-    _gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
+    _logprob_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
         logits_CV,
         lse_C,
         targets_C,
@@ -61,7 +60,7 @@ def logprob_gradient(
 
 
 @triton.jit
-def _statistics_kernel(
+def _softmax_statistics_kernel(
     logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, inverse_temperature, out_stride, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0).to(tl.int64)
@@ -91,7 +90,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
+def _logprob_gradient_kernel(
     logits_ptr,
     lse_ptr,
     targets_ptr,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.engine.train.activations import HEAD_BYTES, free_bytes, layers_to_keep
 from areno.engine.train.flat import FlatParameters, flatten
 from areno.engine.train.optimizer import AdamW
 from areno.engine.train.packing import (
@@ -29,7 +30,7 @@ from areno.engine.train.packing import (
 from areno.engine.train.stats import StepStats, over_steps
 from areno.engine.types import TrainSequence
 from areno.errors import DataError, EngineError
-from areno.kernels.logprobs import selected_logprobs
+from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import TensorParallel
 from areno.loss_fns.pack import DataPack
@@ -41,7 +42,8 @@ LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
 class TrainBackend:
     """A model with its optimizer, or without one (optimizer None): a frozen model that only scores.
 
-    attn_backend: of kernels.attention.choose_backend. recompute: activations per layer again in the backward pass.
+    attn_backend: of kernels.attention.choose_backend. recompute: activations per layer again in the backward pass (on
+    CUDA of as many layers as memory requires).
     dp: the ranks that hold copies of this model, each training on its share of the rows. section: the settings that
     messages name.
 
@@ -156,7 +158,10 @@ class TrainBackend:
 
     def _hidden(self, packed: PackedTokens) -> Tensor:
         attend = PackedAttend(packed.cu_seqlens, packed.max_len, self.attn_backend)
-        return self.model(packed.tokens_N, packed.positions_N, attend, recompute=self.recompute)
+        n_kept = 0
+        if self.recompute and self.device.type == "cuda" and torch.is_grad_enabled():
+            n_kept = layers_to_keep(self.model, len(packed.tokens_N), free_bytes(self.device))
+        return self.model(packed.tokens_N, packed.positions_N, attend, recompute=self.recompute, n_kept=n_kept)
 
     def _aligned(self, packed: PackedTokens, places: Tensor, numbers: Tensor) -> Tensor:
         """(N,) float32 with `numbers` at `places`, 0 elsewhere."""
@@ -179,6 +184,7 @@ class TrainBackend:
             tp=model.tp,
             vocab_size=model.config.vocab_size,
             weight_grad=None if self.flat is None else model.output.weight.grad[: weight_VD.shape[0]],  # type: ignore[index]
+            keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
         )
         return self._aligned(packed, trained_T, logprobs_T), self._aligned(packed, trained_T, entropy_T)
 

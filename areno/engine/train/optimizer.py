@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from areno.config.model_roles import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
+from areno.kernels.adam import BLOCK, Update, adam, adam_8bit
 from areno.layers.parallel import TensorParallel
 
 
@@ -40,15 +41,29 @@ class AdamW:
     """Updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
 
     steps: updates applied; the schedule and the bias correction count these. skipped_steps: updates that were not
-    applied. exp_avg, exp_avg_sq: float32 moments in the layout of the flat buffers, there from the start, since the KV
-    cache is sized by what is free before the first update.
+    applied. exp_avg, exp_avg_sq: moments in the layout of the flat buffers, there from the start, since the KV cache is
+    sized by what is free before the first update. They are float32, or with `type: adam_8bit` uint8 codes, and
+    scales_1, scales_2 the float32 scales of their blocks, segment after segment.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: TensorParallel):
         self.flat, self.config, self.tp = flat, config, tp
         self.steps = 0
         self.skipped_steps = 0
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(flat.grads), torch.zeros_like(flat.grads)
+        self.in_8_bits = config.type == "adam_8bit"
+        dtype = torch.uint8 if self.in_8_bits else torch.float32
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(flat.grads, dtype=dtype) for _ in range(2))
+        self._first_block: dict[int, int] = {}  # start of a segment -> number of its first block
+        n_blocks = 0
+        for segment in flat.segments:
+            self._first_block[segment.start] = n_blocks
+            n_blocks += -(-(segment.stop - segment.start) // BLOCK)
+        self.scales_1, self.scales_2 = (flat.grads.new_zeros(n_blocks * self.in_8_bits) for _ in range(2))
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The buffers that updates change, beside masters and parameters."""
+        return [self.exp_avg, self.exp_avg_sq] + ([self.scales_1, self.scales_2] if self.in_8_bits else [])
 
     @property
     def lr(self) -> float:
@@ -81,18 +96,24 @@ class AdamW:
         config, flat = self.config, self.flat
         lr = self.lr
         self.steps += 1
-        scale = min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0
-        correction_1 = 1.0 - config.beta1**self.steps
-        correction_2 = math.sqrt(1.0 - config.beta2**self.steps)
+        update = Update(
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            decay=1.0,
+            scale=min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0,
+            correction_1=1.0 - config.beta1**self.steps,
+            correction_2=math.sqrt(1.0 - config.beta2**self.steps),
+        )
+        decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         for place, segment in flat.chunks():
-            grad, master = flat.grads[place], flat.masters[place]
-            first, second = self.exp_avg[place], self.exp_avg_sq[place]
-            first.mul_(config.beta1).add_(grad, alpha=(1.0 - config.beta1) * scale)
-            second.mul_(config.beta2).addcmul_(grad, grad, value=(1.0 - config.beta2) * scale**2)
-            if segment.decayed and config.weight_decay:
-                master.mul_(1.0 - lr * config.weight_decay)
-            # The bias corrections are folded into the step size and eps: one pass over memory less.
-            root = second.sqrt().add_(config.eps * correction_2)
-            master.addcdiv_(first, root, value=-lr * correction_2 / correction_1)
-            if flat.masters is not flat.params:
-                flat.params[place].copy_(master)
+            how = decayed if segment.decayed else update
+            moments = self.exp_avg[place], self.exp_avg_sq[place]
+            if self.in_8_bits:
+                start = self._first_block[segment.start] + (place.start - segment.start) // BLOCK
+                blocks = slice(start, start + -(-(place.stop - place.start) // BLOCK))
+                scales = self.scales_1[blocks], self.scales_2[blocks]
+                adam_8bit(flat.grads[place], flat.masters[place], flat.params[place], *moments, *scales, how)
+            else:
+                adam(flat.grads[place], flat.masters[place], flat.params[place], *moments, how)

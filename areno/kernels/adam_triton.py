@@ -1,0 +1,168 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+"""The updates of `adam.py` as Triton kernels: every number is read once and written once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from areno.kernels.adam import Update
+
+_BLOCK = 1024
+_ROWS = 8  # quantised blocks of one program
+
+
+def adam(grad: Tensor, master: Tensor, param: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
+    """As `adam.adam`."""
+    n = grad.numel()
+    if n:
+        grid = (triton.cdiv(n, _BLOCK),)
+        _adam_kernel[grid](grad, master, param, first, second, n, *_numbers(update), BLOCK=_BLOCK, num_warps=4)
+
+
+def adam_8bit(
+    grad: Tensor,
+    master: Tensor,
+    param: Tensor,
+    first: Tensor,
+    second: Tensor,
+    first_scale: Tensor,
+    second_scale: Tensor,
+    update: Update,
+) -> None:
+    """As `adam.adam_8bit`."""
+    from areno.kernels.adam import BLOCK, TINY, borders, codes
+
+    n, device = grad.numel(), grad.device
+    if n:
+        _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
+            grad,
+            master,
+            param,
+            first,
+            second,
+            first_scale,
+            second_scale,
+            codes(True, device),
+            borders(True, device),
+            codes(False, device),
+            borders(False, device),
+            n,
+            *_numbers(update),
+            TINY,
+            BLOCK=BLOCK,
+            ROWS=_ROWS,
+            num_warps=8,
+        )
+
+
+def _numbers(update: Update) -> tuple[float, ...]:
+    return (
+        update.beta1,
+        (1.0 - update.beta1) * update.scale,
+        update.beta2,
+        (1.0 - update.beta2) * update.scale**2,
+        update.eps * update.correction_2,
+        update.decay,
+        update.lr * update.correction_2 / update.correction_1,
+    )
+
+
+@triton.jit
+def _adam_kernel(
+    grad_ptr,
+    master_ptr,
+    param_ptr,
+    first_ptr,
+    second_ptr,
+    n,
+    keep_first,
+    take_first,
+    keep_second,
+    take_second,
+    eps,
+    decay,
+    rate,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
+    first = tl.load(first_ptr + place, mask=inside, other=0.0) * keep_first + grad * take_first
+    second = tl.load(second_ptr + place, mask=inside, other=0.0) * keep_second + grad * grad * take_second
+    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    tl.store(first_ptr + place, first, mask=inside)
+    tl.store(second_ptr + place, second, mask=inside)
+    tl.store(master_ptr + place, master, mask=inside)
+    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _adam_8bit_kernel(
+    grad_ptr,
+    master_ptr,
+    param_ptr,
+    first_ptr,
+    second_ptr,
+    first_scale_ptr,
+    second_scale_ptr,
+    signed_ptr,
+    signed_borders_ptr,
+    unsigned_ptr,
+    unsigned_borders_ptr,
+    n,
+    keep_first,
+    take_first,
+    keep_second,
+    take_second,
+    eps,
+    decay,
+    rate,
+    tiny,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = place < n
+    real_row = row * BLOCK < n
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
+
+    scale = tl.load(first_scale_ptr + row, mask=real_row, other=0.0)
+    code = tl.load(first_ptr + place, mask=inside, other=0).to(tl.int32)
+    first = tl.load(signed_ptr + code) * scale[:, None] * keep_first + grad * take_first
+    first = tl.where(inside, first, 0.0)
+    scale = tl.max(tl.abs(first), axis=1)
+    code = _nearest(first / tl.maximum(scale, tiny)[:, None], signed_borders_ptr)
+    tl.store(first_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(first_scale_ptr + row, scale, mask=real_row)
+
+    scale = tl.load(second_scale_ptr + row, mask=real_row, other=0.0)
+    code = tl.load(second_ptr + place, mask=inside, other=0).to(tl.int32)
+    second = tl.load(unsigned_ptr + code) * scale[:, None] * keep_second + grad * grad * take_second
+    second = tl.where(inside, second, 0.0)
+    scale = tl.max(second, axis=1)
+    share = second / tl.maximum(scale, tiny)[:, None]
+    code = tl.maximum(_nearest(share, unsigned_borders_ptr), (share > 0.0).to(tl.int32))
+    tl.store(second_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(second_scale_ptr + row, scale, mask=real_row)
+
+    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    tl.store(master_ptr + place, master, mask=inside)
+    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _nearest(share, borders_ptr):
+    """How many of the 255 borders are below: by halving what is left, eight times."""
+    number = tl.zeros_like(share).to(tl.int32)
+    for bit in tl.static_range(8):
+        step: tl.constexpr = 128 >> bit
+        above = share > tl.load(borders_ptr + number + (step - 1))
+        number = tl.where(above, number + step, number)
+    return number
