@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
-    """`fused_triton` for a CUDA tensor (any tensor, where Triton interprets) and where Triton is installed, else None."""
+    """`fused_triton` on CUDA (anywhere, where Triton interprets) if Triton is installed, else None."""
     return _module() if x.is_cuda or _interprets() else None
 
 
