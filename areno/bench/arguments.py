@@ -89,6 +89,8 @@ def _checked(args: argparse.Namespace) -> Settings:
         problems.append(Problem("--optimizer", f"{args.optimizer} is not in this version; use adam"))
     if "vllm" in against and kind != "rollout":
         problems.append(Problem("--against", f"vllm does rollout only, not {kind}"))
+    if "vllm" in against and args.device != "cuda:0":
+        problems.append(Problem("--against", f"vllm takes the first GPU, cuda:0, and --device is {args.device}"))
     problems += [
         Problem("--against", f"{name} is not installed here (pip install {name})")
         for name in against

@@ -11,6 +11,7 @@ from areno.bench.timing import measure, tell
 from areno.bench.work import Work, row
 from areno.engine.types import TrainSequence
 from areno.errors import EngineError
+from areno.models.registry import load_config
 
 
 class WithVllm:
@@ -31,7 +32,7 @@ class WithVllm:
             max_num_seqs=settings.work.n_rows,
             seed=0,
         )
-        self.vocab_size: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self.vocab_size = load_config(folder).vocab_size
         self.start_s = time.perf_counter() - started
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
