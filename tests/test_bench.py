@@ -16,7 +16,7 @@ from tiny_engine import spec
 from areno.bench import __main__ as bench
 from areno.bench.arguments import Settings, parse
 from areno.bench.floors import Cost, Rates, decode_s, floors, forward_flops, pairs, prefill_s, train_flops
-from areno.bench.profile import GROUPS, Span, busy_s, group_of, idle_share, phase_table
+from areno.bench.profile import GROUPS, OWN_FILES, Span, busy_s, group_of, idle_share, phase_table
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
 from areno.bench.with_transformers import WithTransformers
@@ -215,15 +215,15 @@ def test_figures_are_medians_with_their_spread() -> None:
         ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "gemm"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
-        ("_paged_decode_kernel", "attention"),
+        ("_piece_kernel", "attention"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("Memset (Device)", "copies"),
         ("_adam_8bit_kernel", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("_sample_kernel", "sampling"),
+        ("_draw_kernel", "sampling"),
         ("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel", "sampling"),
-        ("_logprobs_backward", "head"),
-        ("_rms_norm_residual", "norm/rope/activation"),
+        ("_logprob_gradient_kernel", "head"),
+        ("_qk_norm_rope_backward_kernel", "norm/rope/activation"),
         ("triton_poi_fused_mul_silu_0", "norm/rope/activation"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<c10::BFloat16>>", "small torch kernels"),
         ("something_new", "other"),
@@ -232,6 +232,12 @@ def test_figures_are_medians_with_their_spread() -> None:
 def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
     assert group_of(name) == group
     assert group in GROUPS
+
+
+def test_every_file_of_our_kernels_has_a_group() -> None:
+    folder = Path(bench.__file__).parents[1] / "kernels"
+    assert {file.stem for file in folder.glob("*_triton.py")} == set(OWN_FILES)
+    assert set(OWN_FILES.values()) < set(GROUPS)
 
 
 def test_the_device_is_busy_while_any_kernel_runs() -> None:
@@ -244,7 +250,7 @@ def test_the_device_is_busy_while_any_kernel_runs() -> None:
 
 def test_a_profile_shows_groups_and_the_longest_kernels() -> None:
     ms = 1_000_000
-    spans = [Span("nvjet_x", 0, 3 * ms), Span("nvjet_y", 3 * ms, 4 * ms), Span("_rms", 4 * ms, 5 * ms)]
+    spans = [Span("nvjet_x", 0, 3 * ms), Span("nvjet_y", 3 * ms, 4 * ms), Span("_swiglu_kernel", 4 * ms, 5 * ms)]
     text = phase_table("train", spans, wall_s=0.011, plain_wall_s=0.01)
     lines = text.splitlines()
     assert "train: 0.0100 s" in lines[0]

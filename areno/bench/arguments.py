@@ -66,7 +66,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
     add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
     add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
-    add("--no-recompute", action="store_true", help="keep activations instead of computing them again")
+    add("--no-recompute", action="store_true", help="keep all activations; else what there is memory for")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--eager-decode", action="store_true", help="no CUDA graphs")

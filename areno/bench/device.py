@@ -66,13 +66,15 @@ def _best_s(body: Callable[[], object], device: str, times: int, rounds: int = 5
 
 
 class MemoryWatch:
-    """Peak memory of the whole CUDA device while entered, whoever takes it; `peak_gib` is None on a CPU.
+    """Peak memory of the whole CUDA device while entered, whoever takes it; `peak_gib` is None where none is watched.
 
-    What a process's allocator keeps counts here, unlike in its own peak of what it handed out.
+    What a process's allocator keeps counts here, unlike in its own peak of what it handed out. on: False watches
+    nothing, for work in this very process, which may be capturing CUDA graphs.
     """
 
-    def __init__(self, device: str, every_s: float = 0.05):
+    def __init__(self, device: str, *, on: bool = True, every_s: float = 0.05):
         self._device, self._every_s = device, every_s
+        self._on = on and device.startswith("cuda")
         self._peak = 0
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -82,7 +84,7 @@ class MemoryWatch:
         return self._peak / _GIB if self._peak else None
 
     def __enter__(self) -> MemoryWatch:
-        if self._device.startswith("cuda"):
+        if self._on:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="areno-memory-watch")
             self._thread.start()
         return self

@@ -106,7 +106,7 @@ class Ours:
 def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
     """All figures of areno for these settings."""
     tell(f"areno: starting {settings.shape} on {settings.device}")
-    with MemoryWatch(settings.device) as watch, Ours(settings, folder, random_init) as ours:
+    with MemoryWatch(settings.device, on=not settings.profile) as watch, Ours(settings, folder, random_init) as ours:
         figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
         ours.engine.peak_memory_gib()  # what came before is not of this work
         timed = measure(ours, settings.kind, settings.work, settings.repeats)

@@ -1,33 +1,41 @@
 """Where the time of a phase goes on the device: kernels by group, the longest of them, and how long the device idled.
 
 Only device activity is traced, no Python or torch operators, so that the host is slowed down little. The groups go by
-the kernels' names, as CUDA, cuBLAS, cuDNN, torch's compiler and our own Triton files give them.
+the kernels' names: those of our own by the file they are in, others as CUDA, cuBLAS, cuDNN and torch call theirs.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from areno import kernels
 from areno.errors import EngineError
 
 T = TypeVar("T")
 
+# Files of areno/kernels -> what their kernels do.
+OWN_FILES = {
+    "paged_triton": "attention",
+    "fused_triton": "norm/rope/activation",
+    "logprobs_triton": "head",
+    "sampling_triton": "sampling",
+    "adam_triton": "optimizer",
+}
 # The first pattern that is found in the lower-case name decides.
 _GROUPS: tuple[tuple[str, str], ...] = (
-    ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray|copy_blocks"),
-    ("attention", r"attention|attn|flash|fmha|paged|sdpa|varlen|cudnn_generated_.*(fort|sdpa|mha)|split_kv|cascade"),
-    ("optimizer", r"adam|optimizer|multi_tensor|foreach|norm_of|grad_norm|clip_grad"),
-    ("sampling", r"sampl|gumbel|multinomial|topk|top_k|top_p|radix|bitonic|philox|draw|argmax|distribution|sort"),
-    ("head", r"logprob|log_softmax|logsumexp|cross_entropy|entropy|softmax|lm_head|head_"),
-    (
-        "gemm",
-        r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|matmul|splitk|split_k|_mm_|_mm$|_linear|ampere_|sm80_|sm90_|hopper",
-    ),
-    ("norm/rope/activation", r"rms|norm|rope|rotary|rotate|silu|swiglu|gelu|act_|gate|qkv|mean_|rsqrt|sigmoid"),
+    ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray"),
+    ("attention", r"attention|attn|flash|fmha|sdpa|varlen"),
+    ("optimizer", r"adam|multi_tensor|foreach"),
+    ("sampling", r"sampl|gumbel|multinomial|topk|radix|bitonic|philox|argmax|distribution|sort"),
+    ("head", r"logprob|log_softmax|logsumexp|cross_entropy|softmax"),
+    ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|matmul|splitk"),
+    ("norm/rope/activation", r"rms|norm|rope|rotary|silu|swiglu"),
     ("norm/rope/activation", r"triton_(poi|red|per)_"),  # torch's compiler, which is given the small operations
     ("embedding/index", r"embed|index|gather|scatter"),
     ("small torch kernels", r"at::native|elementwise|reduce_kernel|vectorized"),
@@ -46,8 +54,21 @@ class Span:
 
 def group_of(name: str) -> str:
     """The group of a kernel by its name."""
+    if name in _own_kernels():
+        return _own_kernels()[name]
     lower = name.lower()
     return next((group for group, pattern in _GROUPS if re.search(pattern, lower)), "other")
+
+
+@functools.cache
+def _own_kernels() -> dict[str, str]:
+    """Our kernels' groups, read from their sources: to import them takes Triton, which is not everywhere."""
+    folder = Path(kernels.__file__ or "").parent
+    return {
+        kernel: group
+        for file, group in OWN_FILES.items()
+        for kernel in re.findall(r"^def (\w+)\(", (folder / f"{file}.py").read_text(encoding="utf-8"), re.M)
+    }
 
 
 def busy_s(spans: Iterable[Span]) -> float:
