@@ -15,7 +15,7 @@ import torch
 from areno.config.model_roles import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
-from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, codes, dequantise, quantise
+from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, codes, dequantise, quantise, squares_and_nonzeros
 from areno.layers.parallel import TensorParallel
 
 UPDATE = Update(
@@ -90,6 +90,16 @@ def states(n, dtype, device, eight_bits):
 
 def compare(device):
     """The Triton kernels against the torch forms."""
+    from areno.kernels import adam_triton
+
+    grad = torch.randn(3 * 1024 + 7, generator=torch.Generator().manual_seed(2)).to(device)
+    grad[::5] = 0.0
+    with mock.patch.object(adam_triton, "_MAX_PROGRAMS", 2):
+        squares, nonzeros = squares_and_nonzeros(grad).tolist()
+    assert nonzeros == grad.count_nonzero()
+    assert squares == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+    grad[1] = torch.inf
+    assert squares_and_nonzeros(grad)[0] == torch.inf
     for n in (5 * BLOCK, 3 * BLOCK + 16, 100):
         for dtype in (torch.float32, torch.bfloat16):
             for update, eight_bits in ((adam, False), (adam_8bit, True)):

@@ -76,6 +76,16 @@ def adam_8bit(
     _apply(master, param, first_32, second_32, update)
 
 
+def squares_and_nonzeros(grad: Tensor) -> Tensor:
+    """(2,) float64: the sum of squares of grad (n,), and how many of its entries are not 0."""
+    if fused_kernels(grad) is not None:
+        from areno.kernels import adam_triton
+
+        return adam_triton.squares_and_nonzeros(grad)
+    squares = torch.linalg.vector_norm(grad).double().square()
+    return torch.stack([squares, grad.count_nonzero().double()])
+
+
 def _moments(grad: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
     first.mul_(update.beta1).add_(grad, alpha=(1.0 - update.beta1) * update.scale)
     second.mul_(update.beta2).addcmul_(grad, grad, value=(1.0 - update.beta2) * update.scale**2)

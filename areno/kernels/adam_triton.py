@@ -1,5 +1,5 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The updates of `adam.py` as Triton kernels: every number is read once and written once."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 1024
 _ROWS = 8  # quantised blocks of one program
+_MAX_PROGRAMS = 2048  # of a reduction; each sums so much that its count stays exact in fp32
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
@@ -61,6 +62,15 @@ def adam_8bit(
         )
 
 
+def squares_and_nonzeros(grad: Tensor) -> Tensor:
+    """As `adam.squares_and_nonzeros`."""
+    n_programs = min(triton.cdiv(grad.numel(), _BLOCK), _MAX_PROGRAMS)
+    partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
+    if n_programs:
+        _squares_kernel[(n_programs,)](grad, partial_P2, grad.numel(), BLOCK=_BLOCK, num_warps=4)
+    return partial_P2.double().sum(0)
+
+
 def _numbers(update: Update) -> tuple[float, ...]:
     return (
         update.beta1,
@@ -71,6 +81,21 @@ def _numbers(update: Update) -> tuple[float, ...]:
         update.decay,
         update.lr * update.correction_2 / update.correction_1,
     )
+
+
+@triton.jit
+def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
+    squares = tl.zeros([BLOCK], tl.float32)
+    nonzeros = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, n, tl.num_programs(0) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        grad = tl.load(grad_ptr + place, mask=place < n, other=0.0)
+        squares += grad * grad
+        nonzeros += (grad != 0.0).to(tl.float32)
+    out = partial_ptr + 2 * tl.program_id(0)
+    tl.store(out, tl.sum(squares, axis=0))
+    tl.store(out + 1, tl.sum(nonzeros, axis=0))
 
 
 @triton.jit
@@ -138,7 +163,7 @@ def _adam_8bit_kernel(
     first = tl.load(signed_ptr + code) * scale[:, None] * keep_first + grad * take_first
     first = tl.where(inside, first, 0.0)
     scale = tl.max(tl.abs(first), axis=1)
-    code = _nearest(first / tl.maximum(scale, tiny)[:, None], signed_borders_ptr)
+    code = _nearest(first / tl.maximum(scale, tiny)[:, None], signed_borders_ptr, True)
     tl.store(first_ptr + place, code.to(tl.uint8), mask=inside)
     tl.store(first_scale_ptr + row, scale, mask=real_row)
 
@@ -148,7 +173,7 @@ def _adam_8bit_kernel(
     second = tl.where(inside, second, 0.0)
     scale = tl.max(second, axis=1)
     share = second / tl.maximum(scale, tiny)[:, None]
-    code = tl.maximum(_nearest(share, unsigned_borders_ptr), (share > 0.0).to(tl.int32))
+    code = tl.maximum(_nearest(share, unsigned_borders_ptr, False), (share > 0.0).to(tl.int32))
     tl.store(second_ptr + place, code.to(tl.uint8), mask=inside)
     tl.store(second_scale_ptr + row, scale, mask=real_row)
 
@@ -158,11 +183,22 @@ def _adam_8bit_kernel(
 
 
 @triton.jit
-def _nearest(share, borders_ptr):
-    """How many of the 255 borders are below: by halving what is left, eight times."""
-    number = tl.zeros_like(share).to(tl.int32)
-    for bit in tl.static_range(8):
-        step: tl.constexpr = 128 >> bit
-        above = share > tl.load(borders_ptr + number + (step - 1))
-        number = tl.where(above, number + step, number)
+def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
+    """The number of the nearest code. A guess from the formula of the codes is at most one off: two borders decide."""
+    size = tl.abs(share)
+    scaled = size
+    n_fractions = tl.full(share.shape, 64 if SIGNED else 128, tl.int32)
+    for _ in tl.static_range(6):
+        is_small = scaled < 0.1
+        scaled = tl.where(is_small, scaled * 10.0, scaled)
+        n_fractions = tl.where(is_small, n_fractions // 2, n_fractions)
+    fraction = tl.floor((scaled - 0.1) * (n_fractions.to(tl.float32) / 0.9)).to(tl.int32)
+    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # from 0 as number 0, but for 1 more above
+    if SIGNED:
+        number = 127 + tl.where(share < 0.0, -number, number)
+    else:
+        number = number - 1
+    number = tl.minimum(tl.maximum(number, 1), 254)
+    number -= (share <= tl.load(borders_ptr + number - 1)).to(tl.int32)
+    number += (share > tl.load(borders_ptr + number)).to(tl.int32)
     return number

@@ -114,9 +114,9 @@ def varlen_backward(
             unused,
         )
     with torch.enable_grad():  # the other kernels have no backward pass that could be called: compute forward again
-        inputs = tuple(x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = varlen_attention(*inputs, cu_seqlens, cu_seqlens, max_len, max_len, backend)
-        return torch.autograd.grad(out_NHD, inputs, grad_NHD)  # type: ignore[return-value]
+        q_NHD, k_NKD, v_NKD = (x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend)
+        return torch.autograd.grad(out_NHD, (q_NHD, k_NKD, v_NKD), grad_NHD)  # type: ignore[return-value]
 
 
 @functools.cache

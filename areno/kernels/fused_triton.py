@@ -1,5 +1,5 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The elementwise stretches between the matrix products of a layer, each as one Triton kernel, and their gradients.
 
 What they compute, and where they round, is what the plain layers do: `layers/norm.py`, `layers/rotary.py` and the gated
@@ -17,6 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Backward kernels loop over tokens, since they sum weight gradients: elements worked on at once, programs for each
+# processor of the device, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
+NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
+QK_PROGRAMS, QK_WARPS = 4, 2
 
 
 def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,8 +71,8 @@ def rms_norm_backward(
     if not n:
         return out_ND
     block = triton.next_power_of_2(size)
-    rows = max(1, 4096 // block)
-    n_programs = min(triton.cdiv(n, rows), 4 * _n_processors(sum_ND.device))
+    rows = max(1, NORM_TILE // block)
+    n_programs = min(triton.cdiv(n, rows), NORM_PROGRAMS * _n_processors(sum_ND.device))
     partial_PD = sum_ND.new_empty((n_programs, size), dtype=torch.float32)
     _norm_backward_kernel[(n_programs,)](
         grad_ND,
@@ -82,11 +87,17 @@ def rms_norm_backward(
         HAS_SUM=grad_sum_ND is not None,
         ROWS=rows,
         BLOCK=block,
-        num_warps=8 if block >= 1024 else 4,
+        num_warps=NORM_WARPS,
     )
     if weight_grad_D is not None:
-        weight_grad_D.add_(partial_PD.sum(0))
+        _add_sums(partial_PD, weight_grad_D)
     return out_ND
+
+
+def _add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
+    """out += sum over programs, in a fixed order."""
+    n_programs, size = partial_PD.shape
+    _add_sums_kernel[(triton.cdiv(size, 32),)](partial_PD, out_D, n_programs, size, ROWS=128, BLOCK=32, num_warps=8)
 
 
 def qk_norm_rope(
@@ -148,7 +159,7 @@ def qk_norm_rope_backward(
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
     has_norm = q_weight_C is not None
     # Long loops cost less than a wide sum over programs, but some programs per processor hide the latency of loads.
-    n_programs = max(1, min(n, 8 * _n_processors(qkv_NX.device)))
+    n_programs = max(1, min(n, QK_PROGRAMS * _n_processors(qkv_NX.device)))
     partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
     if n:
         _qk_norm_rope_backward_kernel[(n_programs,)](
@@ -172,11 +183,12 @@ def qk_norm_rope_backward(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             KV_BLOCK=triton.next_power_of_2(n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
-            num_warps=4,
+            num_warps=QK_WARPS,
         )
     if not has_norm:
         return grad_qkv_NX, None, None
-    grad_2C = partial_P2C.sum(0)
+    grad_2C = partial_P2C.new_zeros((2, head_dim))
+    _add_sums(partial_P2C.flatten(1), grad_2C.view(-1))
     return grad_qkv_NX, grad_2C[0], grad_2C[1]
 
 
@@ -260,6 +272,19 @@ def _norm_backward_kernel(
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
         weight_grad += tl.sum(grad * hat, axis=0)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)
+
+
+@triton.jit
+def _add_sums_kernel(partial_ptr, out_ptr, n_programs, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, n_programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        place = row.to(tl.int64)[:, None] * size + column[None, :]
+        total += tl.load(partial_ptr + place, mask=(row < n_programs)[:, None] & inside[None, :], other=0.0)
+    grad = tl.load(out_ptr + column, mask=inside, other=0.0) + tl.sum(total, axis=0)
+    tl.store(out_ptr + column, grad, mask=inside)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The head's softmax as Triton kernels: one pass over the logits for its statistics, one for its gradient.
 
 Shape letters: C positions of one chunk, V vocabulary rows of this rank.

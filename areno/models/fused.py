@@ -5,6 +5,9 @@ compute it again on the way. Under recompute, attention and the two products who
 need (attention's output and the MLP's `down`) are not computed a second time. And weight gradients are accumulated in
 the fp32 gradient buffer by the matrix products themselves.
 
+The residual stream is float32 whatever the dtype of the weights. Rounding it to bf16 after each addition is the largest
+single source of error in a log-probability, and so of disagreement between rollout and training.
+
 Shape letters as in `transformer.py`; X = (H + 2 K) C outputs of the qkv projection, I inner size of the MLP.
 """
 
@@ -54,7 +57,8 @@ def fused_layer(
     keep: hold the results of the qkv and gate-up products for the backward pass instead of computing them again.
     """
     if not torch.is_grad_enabled():
-        return _forward(layer, stream_ND, delta_ND, cos, sin, attend)[:2]
+        middle_ND, down_ND, *_ = _forward(layer, stream_ND, delta_ND, cos, sin, attend)
+        return middle_ND, down_ND
     return _FusedLayer.apply(stream_ND, delta_ND, layer, cos, sin, attend, keep)  # type: ignore[return-value]
 
 
@@ -182,8 +186,9 @@ class _FusedLayer(torch.autograd.Function):
         del grad_gate_up_N2I
         grad_ND = _norm_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
 
-        _accumulate(attention.out, grad_ND, out_NHC.flatten(-2))
-        grad_out_NHC = (grad_ND @ attention.out.weight).view(out_NHC.shape)
+        grad_added_ND = grad_ND.to(grad_down_ND.dtype)
+        _accumulate(attention.out, grad_added_ND, out_NHC.flatten(-2))
+        grad_out_NHC = (grad_added_ND @ attention.out.weight).view(out_NHC.shape)
         normed_ND = _norm_again(layer.input_norm, stream_ND)
         if qkv_NX is None:
             qkv_NX = _column(attention.qkv, normed_ND)
@@ -200,7 +205,8 @@ class _FusedLayer(torch.autograd.Function):
         _accumulate(attention.qkv, grad_qkv_NX, normed_ND)
         grad_normed_ND = attention.qkv.tp.all_reduce(grad_qkv_NX @ attention.qkv.weight)
         grad_ND = _norm_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
-        return grad_ND, grad_ND if ctx.has_delta else None, None, None, None, None, None
+        grad_delta_ND = grad_ND.to(grad_down_ND.dtype) if ctx.has_delta else None
+        return grad_ND, grad_delta_ND, None, None, None, None, None
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -208,11 +214,11 @@ class _FusedNorm(torch.autograd.Function):
     def forward(ctx: Any, stream_ND: Tensor, delta_ND: Tensor, norm: RMSNorm) -> Tensor:
         sum_ND, normed_ND = _kernels(stream_ND).add_rms_norm(stream_ND, delta_ND, norm.weight, norm.eps)
         ctx.save_for_backward(sum_ND)
-        ctx.norm = norm
+        ctx.norm, ctx.delta_dtype = norm, delta_ND.dtype
         return normed_ND
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (sum_ND,) = ctx.saved_tensors
         grad_ND = _norm_backward(ctx.norm, grads[0].contiguous(), None, sum_ND)
-        return grad_ND, grad_ND, None
+        return grad_ND, grad_ND.to(ctx.delta_dtype), None

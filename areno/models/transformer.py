@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         x_ND = self.embed(tokens_N)
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if kernels_for(self, x_ND, attend):
-            delta_ND = None
+            x_ND, delta_ND = x_ND.float(), None
             for index, layer in enumerate(self.layers):
                 keep = index >= n_recomputed
                 x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]

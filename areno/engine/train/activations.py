@@ -27,8 +27,8 @@ def layers_to_keep(model: Transformer, n_tokens: int, free: int) -> int:
     size, itemsize = model.config.hidden_size, model.embed.weight.element_size()
     qkv, gate_up = (sum(linear.local_sizes) for linear in (layer.attention.qkv, layer.mlp.gate_up))  # type: ignore[union-attr]
     heads = layer.attention.qkv.local_sizes[0]  # type: ignore[union-attr]
-    always = len(model.layers) * (2 * size + heads)
-    at_work = 3 * (qkv + gate_up) + 6 * size  # products, their gradients, and both halves of a layer at once
+    always = len(model.layers) * (2 * size * 4 // itemsize + heads)  # the stream is fp32
+    at_work = 3 * (qkv + gate_up) + 12 * size  # products, their gradients, and both halves of a layer at once
     logits = 0
     if model.score is None:
         logits = FUSED_CHUNK * model.head_weight.shape[0] * (4 + itemsize) + HEAD_BYTES

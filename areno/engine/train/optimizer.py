@@ -9,7 +9,7 @@ import torch
 
 from areno.config.model_roles import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
-from areno.kernels.adam import BLOCK, Update, adam, adam_8bit
+from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.layers.parallel import TensorParallel
 
 
@@ -75,9 +75,7 @@ class AdamW:
         flat = self.flat
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
         for place, segment in flat.chunks():
-            grads = flat.grads[place]
-            norm = torch.linalg.vector_norm(grads).double()
-            found_2 = torch.stack([norm.square(), grads.count_nonzero().double()])
+            found_2 = squares_and_nonzeros(flat.grads[place])
             # Equal copies on every rank are counted once. Dividing before the sum, rather than leaving them out of it,
             # makes the result, and with it the clipping, the same number on every rank.
             totals_3[:2] += found_2 if segment.sharded else found_2 / self.tp.size
