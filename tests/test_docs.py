@@ -1,7 +1,18 @@
-"""What the documents show runs: commands, code blocks, links and error messages."""
+"""What the documents show runs: commands, code blocks, links and error messages.
+
+A block of a page is for a reader and for these tests:
+
+    bash              every `python -m areno...` and `python examples/...` in it composes (--cfg job)
+    bash run          every line runs to its end, in a folder that has the files of the page
+    bash fails        exit code 2, nothing written, and the text block that follows is its message
+    KIND file=NAME    is a file
+    python            the blocks of a page are one script, after its commands; text blocks behind them are its output
+    json ROWKIND      every line is a row of that kind
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from areno.api.row_forms import row_problem
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -19,6 +32,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
+GUIDES = ["quickstart.md", "recipes.md", "data.md"]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
 
 
@@ -27,20 +41,19 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands(kind: str) -> list[tuple[str, str]]:
-    """(page, command) of every `python -m areno...` line in blocks that begin with ```<kind>."""
+    """(page, command) of every line with a command of ours in blocks that begin with ```<kind>."""
     found = []
     for page in PAGES:
         for info, text in blocks(page):
             if info.split(" file=")[0].strip() == kind:
                 for line in text.splitlines():
-                    at = line.find("python -m areno.")
-                    if at >= 0:
-                        found.append((page.name, line[at:]))
+                    if command := re.search(r"python (-m areno\.|examples/).*", line):
+                        found.append((page.name, command[0]))
     return found
 
 
 def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    words = shlex.split(command, comments=True)
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command, comments=True)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "2"}
     return subprocess.run(
         [sys.executable, *words[1:], *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
@@ -55,49 +68,78 @@ def test_commands_in_the_documents_compose(page: str, command: str, tmp_path: Pa
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the sweep extra")
         done = run(command, tmp_path, "hydra.sweeper.n_trials=1", "total_train_steps=1", "valid_dataset=null")
     else:
-        words = [word for word in shlex.split(command, comments=True) if word != "-m" or "areno" in command]
-        sweep = "-m" in words[3:]
-        if sweep:  # --cfg shows one run; the first of each list of values stands for all
-            words = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in words[:3] + [w for w in words[3:] if w != "-m"]]
-        done = run(shlex.join(words), tmp_path, "--cfg", "job")
+        words = shlex.split(command, comments=True)
+        start = 3 if words[1] == "-m" else 2
+        given = words[start:]
+        if "-m" in given:  # --cfg shows one run; the first of each list of values stands for all
+            given = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in given if word != "-m"]
+        done = run(shlex.join([*words[:start], *given]), tmp_path, "--cfg", "job")
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
-def test_a_task_of_ones_own_runs_as_the_page_says(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "tasks.md"
-    for info, text in blocks(page):
-        if " file=" in info:
-            (tmp_path / info.split(" file=")[1]).write_text(text, encoding="utf-8")
-    lines = [command for name, command in commands("bash run") if name == "tasks.md"]
-    assert len(lines) == 2
-    for line in lines:
+# Runs commands of recipes one after another in one process: torch is imported once.
+RUN_ALL = """
+import shlex, sys
+from areno.api import get_algorithm
+from areno.config.command import Recipe, run
+
+for line in sys.argv[1:]:
+    module, *words = shlex.split(line)[2:]
+    if run(Recipe.of(get_algorithm(module.rpartition(".")[2]), module), words):
+        sys.exit(f"failed: {line}")
+"""
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_guide_runs(guide: str, tmp_path: Path) -> None:
+    """Files are written, commands and the script run in an empty folder, and what they say is what is shown."""
+    lines, script, shown = [], [], []
+    previous = failed = ""
+    for info, text in blocks(ROOT / "docs" / guide):
+        kind, _, file = info.partition(" file=")
+        if file:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+        elif kind == "bash run":
+            lines += text.splitlines()
+        elif kind == "bash fails":
+            before = set(tmp_path.iterdir())
+            done = run(text.strip(), tmp_path)
+            assert (done.returncode, set(tmp_path.iterdir())) == (2, before)
+            failed = done.stderr
+        elif kind == "python":
+            script.append(text)
+        elif kind == "text" and previous == "bash fails":
+            assert text == failed
+        elif kind == "text" and previous == "python":
+            shown.append(text)
+        elif kind.startswith("json "):
+            for line in text.splitlines():
+                assert row_problem(json.loads(line), kind.removeprefix("json ")) is None, line  # type: ignore[arg-type]
+        previous = kind
+    of_recipes = [line for line in lines if line.startswith("python -m areno.recipes.")]
+    (tmp_path / "guide.py").write_text("\n\n".join(script), encoding="utf-8")
+    run_all = shlex.join(["python", "-c", RUN_ALL, *of_recipes])
+    for line in [run_all, *(line for line in lines if line not in of_recipes), "python guide.py"]:
         done = run(line, tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "step=2/2" in done.stderr
-    assert len(list(tmp_path.glob("outputs/letters/*/checkpoints/step-000002/model.safetensors"))) == 2
-
-
-def test_the_error_shown_is_the_error_printed(tmp_path: Path) -> None:
-    [(_, command)] = commands("bash fails")
-    shown = next(text for info, text in blocks(ROOT / "docs" / "tasks.md") if info == "text")
-    done = run(command, tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == shown
-    assert not list(tmp_path.iterdir())
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "".join(shown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+                anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
 
 
 def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     """Every scalar of a short run has its row in docs/runs.md."""
-    import json
-
     done = run("python -m areno.recipes.gspo total_train_steps=1 trial_name=t", tmp_path)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "outputs/quickstart/t/logs/metrics.jsonl").read_text().splitlines()
