@@ -225,6 +225,8 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
             "SamplingParams.stop is '\\\\n'; a list",
         ),  # type: ignore[arg-type]
         (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(temperature="1")), "SamplingParams.temperature"),  # type: ignore[arg-type]
+        (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(greedy="no")), "SamplingParams.greedy is 'no'; True"),  # type: ignore[arg-type]
+        (lambda t: t.rollout_token_batch([[4]], 1, SAMPLING, seed=1.5), "seed: is 1.5; a whole number is expected"),
         (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(top_p=2.0)), "top_p is 2.0; .*SamplingParams.top_p"),
         (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(max_new_tokens=0)), "max_new_tokens is 0"),
         (lambda t: t.rollout_token_batch([[4] * 128], 1, SAMPLING), "no room for a completion in a context of 128"),
@@ -273,6 +275,12 @@ def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, h
         (plain_rows(logprobs=[0.0] * 5), "row 1: logprobs has 5 entries, tokens has 4"),
         (plain_rows(advantages=None), "row 1: advantages is missing, but row 0 has it"),
         (plain_rows(advantages=[0.0, 0.0, float("nan"), 0.0]), "row 1: advantages is nan at token 2"),
+        (plain_rows(advantages=["1"] * 3 + ["a"]), "row 1: advantages holds something that is no number"),
+        (plain_rows(advantages=[[1.0]] * 4), "row 1: advantages has 2 dimensions"),
+        (plain_rows(prompt_mask=["True", "True", "False", "False"]), "row 1: prompt_mask holds something else than"),
+        (plain_rows(prompt_mask=[True, None, False, False]), "row 1: prompt_mask holds something else than"),
+        (plain_rows(prompt_mask=[[True], [True], [False], [False, False]]), "row 1: prompt_mask holds something else"),
+        (plain_rows(staleness=-1), "batch_data\\[1\\]: staleness is -1; a whole number of at least 0"),
     ],
 )
 def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> None:
@@ -288,6 +296,10 @@ def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> No
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: is 0"),
         ({"n_minibatches": 2, "gradient_accumulation_steps": 1}, "both cut the rows into steps"),
         ({"loss_fn": "gspo"}, "loss_fn: is a str; a function is expected"),
+        ({"temperature": 0}, "temperature: is 0; a number above 0"),
+        ({"seed": -1}, "seed: is -1; a whole number of at least 0"),
+        ({"granularity": 1.5}, "granularity: is 1.5; a whole number of at least 1"),
+        ({"mb_spec": 4}, "mb_spec: is a int; a MicroBatchSpec is expected"),
     ],
 )
 def test_arguments_of_train(trainer: Trainer, how: Any, message: str) -> None:
@@ -334,6 +346,11 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
             {"critic": ModelRole("critic", MODEL, True, 0.0)},
             r"roles\['critic'\].optimizer_lr: is 0.0; a number above 0",
         ),
+        (
+            {"critic": ModelRole("critic", MODEL, True, float("inf"))},
+            r"roles\['critic'\].optimizer_lr: is inf; a number above 0",
+        ),
+        ({5: ModelRole(5, MODEL, False)}, r"roles\[5\]: is named by no string"),  # type: ignore[arg-type]
         ({"critic": ModelRole("critic", "", True)}, r"roles\['critic'\].path: is ''; a model folder or hub id"),
     ],
 )
@@ -358,8 +375,10 @@ def test_unknown_roles_and_wrong_rows_to_score(trainer: Trainer) -> None:
         trainer.train_values("critics", plain_rows())
     with pytest.raises(DataError, match="token_rows\\[1\\] holds 99"):
         trainer.score_logprobs("actor", [[4, 5], [99]])
-    with pytest.raises(DataError, match="temperature is 0; a number above 0"):
+    with pytest.raises(ConfigError, match="temperature: is 0; a number above 0"):
         trainer.score_logprobs("actor", [[4]], 0)
+    with pytest.raises(EngineError, match="there is no role \\['ref'\\]"):
+        trainer.score_logprobs(["ref"], [[4]])  # type: ignore[arg-type]
     assert trainer.score_logprobs("actor", []) == []
 
 
@@ -367,12 +386,28 @@ def test_what_is_no_checkpoint_is_not_replaced(trainer: Trainer, tmp_path: Path)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("x")
-    for name in ("thesis", "file"):
+    (tmp_path / "site").mkdir()  # of another program, which calls its settings as models do
+    (tmp_path / "site" / "config.json").write_text("{}")
+    (tmp_path / "site" / "index.html").write_text("years of work")
+    for name in ("thesis", "file", "site"):
         with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
             trainer.save_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"^path: .* cannot hold the checkpoint"):
         trainer.save_checkpoint(tmp_path / "file" / "out")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "thesis"]
+    for path in (None, " "):
+        with pytest.raises(ConfigError, match=r"path: is .*; the name of a folder"):
+            trainer.save_checkpoint(path)  # type: ignore[arg-type]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "site", "thesis"]
+    assert (tmp_path / "site" / "index.html").exists()
+
+
+def test_the_critic_has_its_own_call(trainer: Trainer) -> None:
+    rows = plain_rows(values=[0.0] * 4, returns=[1.0] * 4)[1:]
+    with pytest.raises(EngineError, match="the actor is trained by train"):
+        trainer.train_values("actor", rows)
+    for name in ("cliprange_value", "value_loss_coef"):
+        with pytest.raises(ConfigError, match=f"{name}: is -1; a number above 0"):
+            trainer.train_values("critic", rows, **{name: -1})
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,19 +24,28 @@ def check_sampling(n_samples: Any, params: Any) -> None:
         if not (_is_int(value) or (may_lack and value is None)):
             raise DataError(f"SamplingParams.{name} is {value!r}; a whole number{' or None' * may_lack} is expected")
     for name in ("temperature", "top_p"):
-        value = getattr(params, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise DataError(f"SamplingParams.{name} is {value!r}; a number is expected")
+        if not _is_number(getattr(params, name)):
+            raise DataError(f"SamplingParams.{name} is {getattr(params, name)!r}; a number is expected")
+    for name in ("greedy", "ignore_eos", "skip_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            raise DataError(f"SamplingParams.{name} is {getattr(params, name)!r}; True or False is expected")
     if params.stop is not None and not _is_list_of(params.stop, lambda text: isinstance(text, str) and text):
         raise DataError(f"SamplingParams.stop is {params.stop!r}; a list of strings, none of them empty, is expected")
     if params.stop_token_ids is not None and not _is_list_of(params.stop_token_ids, _is_int):
         raise DataError(f"SamplingParams.stop_token_ids is {params.stop_token_ids!r}; a list of ints is expected")
 
 
-def check_count(name: str, value: Any) -> None:
-    """ConfigError unless the argument `name` is a whole number of at least 1."""
-    if not _is_int(value) or value < 1:
-        raise ConfigError([Problem(name, f"is {value!r}; a whole number of at least 1 is expected")])
+def check_count(name: str, value: Any, least: int | None = 1) -> None:
+    """ConfigError unless the argument `name` is a whole number, of at least `least` where that is given."""
+    if not _is_int(value) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError([Problem(name, f"is {value!r}; a whole number{bound} is expected")])
+
+
+def check_positive(name: str, value: Any) -> None:
+    """ConfigError unless the argument `name` is a finite number above 0."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
 
 
 def check_prompts(prompts: Any) -> None:
@@ -120,10 +130,18 @@ def check_rows(rows: Any, vocab_size: int) -> None:
                 )
         if not hasattr(row.reward, "__float__"):
             raise DataError(f"batch_data[{index}]: reward is {row.reward!r}; a number is expected")
+        if not _is_int(row.staleness) or row.staleness < 0:
+            raise DataError(
+                f"batch_data[{index}]: staleness is {row.staleness!r}; a whole number of at least 0 is expected"
+            )
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _is_list_of(values: Any, fits: Any) -> bool:

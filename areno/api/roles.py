@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def role_specs(roles: Any, engine: EngineSpec) -> dict[str, RoleSpec]:
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
     key = f"roles[{name!r}]"
+    if not isinstance(name, str):
+        yield Problem(key, "is named by no string; role names are strings, such as 'critic'")
+        return
     if name == "actor":
         yield Problem(key, "the actor is the policy that init() loads; use another name")
     if isinstance(role, RoleSpec):
@@ -46,7 +50,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
         yield Problem(f"{key}.trainable", f"is {role.trainable!r}; True or False is expected")
         return
     lr = role.optimizer_lr
-    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, (int, float)) or not lr > 0):
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf):
         yield Problem(f"{key}.optimizer_lr", f"is {lr!r}; a number above 0 is expected")
     elif lr is not None and not role.trainable:
         yield Problem(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,14 @@ from typing import Any
 from areno.api.backend import Areno, ArenoConfig, in_arguments, read_arguments
 from areno.api.batches import dataset_loader
 from areno.api.chat import encode_generation_prompt
-from areno.api.checks import check_count, check_prompts, check_rows, check_sampling, check_token_rows
+from areno.api.checks import (
+    check_count,
+    check_positive,
+    check_prompts,
+    check_rows,
+    check_sampling,
+    check_token_rows,
+)
 from areno.api.console import setup_logging
 from areno.api.loop import RolloutProgress
 from areno.api.metrics import MetricsRecorder
@@ -27,7 +33,8 @@ from areno.config.model_roles import MicroBatchSpec
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec
 from areno.engine.types import SamplingParams, TrainSequence
-from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError, Problem
+from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem
+from areno.models.companions import GENERATION, TOKENIZER
 
 logger = logging.getLogger("areno")
 
@@ -221,7 +228,9 @@ class Trainer:
         session = self._sessions.need("rollout_token_batch")
         check_sampling(n_samples, sampling_params)
         check_token_rows(prompt_tokens, "prompt_tokens", engine.info.vocab_size)
-        if seed is None:
+        if seed is not None:
+            check_count("seed", seed, least=None)
+        else:
             self._rollouts += 1
             seed = engine.spec.seed * 1_000_003 + self._rollouts
         report = contextlib.nullcontext(on_progress) if on_progress else self._progress(len(prompt_tokens), n_samples)
@@ -291,6 +300,10 @@ class Trainer:
         """
         from areno.loss_fns.value import value_loss_fn
 
+        if role == "actor":
+            raise EngineError("train_values is for a role with values, such as a critic; the actor is trained by train")
+        check_positive("cliprange_value", cliprange_value)
+        check_positive("value_loss_coef", value_loss_coef)
         return self._train(
             role,
             batch_data,
@@ -314,12 +327,17 @@ class Trainer:
         gradient_accumulation_steps: int | None,
         mb_spec: MicroBatchSpec | None,
         n_minibatches: int,
-        **how: Any,
+        temperature: float,
+        seed: int,
+        granularity: int,
     ) -> dict[str, float]:
         engine = self.engine
         self._sessions.refuse("train" if role == "actor" else "train_values")
         check_rows(rows, engine.info.vocab_size)
         check_count("n_minibatches", n_minibatches)
+        check_count("granularity", granularity)
+        check_count("seed", seed, least=0)
+        check_positive("temperature", temperature)
         if gradient_accumulation_steps is not None:
             check_count("gradient_accumulation_steps", gradient_accumulation_steps)
         if n_minibatches > 1 and gradient_accumulation_steps is not None:
@@ -327,6 +345,8 @@ class Trainer:
             raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
         if not callable(loss_fn):
             raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
+        if mb_spec is not None and not isinstance(mb_spec, MicroBatchSpec):
+            raise ConfigError([Problem("mb_spec", f"is a {type(mb_spec).__name__}; a MicroBatchSpec is expected")])
         if mb_spec is None:
             budget = self._runtime.max_tokens_per_mb
             mb_spec = MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
@@ -339,7 +359,9 @@ class Trainer:
                     mb_spec=mb_spec,
                     gradient_accumulation_steps=gradient_accumulation_steps,
                     n_minibatches=n_minibatches,
-                    **how,
+                    temperature=temperature,
+                    seed=seed,
+                    granularity=granularity,
                 )
             return self._log.trained(role, rows, stats)
 
@@ -376,8 +398,7 @@ class Trainer:
         temperature: that of softmax(logits / temperature); None is the one of this Trainer's last rollout.
         """
         temperature = self._temperature if temperature is None else temperature
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-            raise DataError(f"temperature is {temperature!r}; a number above 0 is expected")
+        check_positive("temperature", temperature)
         return self._score(
             "score_logprobs", token_rows, lambda engine: engine.logprobs(role, token_rows, temperature, mb_spec)
         )
@@ -412,6 +433,8 @@ class Trainer:
         folder of that name which is no checkpoint.
         """
         _ = self.engine
+        if not isinstance(path, (str, Path)) or not str(path).strip():
+            raise ConfigError([Problem("path", f"is {path!r}; the name of a folder is expected")])
         final = Path(os.path.abspath(Path(path).expanduser()))
         if final.exists() and not _is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")
@@ -443,8 +466,9 @@ class Trainer:
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """Whether what stands there is an empty folder, or a model folder with nothing else that could be of value."""
+    """Whether what stands there is an empty folder, or a model's files and nothing else that could be of value."""
     if not folder.is_dir():
         return False
-    entries = list(folder.iterdir())
-    return not entries or ((folder / "config.json").exists() and not any(entry.is_dir() for entry in entries))
+    names = {entry.name for entry in folder.iterdir()}
+    others = {name for name in names - {"config.json", *TOKENIZER, *GENERATION} if ".safetensors" not in name}
+    return not names or ("config.json" in names and not others)

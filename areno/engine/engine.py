@@ -62,7 +62,7 @@ class Engine:
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
         """The spec of a loaded role. EngineError where it is not loaded or has another head than the given one."""
-        if name not in self._roles:
+        if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
             )

@@ -84,16 +84,32 @@ def _read_row(row: TrainSequence, index: int, given: list[str], vocab_size: int)
                 f"row {index}: {name} has {len(values)} entries, tokens has {len(tokens)}; per-token lists cover "
                 "prompt and response"
             )
-    trained = ~np.asarray(row.prompt_mask, dtype=bool)
+    trained = ~_read_mask(row.prompt_mask, index)
     trained[0] = False
     out = Row(tokens, trained, reward=row.reward, staleness=row.staleness)
     for name in given:
-        values = np.asarray(getattr(row, name), dtype=np.float32)
+        try:
+            values = np.asarray(getattr(row, name), dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"row {index}: {name} holds something that is no number: {error}") from error
+        if values.ndim != 1:
+            raise DataError(f"row {index}: {name} has {values.ndim} dimensions; one number for each token is expected")
         bad = np.flatnonzero(trained & ~np.isfinite(values))
         if bad.size:
             raise DataError(f"row {index}: {name} is {values[bad[0]]} at token {bad[0]}; trained tokens need a number")
         out.fields[FIELDS[name]] = values
     return out
+
+
+def _read_mask(prompt_mask: Sequence[bool], index: int) -> np.ndarray:
+    """(n,) bool. Text would count as True, so nothing but True and False, or 1 and 0, is taken for such."""
+    try:
+        mask = np.asarray(prompt_mask)
+    except ValueError:  # lists of different lengths inside
+        mask = np.zeros((0, 0))
+    if mask.ndim != 1 or mask.dtype.kind not in "biuf" or not ((mask == 0) | (mask == 1)).all():
+        raise DataError(f"row {index}: prompt_mask holds something else than True and False, one for each token")
+    return mask.astype(bool)
 
 
 @dataclass(slots=True)
