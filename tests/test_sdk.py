@@ -276,6 +276,12 @@ def test_cancellation_is_told_when_a_session_begins(trainer: Trainer) -> None:
         asyncio.run(loop())
 
 
+def test_large_seeds_are_seeds_of_their_own(trainer: Trainer) -> None:
+    """Of those, too, that differ in bits of which a request's 64 have no room."""
+    draws = [str(tokens_of(sampled(trainer, n_samples=16, seed=seed))) for seed in (3, 3 + (1 << 32), 3 + (1 << 40))]
+    assert len(set(draws)) == 3
+
+
 def test_rollouts_differ_and_a_script_repeats_itself() -> None:
     drawn = []
     for seed in (1, 1, 2):

@@ -116,7 +116,8 @@ class RolloutSession:
                 prompt=[int(token) for token in tokens],
                 n_samples=n_samples,
                 params=params,
-                seed=(seed << 32) + index,
+                # Requests have 64 bits; what a large seed has beyond the 32 left for it is folded back in.
+                seed=(seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index,
             )
             for index, tokens in enumerate(prompt_tokens)
         ]
