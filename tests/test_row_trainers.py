@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import areno
+from areno.api.loop import Stopwatch
+from areno.api.types import SequenceBatch
 from areno.config.compose import load
 from areno.config.experiments import DPOActorConfig, DPOConfig, SFTConfig
 from areno.config.model_roles import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
@@ -23,6 +25,7 @@ from areno.config.run import (
     ValidDatasetConfig,
 )
 from areno.errors import ConfigError, DataError
+from areno.loss_fns import sft_loss_fn
 
 MODEL = str(find_file("examples/quickstart/model"))
 PAIRS = [
@@ -327,3 +330,14 @@ def test_two_runs_of_a_script_have_folders_of_their_own(tmp_path):
     config = sft_config(tmp_path, MicroBatchSpec(), total_train_steps=1, trial_name=folders[0].name)
     with pytest.raises(ConfigError, match=r"trial_name: .* holds an earlier run"):
         areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS)
+
+
+def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
+    """Nothing predicts it, so a row that marks it as trained has the loss of its other tokens."""
+    row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
+    with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
+        [logprobs] = trainer.trainer.score_logprobs("actor", [row.tokens], 1.0)
+        measured = trainer.measure(iter([SequenceBatch(items=[row])]))["loss"]
+        trained = trainer.train([row], sft_loss_fn, Stopwatch())["loss"]
+    assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
+    assert trained == pytest.approx(measured, abs=1e-5)

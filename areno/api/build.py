@@ -108,15 +108,6 @@ def open_actor(
     return spec, tokenizer
 
 
-def reference_role(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
-    """The role of the frozen reference, where the experiment has one. `ref.path: null` is the actor as it starts."""
-    if config.ref is None:
-        return {}
-    own = config.ref.path in (None, config.actor.path)
-    path = spec.model_path if own else model_folder(config.ref.path or "", "ref.path")
-    return {"ref": RoleSpec(path=path, head="lm", key="ref.path")}
-
-
 def model_folder(path: str, key: str) -> str:
     """The local folder of a model folder or hub id. CheckpointError naming `key`."""
     with model_of(key):

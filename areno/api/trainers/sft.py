@@ -35,7 +35,8 @@ class SFTTrainer(RowRun[TrainSequence]):
         for batch in batches:
             scored = self.trainer.score_logprobs("actor", [row.tokens or [] for row in batch.items], 1.0)
             for row, logprobs in zip(batch.items, scored, strict=True):
-                trained = [lp for lp, masked in zip(logprobs, row.prompt_mask or [], strict=True) if not masked]
+                placed = list(zip(logprobs, row.prompt_mask or [], strict=True))[1:]  # nothing predicts the first
+                trained = [lp for lp, masked in placed if not masked]
                 total -= sum(trained)
                 count += len(trained)
         return {"loss": total / max(count, 1)}
