@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import venv
@@ -441,6 +442,12 @@ def test_installed_wheel_works_anywhere(tmp_path):
     done = python("-c", program, cwd=elsewhere, PYTHONPATH=str(tmp_path / "site"))
     data = tmp_path / "site/areno/_data"
     assert done.stdout.split() == [str(data), str(data / "examples/math/dataset_loader.py")]
+    # An algorithm of one's own is a file that needs nothing beside it.
+    shutil.copy(data / "examples/algorithms/dro.py", elsewhere / "mine.py")
+    small = ["total_train_steps=1", "valid_dataset=null", "trial_name=t"]
+    done = python("mine.py", *small, cwd=elsewhere, PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == 0, done.stderr
+    assert (elsewhere / "outputs/quickstart/t/checkpoints/latest/model.safetensors").is_file()
 
 
 @pytest.mark.slow
