@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from areno.engine.decoder.cut import Cut, cut_attention
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.graphs import bucket_sizes
 from areno.engine.types import GenerationOutput, GenerationRequest, SamplingParams
@@ -21,6 +22,7 @@ from areno.layers.attention import PackedAttend
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
+from tests.interpreted import run_interpreted
 
 STORIES = Path(__file__).parents[2] / "shared/data/models/stories260K-hf"
 VOCAB, EOS, CONTEXT = 40, 3, 96
@@ -429,6 +431,46 @@ def test_what_just_fits_is_served_and_a_live_id_is_refused() -> None:
     assert [len(output.tokens) for output in run(decoder).values()] == [11, 11, 11]
     decoder.submit(request(1))
     run(decoder)
+
+
+def decode_in_teams(device: str, use_graphs: bool) -> None:
+    """Groups that read their prompts together draw what one pass over each row says; with few blocks, so preempted."""
+    groups = [request(1, 9, n_samples=3, max_new_tokens=3), request(2, 22, n_samples=4, max_new_tokens=5)]
+    decoder = make_decoder(model(device), n_blocks=15, attn_backend="sdpa", use_graphs=use_graphs)
+    n_teams = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areno.engine.decoder.cut._WORTH_IT", 0)
+
+        def counted(*args, **kwargs) -> Cut:
+            nonlocal n_teams
+            made = cut_attention(*args, **kwargs)
+            n_teams += 0 if made.teams_MR is None else int((made.teams_MR[:, 0] >= 0).sum())
+            return made
+
+        patch.setattr("areno.engine.decoder.runner.cut_attention", counted)
+        for item in groups:
+            decoder.submit(item)
+        outputs = run(decoder)
+    assert n_teams > 3
+    assert decoder.stats.preemptions > 0
+    for (request_id, sample), output in outputs.items():
+        item = groups[request_id - 1]
+        logits = forward_logits(item.prompt + output.tokens, model(device))[len(item.prompt) - 1 : -1].cpu().double()
+        numbers = uniform(torch.tensor(sample_key(item.seed, sample)), torch.arange(len(output.tokens)))
+        drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), numbers[:, None], right=True)[:, 0]
+        assert output.tokens == drawn.tolist()
+        expected = logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0]
+        assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_teams_read_their_prompts_with_interpreted_kernels() -> None:
+    run_interpreted("from tests.test_decoder import decode_in_teams; decode_in_teams('cpu', False)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_teams_read_their_prompts_on_the_gpu(use_graphs: bool) -> None:
+    decode_in_teams("cuda", use_graphs)
 
 
 @pytest.mark.gpu

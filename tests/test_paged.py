@@ -13,9 +13,9 @@ from tests.interpreted import run_interpreted
 
 SHAPES = [  # query heads, key heads, head dim, page size
     (4, 2, 64, 16),
-    (8, 8, 32, 4),
+    (8, 8, 32, 32),
     (6, 1, 24, 7),
-    (16, 2, 128, 16),
+    (16, 2, 128, 64),
 ]
 # Lengths of the rows, and which of them share how many pages: (rows, pages).
 LENGTHS = [1, 5, 150, 64, 65, 16, 140, 133, 17, 151]
@@ -56,6 +56,7 @@ def make_case(
         slots_B=slots.to(device),
         lengths_B=torch.tensor(LENGTHS, device=device),
         shared_B=shared.to(device),
+        spans=torch.tensor([512, 512], device=device),
         teams_MR=teams_MR.to(device),
     )
     return q, k, v, pages.to(device, dtype), batch
@@ -63,6 +64,13 @@ def make_case(
 
 def without_teams(batch: Batch) -> Batch:
     return replace(batch, shared_B=torch.zeros_like(batch.shared_B), teams_MR=None)
+
+
+def cut_into(batch: Batch, own_span: int, shared_span: int) -> Batch:
+    """With as many splits as these spans take, and one more."""
+    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_span, shared_span))
+    spans = torch.tensor([own_span, shared_span], device=batch.spans.device)
+    return replace(batch, spans=spans, splits=splits)
 
 
 def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: Batch) -> Tensor:
@@ -103,11 +111,8 @@ def test_new_keys_and_values_go_to_the_last_position_and_nowhere_else() -> None:
 def compare_triton(device: str) -> None:
     """Run in a process of its own under the interpreter, which is slow and so gets less, or on the GPU."""
     from areno.kernels import paged_triton
-    from areno.kernels.paged_triton import Tuning
 
     on_gpu = device == "cuda"
-    splits = [(1, 1), (4, 1), (1, 4), (8, 2)] if on_gpu else [(4, 2)]
-    tunings = [*([None] if on_gpu else []), *(Tuning(own_splits=own, shared_splits=shared) for own, shared in splits)]
     for shape in SHAPES if on_gpu else SHAPES[1:3]:
         for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 4e-3)):
             q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device=device)
@@ -115,13 +120,15 @@ def compare_triton(device: str) -> None:
             q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
             expected_pages = pages.float()
             expected = decode_attention_reference(q.float(), k.float(), v.float(), expected_pages, teamed)
-            for batch in (teamed, without_teams(teamed)) if on_gpu or dtype == torch.float32 else (teamed,):
-                for tuning in tunings if on_gpu or batch is teamed else [Tuning(own_splits=1)]:
-                    written = pages.clone()
-                    got = paged_triton.decode_attention(q, k, v, written, batch, tuning)
-                    assert got.dtype == dtype
-                    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-                    assert torch.equal(written.float(), expected_pages)
+            batches = [cut_into(teamed, 64, 32), without_teams(teamed)]
+            if on_gpu:
+                batches += [teamed, cut_into(without_teams(teamed), 32, 32), cut_into(teamed, 512, 32)]
+            for batch in batches:
+                written = pages.clone()
+                got = paged_triton.decode_attention(q, k, v, written, batch)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+                assert torch.equal(written.float(), expected_pages)
 
 
 def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:

@@ -223,8 +223,7 @@ def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[
 
 
 def compare_triton(device: str) -> None:
-    """The kernels against `sample_slots` in plain torch, on the CPU. Run in a process of its own where interpreted."""
-    from areno.kernels.sampling import sample_slots as by_torch
+    """The kernels against `sample_tokens`, on the CPU. Run in a process of its own where interpreted."""
     from areno.kernels.sampling_triton import sample_slots as by_triton
 
     on_gpu = device == "cuda"
@@ -252,17 +251,24 @@ def compare_triton(device: str) -> None:
         logits[1::3] = (logits[1::3] * 2).round() / 2  # equals at the border of what is kept
         logits[2::5, vocab // 2 :] = -torch.inf
         sampler, slots = settings_of(len(rows) + 2, rows, device)
-        expected_sampler, _ = settings_of(len(rows) + 2, rows, "cpu")
+        settings = settings_of(len(rows) + 2, rows, "cpu")[0].settings
         filtered = len(rows) > len(plain) and any(row in cut for row in rows)
         strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
         n_different = 0
         for position in range(20 if on_gpu else 3):
             positions = torch.arange(len(rows)) * 3 + position
             got = by_triton(strided, slots, positions.to(device), sampler.settings, filtered=filtered, span=span).cpu()
-            expected = by_torch(logits, slots.cpu(), positions, expected_sampler.settings, filtered=filtered)
+            expected = sample_tokens(
+                logits,
+                settings.temperature[slots.cpu()],
+                settings.greedy[slots.cpu()],
+                uniform(settings.key[slots.cpu()], positions),
+                top_k_B=settings.top_k[slots.cpu()] if filtered else None,
+                top_p_B=settings.top_p[slots.cpu()] if filtered else None,
+            )
             assert torch.equal(sampler.settings.last_token[slots].cpu(), got[0].long())
-            same = got[0] == expected[0]
-            torch.testing.assert_close(got[1][same], expected[1][same], atol=1e-5, rtol=0)
+            same = got[0] == expected[0].double()
+            torch.testing.assert_close(got[1][same], expected[1][same].double(), atol=1e-5, rtol=0)
             n_different += int((~same).sum())
         assert n_different <= len(rows) * 20 // 1000, n_different
         for poison in (torch.nan, torch.inf):

@@ -7,14 +7,14 @@ at offset `n % S`.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areno.kernels.fused import fused_kernels
 
 TEAM_SIZE = 8  # rows whose shared positions are read together
 
@@ -30,6 +30,9 @@ class Batch:
     fewer than its length; 0 for rows without a team. teams_MR: int64, batch rows that share these positions, each row
     in one team at most; filled up with -1 at the end, a team of none is all -1. None: no teams.
 
+    spans: int64 (2,), how many of its own positions a row, and of its shared ones a team, gives to one piece of work;
+    splits: how many pieces that makes at most. They change the speed, not the result.
+
     max_len: a bound on lengths_B that the host knows, which keeps the plain torch form from reading whole table rows.
     The Triton kernel stops at each row's own length and does not look at it, so that a captured graph holds no number
     of one step.
@@ -39,7 +42,9 @@ class Batch:
     slots_B: Tensor
     lengths_B: Tensor
     shared_B: Tensor
+    spans: Tensor
     teams_MR: Tensor | None = None
+    splits: tuple[int, int] = (1, 1)
     max_len: int | None = None
 
 
@@ -48,16 +53,15 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, pages: Tensor,
 
     pages: (2, P, S, K, C), keys then values, changed in place. Returns (B, H, C) in the type of q.
     """
-    kernel = triton_kernel() if q_BHC.is_cuda else None
+    kernel = triton_kernel(q_BHC)
     if kernel is not None:
         return kernel.decode_attention(q_BHC, k_BKC, v_BKC, pages, batch)
     return decode_attention_reference(q_BHC, k_BKC, v_BKC, pages, batch)
 
 
-@functools.cache
-def triton_kernel() -> ModuleType | None:
-    """The module of the Triton kernel, or None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+def triton_kernel(x: Tensor) -> ModuleType | None:
+    """The module of the Triton kernels, where they can be used."""
+    if fused_kernels(x) is None:
         return None
     from areno.kernels import paged_triton
 

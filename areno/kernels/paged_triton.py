@@ -13,7 +13,6 @@ program reads lengths on the device, so a launch can be captured in a CUDA graph
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,18 +22,19 @@ from torch import Tensor
 
 from areno.kernels.paged import Batch
 
-_MAX_SPLITS = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the work is cut. tile: positions read together. *_splits: pieces of a row, and of a team; None: by shapes."""
+    """tile: positions read together, a power of two that divides the spans of a batch. *_warps: of the two kernels.
 
-    tile: int = 64
-    n_warps: int = 4
-    n_stages: int = 3
-    own_splits: int | None = None
-    shared_splits: int | None = None
+    join_heads: heads that one program of the second kernel takes, a power of two.
+    """
+
+    tile: int = 32
+    n_warps: int = 1
+    n_stages: int = 2
+    join_heads: int = 8
+    join_warps: int = 4
 
 
 def decode_attention(
@@ -47,13 +47,10 @@ def decode_attention(
     q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     k_pages, v_pages = pages[0], pages[1]
     group = n_heads // n_kv_heads
-    max_len = batch.table_TW.shape[1] * page_size
-    own_splits = tuning.own_splits or _splits(n_rows * n_kv_heads, max_len, tuning.tile, q_BHC.device)
-    n_teams, team_size, shared_splits = 0, 1, 0
-    if batch.teams_MR is not None:
-        n_teams, team_size = batch.teams_MR.shape
-        n_pieces = max(1, n_rows // team_size) * n_kv_heads  # if all teams are full, as in a group of samples
-        shared_splits = tuning.shared_splits or _splits(n_pieces, max_len, tuning.tile, q_BHC.device)
+    own_splits, shared_splits = batch.splits
+    n_teams, team_size = (0, 1) if batch.teams_MR is None else batch.teams_MR.shape
+    if n_teams == 0:
+        shared_splits = 0
     n_parts = own_splits + shared_splits
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
@@ -69,6 +66,7 @@ def decode_attention(
         batch.slots_B,
         batch.lengths_B,
         batch.shared_B,
+        batch.spans,
         batch.teams_MR,
         partial,
         log_sum,
@@ -81,6 +79,8 @@ def decode_attention(
         k_pages.stride(2),
         batch.table_TW.stride(0),
         n_teams * shared_splits,
+        own_splits,
+        shared_splits,
         GROUP=group,
         TEAM=team_size,
         OWN_ROWS=max(16, triton.next_power_of_2(group)),  # tl.dot needs 16 rows
@@ -89,24 +89,26 @@ def decode_attention(
         PADDED_DIM=padded_dim,
         PAGE_SIZE=page_size,
         TILE=tuning.tile,
-        OWN_SPLITS=own_splits,
-        SHARED_SPLITS=shared_splits,
+        HAS_TEAMS=n_teams > 0,
+        ONE_PART=n_parts == 1,
         num_warps=tuning.n_warps,
         num_stages=tuning.n_stages,
     )
     if n_parts > 1:
-        _join_kernel[(n_rows, n_kv_heads)](
+        _join_kernel[(n_rows, triton.cdiv(n_heads, tuning.join_heads))](
             partial,
             log_sum,
+            batch.lengths_B,
             batch.shared_B,
+            batch.spans,
             out,
-            GROUP=group,
-            PADDED_GROUP=triton.next_power_of_2(group),
+            n_heads,
+            JOIN_HEADS=tuning.join_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
-            N_PARTS=n_parts,
+            OWN_SPLITS=own_splits,
             SHARED_SPLITS=shared_splits,
-            num_warps=2,
+            num_warps=tuning.join_warps,
         )
     return out
 
@@ -114,18 +116,6 @@ def decode_attention(
 def _rows_of_heads(x: Tensor) -> Tensor:
     """x itself where each row's heads lie side by side, else a copy."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _splits(n_pieces: int, max_len: int, tile: int, device: torch.device) -> int:
-    """Splits that fill the device about four times over when there are few pieces, and none when there are many."""
-    wanted = triton.cdiv(4 * _n_processors(device), n_pieces)
-    useful = triton.cdiv(max_len, tile)
-    return triton.next_power_of_2(max(1, min(wanted, useful, _MAX_SPLITS)))
-
-
-@functools.cache
-def _n_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @triton.jit
@@ -151,8 +141,12 @@ def _attend(
     for first in range(start, end, TILE):
         position = first + tl.arange(0, TILE)
         inside = position < end
-        page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        base = page * page_stride + (position % PAGE_SIZE) * token_stride
+        if PAGE_SIZE % TILE == 0:  # a tile lies in one page: spans begin at multiples of a tile
+            page = tl.load(table_row + first // PAGE_SIZE).to(tl.int64)
+            base = page * page_stride + (first % PAGE_SIZE + tl.arange(0, TILE)) * token_stride
+        else:
+            page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            base = page * page_stride + (position % PAGE_SIZE) * token_stride
         k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -166,7 +160,7 @@ def _attend(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"])
 def _piece_kernel(
     q_ptr,
     new_k_ptr,
@@ -177,6 +171,7 @@ def _piece_kernel(
     slots_ptr,
     lengths_ptr,
     shared_ptr,
+    spans_ptr,
     teams_ptr,
     partial_ptr,
     log_sum_ptr,
@@ -189,6 +184,8 @@ def _piece_kernel(
     head_stride,
     table_stride,
     n_team_pieces,
+    own_splits,
+    shared_splits,
     GROUP: tl.constexpr,
     TEAM: tl.constexpr,
     OWN_ROWS: tl.constexpr,
@@ -197,34 +194,33 @@ def _piece_kernel(
     PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    OWN_SPLITS: tl.constexpr,
-    SHARED_SPLITS: tl.constexpr,
+    HAS_TEAMS: tl.constexpr,
+    ONE_PART: tl.constexpr,
 ):
+    """One program for each piece and key head. A piece without positions leaves nothing; the join knows which."""
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     n_heads = tl.num_programs(0) * GROUP
+    n_parts = own_splits + shared_splits
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
-    n_parts: tl.constexpr = OWN_SPLITS + SHARED_SPLITS
 
     if piece < n_team_pieces:
-        if SHARED_SPLITS > 0:  # decided when the kernel is compiled: without teams there is nothing to divide by
-            team = piece // SHARED_SPLITS
-            split = piece % SHARED_SPLITS
+        if HAS_TEAMS:
+            team = piece // shared_splits
+            split = piece % shared_splits
             leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
             if leader >= 0:
                 length = tl.load(shared_ptr + leader).to(tl.int32)
-                per_split = tl.cdiv(tl.cdiv(length, TILE), SHARED_SPLITS) * TILE
-                start = split * per_split
-                end = tl.minimum(start + per_split, length)
-                cell = tl.arange(0, TEAM_ROWS)
-                member = cell // GROUP
-                row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
-                head = kv_head * GROUP + cell % GROUP
-                part = (row * n_heads + head) * n_parts + OWN_SPLITS + split
-                if start < end:
+                span = tl.load(spans_ptr + 1).to(tl.int32)
+                start = split * span
+                if start < length:
+                    cell = tl.arange(0, TEAM_ROWS)
+                    member = cell // GROUP
+                    row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
+                    head = kv_head * GROUP + cell % GROUP
                     slot = tl.load(slots_ptr + leader).to(tl.int64)
                     q = tl.load(
                         q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :],
@@ -237,7 +233,7 @@ def _piece_kernel(
                         tl.zeros([TEAM_ROWS], tl.float32),
                         tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32),
                         start,
-                        end,
+                        tl.minimum(start + span, length),
                         k_ptr,
                         v_ptr,
                         table_ptr + slot * table_stride,
@@ -249,29 +245,25 @@ def _piece_kernel(
                         PAGE_SIZE,
                         TILE,
                     )
+                    part = (row * n_heads + head) * n_parts + own_splits + split
                     tl.store(
                         partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
                         (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
                         mask=(row >= 0)[:, None] & real_dim[None, :],
                     )
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
-                else:
-                    tl.store(log_sum_ptr + part, tl.full([TEAM_ROWS], float("-inf"), tl.float32), mask=row >= 0)
     else:
         piece -= n_team_pieces
-        row = (piece // OWN_SPLITS).to(tl.int64)
-        split = piece % OWN_SPLITS
+        row = (piece // own_splits).to(tl.int64)
+        split = piece % own_splits
         last = tl.load(lengths_ptr + row).to(tl.int32) - 1
-        first = tl.load(shared_ptr + row).to(tl.int32)
-        per_split = tl.cdiv(tl.cdiv(last - first, TILE), OWN_SPLITS) * TILE
-        start = first + split * per_split
-        end = tl.minimum(start + per_split, last)
-        table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-        cell = tl.arange(0, OWN_ROWS)
-        real = cell < GROUP
-        head = kv_head * GROUP + cell
-        part = (row * n_heads + head) * n_parts + split
-        if (start < end) | (split == 0):
+        span = tl.load(spans_ptr).to(tl.int32)
+        start = tl.load(shared_ptr + row).to(tl.int32) + split * span
+        if (start < last) | (split == 0):
+            table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+            cell = tl.arange(0, OWN_ROWS)
+            real = cell < GROUP
+            head = kv_head * GROUP + cell
             q = tl.load(
                 q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :],
                 mask=real[:, None] & real_dim[None, :],
@@ -297,7 +289,7 @@ def _piece_kernel(
                 total,
                 acc,
                 start,
-                end,
+                tl.minimum(start + span, last),
                 k_ptr,
                 v_ptr,
                 table_row,
@@ -309,54 +301,62 @@ def _piece_kernel(
                 PAGE_SIZE,
                 TILE,
             )
+            part = (row * n_heads + head) * n_parts + split
             tl.store(
                 partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
                 (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
                 mask=real[:, None] & real_dim[None, :],
             )
-            if n_parts > 1:
+            if not ONE_PART:
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=real)
-        else:
-            tl.store(log_sum_ptr + part, tl.full([OWN_ROWS], float("-inf"), tl.float32), mask=real)
 
 
 @triton.jit
 def _join_kernel(
     partial_ptr,
     log_sum_ptr,
+    lengths_ptr,
     shared_ptr,
+    spans_ptr,
     out_ptr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
+    n_heads,
+    JOIN_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    N_PARTS: tl.constexpr,
+    OWN_SPLITS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr,
 ):
-    """Average a row's partial results by their sums. The parts of a team do not exist for a row that is in none."""
+    """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
     row = tl.program_id(0).to(tl.int64)
-    cell = tl.arange(0, PADDED_GROUP)
+    head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
-    real = cell < GROUP
-    head = row * tl.num_programs(1) * GROUP + tl.program_id(1) * GROUP + cell
-    in_team = tl.load(shared_ptr + row) > 0
-    n_parts = tl.where(real, tl.where(in_team, N_PARTS, N_PARTS - SHARED_SPLITS), 0)
-    best = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED_GROUP], tl.float32)
-    acc = tl.zeros([PADDED_GROUP, PADDED_DIM], tl.float32)
-    for part in range(N_PARTS):
-        exists = n_parts > part
-        log_sum = tl.load(log_sum_ptr + head * N_PARTS + part, mask=exists, other=float("-inf"))
-        # What a part without positions left in its place is not looked at: it may be anything, NaN too.
+    real = head < n_heads
+    head += row * n_heads
+    shared = tl.load(shared_ptr + row).to(tl.int32)
+    own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
+    own_span = tl.load(spans_ptr).to(tl.int32)
+    shared_span = tl.load(spans_ptr + 1).to(tl.int32)
+    best = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([JOIN_HEADS], tl.float32)
+    acc = tl.zeros([JOIN_HEADS, PADDED_DIM], tl.float32)
+    for part in tl.static_range(OWN_SPLITS + SHARED_SPLITS):
+        if part == 0:  # holds the new token, so `best` is finite from here on
+            left = tl.full([JOIN_HEADS], 1, tl.int32)
+        elif part < OWN_SPLITS:
+            left = tl.zeros([JOIN_HEADS], tl.int32) + (own - part * own_span)
+        else:
+            left = tl.zeros([JOIN_HEADS], tl.int32) + (shared - (part - OWN_SPLITS) * shared_span)
+        exists = real & (left > 0)
+        cell = head * (OWN_SPLITS + SHARED_SPLITS) + part
+        log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + (head * N_PARTS + part)[:, None] * HEAD_DIM + dim[None, :],
-            mask=(log_sum > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :],
+            partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :],
+            mask=exists[:, None] & (dim < HEAD_DIM)[None, :],
             other=0.0,
         )
-        new_best = tl.maximum(best, log_sum)  # finite for real heads: the first part holds the new token
-        safe_best = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight = tl.exp2(log_sum - safe_best)
-        decay = tl.exp2(best - safe_best)
+        new_best = tl.where(real, tl.maximum(best, log_sum), 0.0)
+        weight = tl.exp2(log_sum - new_best)
+        decay = tl.exp2(best - new_best)
         acc = acc * decay[:, None] + weight[:, None] * partial
         total = total * decay + weight
         best = new_best

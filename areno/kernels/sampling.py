@@ -12,14 +12,13 @@ on the other rows, the device, or how often the generator was used before. The h
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areno.kernels.fused import fused_kernels
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -89,9 +88,10 @@ def sample_slots(
     banned: (rows, token ids) that must not be drawn. Returns (2, B) float64, tokens and log-probabilities, so that
     they travel together; a log-probability of NaN tells that the logits were not finite.
     """
-    kernel = _triton_kernel() if logits_BV.is_cuda and banned is None else None
-    if kernel is not None:  # it knows no bans, which are rare
-        return kernel.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
+    if banned is None and fused_kernels(logits_BV) is not None:  # the kernels know no bans, which are rare
+        from areno.kernels import sampling_triton
+
+        return sampling_triton.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
     tokens_B, logprobs_B = sample_tokens(
         logits_BV,
         settings.temperature[slots_B],
@@ -103,15 +103,6 @@ def sample_slots(
     )
     settings.last_token[slots_B] = tokens_B
     return torch.stack((tokens_B.double(), logprobs_B.double()))
-
-
-@functools.cache
-def _triton_kernel() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from areno.kernels import sampling_triton
-
-    return sampling_triton
 
 
 def sample_tokens(

@@ -9,8 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DecodeBody = Callable[[Tensor, Tensor | None, bool], Tensor]
-"""(rows (4, B) int64, teams (M, R) int64 or None, whether some row is filtered) -> (2, B) float64; on the device."""
+from areno.engine.decoder.cut import Cut
+
+DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], bool], Tensor]
+"""(rows (4, B), spans (2,), teams (M, R) or None: int64; splits; whether some row is filtered) -> (2, B) float64."""
+
+Key = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", bool]
+"""Batch size, shape of teams, splits, whether some row is filtered: what a graph is captured for."""
 
 _POWERS_UP_TO = 32
 
@@ -42,7 +47,7 @@ class DecodeGraphs:
         self._device = device
         # What fills up a batch: the scratch slot, at position 0, drawing its first token, in no team.
         self._filler = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
-        self._graphs: dict[tuple[int, tuple[int, int] | None, bool], _Graph] = {}
+        self._graphs: dict[Key, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.n_replays = 0
 
@@ -50,41 +55,50 @@ class DecodeGraphs:
         """The batch size that so many rows run with."""
         return next(size for size in self._sizes if size >= n_rows)
 
-    def run(self, rows: np.ndarray, teams: np.ndarray | None, filtered: bool) -> Tensor:
-        """The body's result for these rows, valid until the next run. rows: (4, B); teams: (M, R), M by the size."""
+    def run(self, rows: np.ndarray, cut: Cut, filtered: bool) -> Tensor:
+        """The body's result for these rows, (4, B), valid until the next run."""
         n_rows = rows.shape[1]
         size = self.size_for(n_rows)
-        shape = None if teams is None else (teams.shape[0], teams.shape[1])
-        captured = self._graphs.get((size, shape, filtered))
+        teams = cut.teams_MR
+        key = (size, None if teams is None else teams.shape, cut.splits, filtered)
+        captured = self._graphs.get(key)
         if captured is None:
-            captured = self._graphs[size, shape, filtered] = self._capture(size, shape, filtered)
+            captured = self._graphs[key] = self._capture(*key)
         # All that a step brings along goes to the device in one piece.
         host = torch.empty(captured.inputs.shape, dtype=torch.int64, pin_memory=True)
         packed = host.numpy()
-        columns = packed[: 4 * size].reshape(4, size)
+        packed[:2] = cut.spans
+        columns = packed[2 : 2 + 4 * size].reshape(4, size)
         columns[:, :n_rows] = rows
         columns[:, n_rows:] = self._filler
         if teams is not None:
-            packed[4 * size :] = teams.ravel()
+            packed[2 + 4 * size :] = teams.ravel()
         captured.inputs.copy_(host, non_blocking=True)
         captured.graph.replay()
         self.n_replays += 1
         return captured.out[:, :n_rows]
 
-    def _capture(self, size: int, shape: tuple[int, int] | None, filtered: bool) -> _Graph:
-        n_team_places = 0 if shape is None else shape[0] * shape[1]
-        packed = np.concatenate((self._filler.repeat(size, 1).ravel(), np.full(n_team_places, -1, dtype=np.int64)))
-        inputs = torch.from_numpy(packed).to(self._device)
-        rows = inputs[: 4 * size].view(4, size)
-        teams = None if shape is None else inputs[4 * size :].view(shape)
+    def _capture(
+        self, size: int, team_shape: tuple[int, ...] | None, splits: tuple[int, int], filtered: bool
+    ) -> _Graph:
+        spans, rows = np.ones(2, dtype=np.int64), self._filler.repeat(size, 1)
+        teams = np.full(team_shape or 0, -1, dtype=np.int64)
+        inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), teams.ravel()))).to(self._device)
+        args = (
+            inputs[2 : 2 + 4 * size].view(4, size),
+            inputs[:2],
+            None if team_shape is None else inputs[2 + 4 * size :].view(team_shape),
+            splits,
+            filtered,
+        )
         # Run it first outside the capture, so that kernels are compiled and workspaces allocated.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._body(rows, teams, filtered)
+            self._body(*args)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._body(rows, teams, filtered)
+            out = self._body(*args)
         return _Graph(graph, inputs, out)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.engine.decoder.cut import cut_attention
 from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
 from areno.engine.decoder.sampler import Sampler
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.teams import form_teams
 from areno.kernels.paged import TEAM_SIZE, Batch, triton_kernel
 from areno.models.transformer import Transformer
 
@@ -66,11 +66,13 @@ class Runner:
         n_slots = max_running + 1
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
         self.sampler = Sampler(n_slots, self.device)
+        on_cuda = self.device.type == "cuda"
         # The torch form of the attention reads every row by itself anyway.
-        self.uses_teams = self.device.type == "cuda" and triton_kernel() is not None
+        self.uses_teams = triton_kernel(self.table) is not None
+        self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
-        if use_graphs and self.device.type == "cuda":
-            if triton_kernel() is None:  # the torch form of paged attention needs the longest length on the host
+        if use_graphs and on_cuda:
+            if not self.uses_teams:  # the torch form of paged attention needs the longest length on the host
                 logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
             else:
                 self.graphs = DecodeGraphs(self._decode, max_running, max_running, self.device)
@@ -169,33 +171,44 @@ class Runner:
         rows[1] = [sequence.n_kv - 1 for sequence in sequences]
         rows[2] = [sequence.n_drawn - 1 for sequence in sequences]
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
-        teams = None
-        if self.uses_teams:
-            rows[3], teams = form_teams(sequences, self.cache.block_size, TEAM_SIZE, max(1, size // 4))
+        cut = cut_attention(
+            sequences,
+            self.cache.block_size,
+            team_size=TEAM_SIZE,
+            max_teams=max(1, size // 4) if self.uses_teams else 0,
+            n_heads=self.cache.pages.shape[4],
+            n_processors=self.n_processors,
+        )
+        rows[3] = cut.shared_B
         filtered, banned = _is_filtered(sequences), self._banned(sequences)
         # Bans come with lists of any length, which a graph cannot take; they concern the first few tokens only.
         if self.graphs is not None and banned is None:
-            return self.graphs.run(rows, teams, filtered)
-        on_device = None if teams is None else self._upload(teams)
-        return self._decode(self._upload(rows), on_device, filtered, int(rows[1].max()) + 1, banned)
+            return self.graphs.run(rows, cut, filtered)
+        teams = None if cut.teams_MR is None else self._upload(cut.teams_MR)
+        max_len = int(rows[1].max()) + 1
+        return self._decode(self._upload(rows), self._upload(cut.spans), teams, cut.splits, filtered, max_len, banned)
 
     def _decode(
         self,
         rows: Tensor,
+        spans: Tensor,
         teams: Tensor | None,
+        splits: tuple[int, int],
         filtered: bool,
         max_len: int | None = None,
         banned: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One token for each row. rows: (4, B) slots, positions of the input token, numbers of the token drawn, shared
-        positions; the last and teams: see `Batch`."""
+        positions. The last, spans, teams and splits: see `Batch`."""
         slots_B, positions_B, draws_B, shared_B = rows
         batch = Batch(
             table_TW=self.table,
             slots_B=slots_B,
             lengths_B=positions_B + 1,
             shared_B=shared_B,
+            spans=spans,
             teams_MR=teams,
+            splits=splits,
             max_len=max_len,
         )
         last_token = self.sampler.settings.last_token
