@@ -12,6 +12,7 @@ import torch
 
 from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import backend as backend_module
+from areno.engine.train.activations import layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.engine.types import TrainSequence
@@ -114,6 +115,28 @@ def test_recompute_does_not_change_the_step(make):
     rows = make_rows()
     expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
     stats, other = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+
+
+def test_layers_are_kept_as_memory_allows(make):
+    model = make().model
+    layer = model.layers[0]
+    each = 100 * 4 * (layer.attention.qkv.weight.shape[0] + layer.mlp.gate_up.weight.shape[0])
+    first = next(free for free in range(2**31, 2**33, each // 4) if layers_to_keep(model, 100, free))
+    assert layers_to_keep(model, 100, 0) == 0
+    assert layers_to_keep(model, 100, first + each) == 2
+    assert layers_to_keep(model, 100, 2**50) == 2
+    assert layers_to_keep(model, 1000, first) == 0
+
+
+def test_kept_layers_do_not_change_the_step(make, monkeypatch):
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
+    backend = make(recompute=True)
+    forward = backend.model.forward
+    monkeypatch.setattr(backend.model, "forward", lambda *args, **how: forward(*args, **{**how, "n_kept": 1}))
+    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn)
     assert stats == pytest.approx(expected)
     torch.testing.assert_close(other, gradient)
 

@@ -188,7 +188,7 @@ def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
     size = tl.abs(share)
     scaled = size
     n_fractions = tl.full(share.shape, 64 if SIGNED else 128, tl.int32)
-    for _ in tl.static_range(6):
+    for _ in tl.static_range(6):  # type: ignore[misc]
         is_small = scaled < 0.1
         scaled = tl.where(is_small, scaled * 10.0, scaled)
         n_fractions = tl.where(is_small, n_fractions // 2, n_fractions)

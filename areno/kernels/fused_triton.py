@@ -60,16 +60,19 @@ def rms_norm_backward(
     weight_D: Tensor,
     eps: float,
     weight_grad_D: Tensor | None,
-) -> Tensor:
-    """Gradient of the stream: that of its norm (grad), plus what it gets elsewhere (grad_sum). In the dtype of sum.
+) -> tuple[Tensor, Tensor]:
+    """Gradient of the stream: that of its norm (grad), plus what it gets elsewhere (grad_sum). In the dtype of sum, and
+    in that of grad, which may be the same tensor.
 
     weight_grad_D: float32; the weight's gradient is added into it.
     """
     n, size = sum_ND.shape
     grad_ND, sum_ND = grad_ND.contiguous(), sum_ND.contiguous()
-    out_ND = torch.empty_like(sum_ND)
+    out_ND = low_ND = torch.empty_like(sum_ND)
+    if grad_ND.dtype != sum_ND.dtype:
+        low_ND = torch.empty_like(grad_ND)
     if not n:
-        return out_ND
+        return out_ND, low_ND
     block = triton.next_power_of_2(size)
     rows = max(1, NORM_TILE // block)
     n_programs = min(triton.cdiv(n, rows), NORM_PROGRAMS * _n_processors(sum_ND.device))
@@ -80,18 +83,20 @@ def rms_norm_backward(
         sum_ND,
         weight_D,
         out_ND,
+        low_ND,
         partial_PD,
         n,
         size,
         eps,
         HAS_SUM=grad_sum_ND is not None,
+        HAS_LOW=low_ND is not out_ND,
         ROWS=rows,
         BLOCK=block,
         num_warps=NORM_WARPS,
     )
     if weight_grad_D is not None:
         _add_sums(partial_PD, weight_grad_D)
-    return out_ND
+    return out_ND, low_ND
 
 
 def _add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
@@ -243,11 +248,13 @@ def _norm_backward_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
+    low_ptr,
     partial_ptr,
     n,
     size,
     eps,
     HAS_SUM: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -270,6 +277,8 @@ def _norm_backward_kernel(
         if HAS_SUM:
             out += tl.load(grad_sum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
+        if HAS_LOW:
+            tl.store(low_ptr + place, out.to(low_ptr.dtype.element_ty), mask=inside)
         weight_grad += tl.sum(grad * hat, axis=0)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)
 

@@ -140,7 +140,10 @@ def _accumulate(linear: nn.Module, grad_NO: Tensor, x_NI: Tensor) -> None:
         bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))  # type: ignore[union-attr, operator]
 
 
-def _norm_backward(norm: RMSNorm, grad_ND: Tensor, grad_sum_ND: Tensor | None, stream_ND: Tensor) -> Tensor:
+def _norm_backward(
+    norm: RMSNorm, grad_ND: Tensor, grad_sum_ND: Tensor | None, stream_ND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradient of stream + delta in the dtype of the one and of the other."""
     weight_grad = norm.weight.grad if norm.weight.requires_grad else None
     return _kernels(stream_ND).rms_norm_backward(grad_ND, grad_sum_ND, stream_ND, norm.weight, norm.eps, weight_grad)
 
@@ -184,9 +187,8 @@ class _FusedLayer(torch.autograd.Function):
         _accumulate(mlp.gate_up, grad_gate_up_N2I, normed_ND)
         grad_normed_ND = mlp.gate_up.tp.all_reduce(grad_gate_up_N2I @ mlp.gate_up.weight)
         del grad_gate_up_N2I
-        grad_ND = _norm_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_ND, grad_added_ND = _norm_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
 
-        grad_added_ND = grad_ND.to(grad_down_ND.dtype)
         _accumulate(attention.out, grad_added_ND, out_NHC.flatten(-2))
         grad_out_NHC = (grad_added_ND @ attention.out.weight).view(out_NHC.shape)
         normed_ND = _norm_again(layer.input_norm, stream_ND)
@@ -204,9 +206,8 @@ class _FusedLayer(torch.autograd.Function):
                 norm.weight.grad.add_(norm.tp.all_reduce(grad_C))  # type: ignore[union-attr]
         _accumulate(attention.qkv, grad_qkv_NX, normed_ND)
         grad_normed_ND = attention.qkv.tp.all_reduce(grad_qkv_NX @ attention.qkv.weight)
-        grad_ND = _norm_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
-        grad_delta_ND = grad_ND.to(grad_down_ND.dtype) if ctx.has_delta else None
-        return grad_ND, grad_delta_ND, None, None, None, None, None
+        grad_ND, grad_delta_ND = _norm_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
+        return grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -214,11 +215,10 @@ class _FusedNorm(torch.autograd.Function):
     def forward(ctx: Any, stream_ND: Tensor, delta_ND: Tensor, norm: RMSNorm) -> Tensor:
         sum_ND, normed_ND = _kernels(stream_ND).add_rms_norm(stream_ND, delta_ND, norm.weight, norm.eps)
         ctx.save_for_backward(sum_ND)
-        ctx.norm, ctx.delta_dtype = norm, delta_ND.dtype
+        ctx.norm = norm
         return normed_ND
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (sum_ND,) = ctx.saved_tensors
-        grad_ND = _norm_backward(ctx.norm, grads[0].contiguous(), None, sum_ND)
-        return grad_ND, grad_ND.to(ctx.delta_dtype), None
+        return *_norm_backward(ctx.norm, grads[0].contiguous(), None, sum_ND), None
