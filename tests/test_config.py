@@ -11,7 +11,7 @@ import pytest
 
 from areno.config import reference
 from areno.config.build import build, complete, keys, to_dict, twin
-from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, SFTConfig
+from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
 from areno.config.fields import Section, check, knob
 from areno.config.model_roles import OptimizerConfig
 from areno.config.run import EngineConfig, GenerationConfig
@@ -154,6 +154,58 @@ def test_dataclasses_check_themselves():
         SFTConfig(experiment_name="x", actor=None, train_dataset="rows")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="workers: inline holds one device"):
         EngineConfig(workers="inline", world_size=2)
+
+
+IDLE = [  # settings that would do nothing beside the others: (actor, more, the key that says so)
+    ({"use_kl_in_reward": True, "kl_ctl": 0.0}, {"ref": None}, "actor.use_kl_in_reward"),
+    ({"reward_norm": {"mean_level": None, "mean_leave1out": True}}, {}, "actor.reward_norm.mean_leave1out"),
+    ({"adv_norm": {"std_level": None, "std_unbiased": True}}, {}, "actor.adv_norm.std_unbiased"),
+    ({}, {"gconfig": {"greedy": True}}, "gconfig.greedy"),
+    ({}, {"rollout": {"max_sampling_rounds": 3}}, "rollout.max_sampling_rounds"),
+    (
+        {},
+        {"rollout": {"max_sampling_rounds": 3, "dynamic_sampling": True}, "dynamic_bs": True},
+        "rollout.max_sampling_rounds",
+    ),
+    ({"use_decoupled_loss": True, "rejection_sampling": {"agg": "max"}}, {}, "actor.rejection_sampling.agg"),
+    (
+        {"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k2", "lower": -1.0}},
+        {},
+        "actor.rejection_sampling.lower",
+    ),
+    (
+        {"use_decoupled_loss": True, "rejection_sampling": {"metric": "kl_k1", "lower": 0.1}},
+        {},
+        "actor.rejection_sampling.lower",
+    ),
+]
+IDLE_OF_TOKENS = [
+    ({"use_sapo_loss": True, "eps_clip_higher": 0.3}, {}, "actor.eps_clip_higher"),
+    ({"use_sapo_loss": True, "c_clip": 2.0}, {}, "actor.c_clip"),
+    ({"use_cispo_loss": True, "c_clip": 2.0}, {}, "actor.c_clip"),
+    ({"sapo_tau_pos": 2.0}, {}, "actor.sapo_tau_pos"),
+    ({"use_cispo_loss": True, "sapo_tau_neg": 2.0}, {}, "actor.sapo_tau_neg"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "actor", "more", "key"),
+    [(cls, *case) for cls in (GRPOConfig, GSPOConfig, PPOConfig) for case in IDLE if cls is GRPOConfig or case[0]]
+    + [(cls, *case) for cls in (GRPOConfig, PPOConfig) for case in IDLE_OF_TOKENS],
+)
+def test_settings_that_would_do_nothing(cls, actor, more, key):
+    found = problems_of(cls, smallest(**more) | {"actor": {"path": "model", **actor}})
+    assert key in found
+
+
+def test_what_a_recipe_brings_is_nobodys_wish():
+    """PPO's dual clip gives way to another surrogate; the settings that are refused above have their uses."""
+    actor = {"path": "model", "use_sapo_loss": True, "sapo_tau_pos": 2.0}
+    assert build(PPOConfig, smallest() | {"actor": actor}).actor.c_clip == 3.0
+    limits = {"metric": "kl_k1", "lower": -0.1, "level": "sequence", "agg": "max"}
+    actor = {"path": "model", "use_decoupled_loss": True, "rejection_sampling": limits}
+    greedy = {"gconfig": {"greedy": True, "n_samples": 1}, "actor": actor}
+    assert build(PPOConfig, smallest() | greedy).actor.rejection_sampling.agg == "max"
 
 
 def test_an_empty_stop_string_would_end_every_completion():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, knob
+from areno.config.fields import Section, check, knob, settings
 from areno.config.model_roles import (
     CriticConfig,
     ModelConfig,
@@ -135,6 +135,21 @@ class PolicyExperimentConfig(ExperimentConfig):
             )
 
     @check
+    def greedy_samples_are_not_repeated(self) -> Iterator[Problem]:
+        if self.gconfig.greedy and self.gconfig.n_samples > 1:
+            yield Problem(
+                "gconfig.greedy",
+                f"is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) are the same; "
+                "set it to false (eval_gconfig has its own)",
+            )
+
+    @check
+    def rounds_are_sampled(self) -> Iterator[Problem]:
+        rounds = self.rollout.max_sampling_rounds
+        if self.dynamic_bs and rounds != settings(RolloutConfig)["max_sampling_rounds"].default():
+            yield Problem("rollout.max_sampling_rounds", f"is {rounds}, but with dynamic_bs=true there is one")
+
+    @check
     def smaller_batches_have_a_cause(self) -> Iterator[Problem]:
         if self.dynamic_bs and not self.rollout.dynamic_sampling:
             yield Problem("dynamic_bs", "is true, but nothing is dropped; set rollout.dynamic_sampling=true too")
@@ -216,6 +231,11 @@ class PPOActorConfig(TokenPolicyConfig):
     )
     discount: float = knob(1.0, help="of later rewards, for each token", gt=0, le=1, flag="--gamma")
     gae_lambda: float = knob(0.95, help="GAE: 0 trusts the critic, 1 the rewards", ge=0, le=1, flag="--lam")
+
+    @check
+    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
+        if self.c_clip != settings(PPOActorConfig)["c_clip"].default():  # the default is nobody's wish
+            yield from TokenPolicyConfig.dual_clip_has_a_clip(self)
 
 
 @dataclass(kw_only=True)

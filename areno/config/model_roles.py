@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.config.fields import Section, check, knob
+from areno.config.fields import Section, check, knob, settings
 from areno.errors import Problem
 
 
@@ -67,6 +67,16 @@ class NormConfig(Section):
     std_unbiased: bool = knob(False, help="divide by n - 1 in the variance")
     eps: float = knob(1e-6, help="added to the standard deviation", gt=0)
 
+    @check
+    def leave_one_out_has_a_mean(self) -> Iterator[Problem]:
+        if self.mean_leave1out and self.mean_level is None:
+            yield Problem("mean_leave1out", "is true, but mean_level is null, so there is no mean; set it to group")
+
+    @check
+    def unbiased_has_a_deviation(self) -> Iterator[Problem]:
+        if self.std_unbiased and self.std_level is None:
+            yield Problem("std_unbiased", "is true, but std_level is null, so nothing is divided by; set it to false")
+
 
 @dataclass(kw_only=True)
 class ModelConfig(Section):
@@ -118,6 +128,20 @@ class RejectionSamplingConfig(Section):
     def a_row_is_clamped_by_its_mean(self) -> Iterator[Problem]:
         if self.action == "clamp" and self.level == "sequence" and self.agg != "mean":
             yield Problem("agg", f"is {self.agg}, but clamp cuts the weight of a row, its geometric mean; use mean")
+
+    @check
+    def agg_has_rows(self) -> Iterator[Problem]:
+        if self.agg != "mean" and self.level == "token":
+            yield Problem("agg", f"is {self.agg}, which is for level=sequence; level is token")
+
+    @check
+    def a_kl_of_zero_passes(self) -> Iterator[Problem]:
+        if self.lower is None or self.metric == "ratio":
+            return
+        if self.metric != "kl_k1":
+            yield Problem("lower", f"is {self.lower}, but {self.metric} is never negative, and 0 must pass; use null")
+        elif self.lower >= 0:
+            yield Problem("lower", f"is {self.lower}; of kl_k1 0 must pass, which is no difference, so lower < 0")
 
     @check
     def bounds_are_in_order(self) -> Iterator[Problem]:
@@ -235,6 +259,11 @@ class PolicyConfig(ModelConfig):
             )
 
     @check
+    def kl_in_reward_has_a_coefficient(self) -> Iterator[Problem]:
+        if self.use_kl_in_reward and not self.kl_ctl:
+            yield Problem("use_kl_in_reward", "is true, but kl_ctl is 0, so it takes nothing off; set kl_ctl")
+
+    @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
         if self.overlong_reward_penalty:
             for name in ("overlong_tokens", "overlong_penalty_factor"):
@@ -280,6 +309,27 @@ class TokenPolicyConfig(PolicyConfig):
     def one_surrogate(self) -> Iterator[Problem]:
         if self.use_cispo_loss and self.use_sapo_loss:
             yield Problem("use_sapo_loss", "is true, and so is use_cispo_loss; set one of them")
+
+    @check
+    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
+        other = "use_sapo_loss" if self.use_sapo_loss else "use_cispo_loss" if self.use_cispo_loss else ""
+        if other and self.c_clip is not None:
+            yield Problem("c_clip", f"is {self.c_clip}, but the loss of {other} has no dual clip; set it to null")
+
+    @check
+    def upper_clip_has_a_clip(self) -> Iterator[Problem]:
+        if self.use_sapo_loss and self.eps_clip_higher is not None:
+            yield Problem(
+                "eps_clip_higher",
+                f"is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null",
+            )
+
+    @check
+    def gate_is_used(self) -> Iterator[Problem]:
+        taus = settings(TokenPolicyConfig)
+        for name in ("sapo_tau_pos", "sapo_tau_neg"):
+            if not self.use_sapo_loss and getattr(self, name) != taus[name].default():
+                yield Problem(name, f"is {getattr(self, name)}, but use_sapo_loss is false; set it to true")
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, file_check, knob
+from areno.config.fields import Section, check, file_check, knob, settings
 from areno.errors import Problem
 
 
@@ -124,6 +124,12 @@ class RolloutConfig(Section):
         gt=0,
     )
     dump_to_file: bool = knob(False, help="write every completion with its reward to rollouts/<step>.jsonl")
+
+    @check
+    def rounds_have_a_cause(self) -> Iterator[Problem]:
+        rounds = self.max_sampling_rounds
+        if not self.dynamic_sampling and rounds != settings(RolloutConfig)["max_sampling_rounds"].default():
+            yield Problem("max_sampling_rounds", f"is {rounds}, but dynamic_sampling is false; set it to true")
 
 
 @dataclass(kw_only=True)
