@@ -435,8 +435,8 @@ def test_what_just_fits_is_served_and_a_live_id_is_refused() -> None:
 
 def decode_in_teams(device: str, use_graphs: bool) -> None:
     """Groups that read their prompts together draw what one pass over each row says; with few blocks, so preempted."""
-    groups = [request(1, 9, n_samples=3, max_new_tokens=3), request(2, 22, n_samples=4, max_new_tokens=5)]
-    decoder = make_decoder(model(device), n_blocks=15, attn_backend="sdpa", use_graphs=use_graphs)
+    groups = [request(1, 9, n_samples=2, max_new_tokens=2), request(2, 22, n_samples=5, max_new_tokens=7)]
+    decoder = make_decoder(model(device), n_blocks=14, attn_backend="sdpa", use_graphs=use_graphs)
     n_teams = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("areno.engine.decoder.cut._WORTH_IT", 0)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.paged import Batch
+from areno.kernels.paged import TEAM_SIZE, Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +30,27 @@ class Tuning:
     join_heads: heads that one program of the second kernel takes, a power of two.
     """
 
-    tile: int = 32
-    n_warps: int = 1
-    n_stages: int = 2
+    tile: int
+    n_warps: int
+    n_stages: int
     join_heads: int = 8
     join_warps: int = 4
+
+
+_SMALL, _LARGE = Tuning(tile=32, n_warps=1, n_stages=2), Tuning(tile=32, n_warps=2, n_stages=3)
 
 
 def decode_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, pages: Tensor, batch: Batch, tuning: Tuning | None = None
 ) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
-    tuning = tuning or Tuning()
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, page_size = pages.shape[3], pages.shape[2]
     q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     k_pages, v_pages = pages[0], pages[1]
     group = n_heads // n_kv_heads
+    if tuning is None:  # measured on an H200
+        tuning = _SMALL if group * TEAM_SIZE <= 16 else _LARGE
     own_splits, shared_splits = batch.splits
     n_teams, team_size = (0, 1) if batch.teams_MR is None else batch.teams_MR.shape
     if n_teams == 0:

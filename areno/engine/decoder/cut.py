@@ -13,7 +13,9 @@ import numpy as np
 from areno.engine.decoder.sequence import Sequence
 
 _WORTH_IT = 16  # positions that teams must save for each row of the batch, on average
-_LEAST_SPAN, _LONGEST_SPAN, _MAX_SPLITS = 64, 512, 16
+_LEAST_SPAN, _LONGEST_SPAN, _MAX_SPLITS = 64, 1024, 16
+# Pieces that a processor should get. Rows differ in length, so it takes more of theirs to even out.
+_OWN_PIECES, _SHARED_PIECES = 4, 2
 
 
 @dataclass(slots=True)
@@ -57,11 +59,11 @@ def cut_attention(
     if not has_teams:
         shared_B[:] = 0
     own_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_B
-    n_pieces = 2 * n_processors / n_heads
-    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() / n_pieces)
+    per_piece = n_heads / n_processors
+    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() * per_piece / _OWN_PIECES)
     shared_span, shared_splits = _LONGEST_SPAN, 0
     if has_teams:
-        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) / n_pieces)
+        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece / _SHARED_PIECES)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return Cut(shared_B, teams_MR if has_teams else None, spans, (own_splits, shared_splits))
 

@@ -49,6 +49,7 @@ class DecodeGraphs:
         self._filler = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
         self._graphs: dict[Key, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
         self.n_replays = 0
 
     def size_for(self, n_rows: int) -> int:
@@ -91,14 +92,18 @@ class DecodeGraphs:
             splits,
             filtered,
         )
-        # Run it first outside the capture, so that kernels are compiled and workspaces allocated.
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._body(*args)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = self._body(*args)
+        # One stream for all captures, so that they find each other's memory and workspaces. Begin and end by hand:
+        # torch.cuda.graph would give the allocator's memory back each time, which takes longer than the capture.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._body(*args)  # outside the capture first: kernels are compiled, workspaces allocated
+            self._stream.synchronize()
+            # Other threads of the process (NCCL's watchdog, say) may call CUDA meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                out = self._body(*args)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return _Graph(graph, inputs, out)
