@@ -6,11 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
@@ -23,8 +25,9 @@ from areno.models.fused import kernels_for
 from areno.models.llama import LLAMA
 from areno.models.transformer import Transformer
 
-LENGTHS = [3, 1, 4]
+LENGTHS = [3, 1, 2]
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+ALONE = TensorParallel()
 SMALL: dict[str, object] = {  # no size is a power of two
     "family": "llama",
     "vocab_size": 50,
@@ -48,10 +51,10 @@ SMALL: dict[str, object] = {  # no size is a power of two
 }
 
 
-def build(dtype: torch.dtype, device: str, **changes: object) -> Transformer:
+def build(dtype: torch.dtype, device: str, tp: TensorParallel = ALONE, **changes: object) -> Transformer:
     """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
     config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
-    model = Transformer(config, LLAMA, dtype=torch.float32, device="cpu", tp=TensorParallel())
+    model = Transformer(config, LLAMA, dtype=torch.float32, device="cpu", tp=tp)
     model.init_weights(3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -81,7 +84,18 @@ def run(model: Transformer, backend: str, is_fused: bool, **how: object) -> tupl
     return hidden.detach(), scored, flat.grads
 
 
-def compare(device: str, dtype: torch.dtype, tolerance: float, backend: str, **changes: object) -> None:
+SOME = {"recompute": True, "n_kept": 1}
+ALL_WAYS: tuple[dict[str, object], ...] = ({}, {"recompute": True}, SOME)
+
+
+def compare(
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    backend: str,
+    ways: tuple[dict[str, object], ...] = ALL_WAYS,
+    **changes: object,
+) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
         patch = mock.patch("areno.kernels.fused._module", return_value=None)
@@ -92,7 +106,7 @@ def compare(device: str, dtype: torch.dtype, tolerance: float, backend: str, **c
     if dtype != torch.float32:  # the same weights, rounded
         with patch:
             expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False)
-    for how in ({}, {"recompute": True}, {"recompute": True, "n_kept": 1}):
+    for how in ways:
         model = build(dtype, device, **changes)
         got = run(model, backend, is_fused=True, **how)
         for one, other in zip(got, expected, strict=True):
@@ -105,34 +119,45 @@ def compare(device: str, dtype: torch.dtype, tolerance: float, backend: str, **c
 def compare_interpreted() -> None:
     """Run in a process of its own, since Triton decides at its import whether it interprets."""
     compare("cpu", torch.float32, 1e-5, "sdpa")
-    compare("cpu", torch.float32, 1e-5, "sdpa", qk_norm=False, **BARE)
-    compare("cpu", torch.float16, 1e-2, "sdpa", num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
+    compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
 
 
-def test_interpreted_layers_are_the_plain_ones() -> None:
+def compare_rank(rank: int, rendezvous: str) -> None:
+    """One of two ranks: hidden states, and the gradients of what the ranks hold copies of, are those of one alone."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    changes: dict[str, object] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    with mock.patch("areno.kernels.fused._interprets", return_value=False):
+        alone = build(torch.float32, "cpu", **changes)
+        expected = run(alone, "sdpa", is_fused=False)
+    divided = build(torch.float32, "cpu", TensorParallel(rank, 2, dist.group.WORLD), **changes)
+    got = run(divided, "sdpa", is_fused=True)
+    torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
+    whole = dict(alone.named_parameters())
+    norms = [(name, parameter) for name, parameter in divided.named_parameters() if "norm" in name]
+    assert len(norms) == 5
+    for name, parameter in norms:
+        torch.testing.assert_close(parameter.grad, whole[name].grad, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+
+
+def compare_two_ranks() -> None:
+    """Two processes of an interpreting one."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
+
+
+@pytest.mark.parametrize("what", ["compare_interpreted", pytest.param("compare_two_ranks", marks=pytest.mark.slow)])
+def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    code = "from tests.test_fused import compare_interpreted; compare_interpreted()"
+    code = f"from tests.test_fused import {what}; {what}()"
     root = Path(__file__).parents[1]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_interpreted_layers_divided_over_two_ranks_train_as_one() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    test = "tests/test_parallel.py::test_training_is_that_of_one_rank"
-    command = [sys.executable, "-m", "pytest", "-q", test]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=500)
-    if "only 0-dimensional arrays can be converted" in done.stdout:
-        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.gpu
