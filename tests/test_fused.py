@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +29,7 @@ from areno.models.transformer import Transformer
 LENGTHS = [3, 1, 2]
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 ALONE = TensorParallel()
-SMALL: dict[str, object] = {  # no size is a power of two
+SMALL: dict[str, Any] = {  # no size is a power of two
     "family": "llama",
     "vocab_size": 50,
     "hidden_size": 24,
@@ -51,7 +52,7 @@ SMALL: dict[str, object] = {  # no size is a power of two
 }
 
 
-def build(dtype: torch.dtype, device: str, tp: TensorParallel = ALONE, **changes: object) -> Transformer:
+def build(dtype: torch.dtype, device: str, tp: TensorParallel = ALONE, **changes: Any) -> Transformer:
     """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
     config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
     model = Transformer(config, LLAMA, dtype=torch.float32, device="cpu", tp=tp)
@@ -64,7 +65,7 @@ def build(dtype: torch.dtype, device: str, tp: TensorParallel = ALONE, **changes
     return model.to(device, dtype)
 
 
-def run(model: Transformer, backend: str, is_fused: bool, **how: object) -> tuple[Tensor, Tensor, Tensor]:
+def run(model: Transformer, backend: str, is_fused: bool, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states with and without gradients, and the gradient of two passes together."""
     flat = FlatParameters(model)
     device = model.device
@@ -85,7 +86,7 @@ def run(model: Transformer, backend: str, is_fused: bool, **how: object) -> tupl
 
 
 SOME = {"recompute": True, "n_kept": 1}
-ALL_WAYS: tuple[dict[str, object], ...] = ({}, {"recompute": True}, SOME)
+ALL_WAYS: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, SOME)
 
 
 def compare(
@@ -93,8 +94,8 @@ def compare(
     dtype: torch.dtype,
     tolerance: float,
     backend: str,
-    ways: tuple[dict[str, object], ...] = ALL_WAYS,
-    **changes: object,
+    ways: tuple[dict[str, Any], ...] = ALL_WAYS,
+    **changes: Any,
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
@@ -126,7 +127,7 @@ def compare_interpreted() -> None:
 def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks: hidden states, and the gradients of what the ranks hold copies of, are those of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    changes: dict[str, object] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
     with mock.patch("areno.kernels.fused._interprets", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
@@ -162,7 +163,7 @@ def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": False, **BARE}], ids=["all", "bare"])
-def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, object]) -> None:
+def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, Any]) -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **changes)
     half = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 320, "initializer_range": 0.1, **changes}
     backend = choose_backend("native", "cuda", torch.bfloat16)
