@@ -1,5 +1,5 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """The decode attention of `paged.py` as Triton kernels: the work of a step is cut into pieces that run side by side,
 and a second kernel joins the partial results of each row (flash-decoding; running softmax: arXiv 1805.02867).
 

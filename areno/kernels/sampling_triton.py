@@ -1,5 +1,5 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """`sampling.py` as Triton kernels: one pass over the logits, then the draw from a single span of them.
 
 The vocabulary is cut into spans. `_scan_kernel` reads each span once and leaves its maximum, the first entry that has

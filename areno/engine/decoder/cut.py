@@ -13,9 +13,8 @@ import numpy as np
 from areno.engine.decoder.sequence import Sequence
 
 _WORTH_IT = 16  # positions that teams must save for each row of the batch, on average
-_LEAST_SPAN, _LONGEST_SPAN, _MAX_SPLITS = 64, 1024, 16
-# Pieces that a processor should get. Rows differ in length, so it takes more of theirs to even out.
-_OWN_PIECES, _SHARED_PIECES = 4, 2
+_LEAST_SPAN, _LONGEST_SPAN, _MAX_SPLITS = 64, 512, 16
+_PIECES = 2  # that a processor should get, of rows' own positions and of shared ones
 
 
 @dataclass(slots=True)
@@ -59,11 +58,11 @@ def cut_attention(
     if not has_teams:
         shared_B[:] = 0
     own_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_B
-    per_piece = n_heads / n_processors
-    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() * per_piece / _OWN_PIECES)
+    per_piece = n_heads / (_PIECES * n_processors)
+    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() * per_piece)
     shared_span, shared_splits = _LONGEST_SPAN, 0
     if has_teams:
-        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece / _SHARED_PIECES)
+        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return Cut(shared_B, teams_MR if has_teams else None, spans, (own_splits, shared_splits))
 
