@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -102,7 +103,8 @@ def compare(device):
     assert squares_and_nonzeros(grad)[0] == torch.inf
     for n in (5 * BLOCK, 3 * BLOCK + 16, 100):
         for dtype in (torch.float32, torch.bfloat16):
-            for update, eight_bits in ((adam, False), (adam_8bit, True)):
+            forms: list[tuple[Callable[..., None], bool]] = [(adam, False), (adam_8bit, True)]
+            for update, eight_bits in forms:
                 want, got = (states(n, dtype, device, eight_bits) for _ in range(2))
                 with mock.patch("areno.kernels.adam.fused_kernels", return_value=None):
                     update(*want, UPDATE)
