@@ -131,7 +131,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
         "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be more than 0",
         "eval_gconfig.top_p=2": "eval_gconfig.top_p: is 2.0; it must be",
         "engine.device=tpu": "engine.device: is 'tpu'; expected one of 'auto', 'cpu', 'cuda'",
-        "reward.fn=null": "reward.fn: is null; text is expected",
+        "reward.fn=null": "reward.fn: missing (file.py[:function] or a built-in: math)",
         "~experiment_name": "experiment_name: missing",
         "ref=big": "ref: has no choice 'big'; there are default, null",
         "valid_dataset=default": "valid_dataset: is chosen more than once",
@@ -492,7 +492,7 @@ def test_out_of_device_memory(capsys, monkeypatch, place, keys):
 
 
 def test_what_nobody_foresaw_has_its_traceback(capsys, monkeypatch):
-    monkeypatch.setattr("areno.api.trainers.policy_only.sample_advantages", lambda *args: 1 / 0)
+    monkeypatch.setattr("areno.api.trainers.policy_only.outcome_advantages", lambda *args: 1 / 0)
     before = children()
     assert run() == 1
     error = capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
     assert problems_of(
         "actr.lr=1",
         "actor.optimzer.lr=1",
-        "+typo=1",
+        "+oddity=1",
         "~nothing.x",
         "actor.dtype=float16",
         "seed=abc",
@@ -121,7 +121,7 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "experiment_name: Interpolation key 'nowhere' not found",
         "nothing.x: cannot be deleted: there is no such key",
         "actr: unknown key; did you mean actor?",
-        "typo: unknown key",
+        "oddity: unknown key",
         "experiment_name: missing (names the run's folder)",
         "seed: is 'abc'; an integer is expected",
         "engine: is 'fast'; a section is expected, with keys device, world_size, tp_size, workers, attn_backend, "
@@ -220,11 +220,11 @@ def test_an_earlier_run_is_not_overwritten(work, capsys):
 
 def test_a_wrong_configuration_leaves_nothing(work, capsys):
     main = Main()
-    assert run(main, "typo=1", "seed=x") == 2
+    assert run(main, "oddity=1", "seed=x") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: 2 problems in the configuration:\n")
     assert "Traceback" not in error
-    assert run(main, "-m", "typo=1", "seed=1,2") == 2
+    assert run(main, "-m", "oddity=1", "seed=1,2") == 2
     assert not main.calls
     assert not (work / "outputs").exists()
 
@@ -314,10 +314,10 @@ def test_cfg_job_shows_yaml(work, capsys):
     assert shown["gconfig"]["n_samples"] == 8
     assert run(Main(), "--cfg", "job", "-p", "actor.optimizer") == 0
     assert yaml.safe_load(capsys.readouterr().out)["beta2"] == 0.999
-    assert run(Main(), "--cfg", "job", "typo=1") == 2
+    assert run(Main(), "--cfg", "job", "oddity=1") == 2
     output = capsys.readouterr()
-    assert "typo: 1" in output.out
-    assert "typo: unknown key" in output.err
+    assert "oddity: 1" in output.out
+    assert "oddity: unknown key" in output.err
     assert not (work / "outputs").exists()
 
 
@@ -369,7 +369,7 @@ def test_answers_without_importing_torch(tmp_path):
     program = """
 import runpy, sys, warnings
 warnings.simplefilter("ignore")  # runpy does not like to run a module twice
-for arguments in (["--config-name=gsm8k", "--cfg", "job"], ["--help"], ["--config-name=gsm8k", "typo=1"]):
+for arguments in (["--config-name=gsm8k", "--cfg", "job"], ["--help"], ["--config-name=gsm8k", "oddity=1"]):
     sys.argv[1:] = arguments
     try:
         runpy.run_module("areno.recipes.gspo", run_name="__main__")
@@ -382,7 +382,7 @@ sys.exit(f"imported {heavy}" if heavy else 0)
     done = python("-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if line.startswith("code")] == ["code 0", "code 0", "code 2"]
-    assert done.stderr == "error: typo: unknown key\n"
+    assert done.stderr == "error: oddity: unknown key\n"
 
 
 def test_recipe_runs_under_its_own_name(tmp_path):
