@@ -1,17 +1,22 @@
-"""docs/plots.py draws what a run wrote."""
+"""docs/plots.py and docs/algorithm_curves.py draw what runs wrote."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from areno.api import get_algorithm
 from areno.api.metrics import MetricsRecorder
+from areno.config.compose import load
 
-SCRIPT = Path(__file__).parents[1] / "docs/plots.py"
+DOCS = Path(__file__).parents[1] / "docs"
+SCRIPT, CURVES = DOCS / "plots.py", DOCS / "algorithm_curves.py"
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
@@ -37,3 +42,52 @@ def test_run_that_is_not_there(tmp_path):
     done = draw(tmp_path / "x.png", "None", f"reward={tmp_path}/nothing")
     assert done.returncode == 2
     assert "there is no run" in done.stderr
+
+
+# Curves of the algorithms --------------------------------------------------------------------------------------------
+
+
+def curves(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(CURVES), *map(str, arguments)], capture_output=True, text=True)
+
+
+def algorithm_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, list[str]]]:
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module("algorithm_curves").RUNS
+
+
+def test_curves_of_two_algorithms(tmp_path):
+    for name, factor in (("GRPO", 1.0), ("Truncated-IS", 0.5)):
+        run_dir = tmp_path / "algorithms" / name
+        (run_dir / "checkpoints/latest").mkdir(parents=True)
+        with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
+            for step in range(1, 9):
+                recorder.record(step, {"rollout/rewards_mean": factor * step / 8, "time/step": 0.5})
+            recorder.record(8, {"eval/accuracy": 0.75})
+    (tmp_path / "algorithms/PPO").mkdir()  # still on its way
+    image = tmp_path / "images/algorithms.png"
+    done = curves("draw", tmp_path, image)
+    assert done.returncode == 0, done.stderr
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert 2_000 < image.stat().st_size < 60_000
+    assert done.stdout.splitlines()[2:] == [
+        "| GRPO | 0.12 -> 0.75 | 0.750 | 4 |",
+        "| Truncated IS | 0.06 -> 0.38 | 0.750 | 4 |",
+    ]
+
+
+def test_no_curves(tmp_path):
+    done = curves("draw", tmp_path, tmp_path / "x.png")
+    assert done.returncode == 2
+    assert f"there are no runs in {tmp_path}; make them with: algorithm_curves.py run" in done.stderr
+
+
+def test_settings_of_the_curves_compose(monkeypatch):
+    for recipe, settings in algorithm_runs(monkeypatch).values():
+        algorithm = get_algorithm(recipe)
+        assert load(algorithm.config, algorithm.default, settings).total_train_steps == 60
+
+
+def test_the_page_has_a_row_for_every_curve(monkeypatch):
+    section = (DOCS / "algorithms.md").read_text(encoding="utf-8").split("\n## On the quickstart\n")[1]
+    assert re.findall(r"^\| ([^|]+?) \| 0\.\d+ -> ", section, re.M) == list(algorithm_runs(monkeypatch))
