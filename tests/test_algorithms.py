@@ -105,8 +105,13 @@ def test_a_loop_with_a_loss_of_its_own_lends_it_to_nobody() -> None:
 def test_a_trainer_of_another_loop_does_not_take_the_configuration() -> None:
     with pytest.raises(ConfigError, match="PPOConfig is for PPOTrainer, not for PolicyOnlyTrainer"):
         areno.PolicyOnlyTrainer(load(PPOConfig, "quickstart_ppo", []))
-    with pytest.raises(ConfigError, match="GRPOConfig is for PolicyOnlyTrainer, not for PPOTrainer"):
+    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):
         areno.PPOTrainer(load(GRPOConfig, "quickstart", []))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):
+        areno.PPOTrainer(load(GRPOConfig, "quickstart", []), loss_fn=lambda pack, logprobs: None)  # type: ignore[arg-type]
+    for trainer in (areno.SFTTrainer, areno.DPOTrainer, areno.PolicyOnlyTrainer):
+        with pytest.raises(ConfigError, match=f"config is a dict; {trainer.__name__} needs a "):
+            trainer({"experiment_name": "a dictionary"})  # type: ignore[arg-type]
 
 
 # A file of one's own -------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_rows_of_a_script(gpt2):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("rows.jsonl", "train_dataset: is str 'rows.jsonl'; expected rows: a list of dictionaries, or a dataset"),
+        ("rows.jsonl", "train_dataset: is str 'rows.jsonl'; a list of dictionaries, or a dataset, is expected"),
         ({"prompt": ["a"]}, "train_dataset: is dict"),
         (iter([]), "train_dataset: is list_iterator"),
         ([], "train_dataset has no rows"),

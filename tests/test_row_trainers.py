@@ -309,7 +309,7 @@ def test_evaluation_loss_of_a_script(tmp_path):
         evaluator=EvaluatorConfig(freq_steps=2, eval_before_train=True),
     )
     with areno.SFTTrainer(
-        config, tmp_path / "here", train_dataset=DEMONSTRATIONS, valid_dataset=DEMONSTRATIONS[:4]
+        config, str(tmp_path / "here"), train_dataset=DEMONSTRATIONS, valid_dataset=DEMONSTRATIONS[:4]
     ) as trainer:
         result = trainer.fit()
     losses = scalars(tmp_path / "here")["eval/loss"]

@@ -26,6 +26,7 @@ from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSa
 from areno.config.experiments import PPOActorConfig
 from areno.config.model_roles import NormConfig, PolicyConfig, RejectionSamplingConfig
 from areno.engine.types import TrainSequence
+from areno.errors import DataError
 
 
 def sample(item: PromptItem, reward: float | None, tokens: list[int], finish: str = "stop") -> ScoredSample:
@@ -69,6 +70,22 @@ def test_rows_hold_prompt_and_response_aligned() -> None:
     set_trained([made], "advantages", [np.array([2.0, 3.0])])
     assert made.advantages == [0.0, 0.0, 2.0, 3.0]
     np.testing.assert_array_equal(trained([made], "logprobs")[0], [-2.5, -3.0])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (None, "advantages: a NoneType for 1 rows"),
+        ([], "advantages: 0 arrays for 1 rows; a list with an array for each row"),
+        ([[1.0]], r"advantages of row 0 have shape \(1,\); one number for each of its 2 trained tokens"),
+        ([1.0], r"advantages of row 0 have shape \(\)"),
+    ],
+)
+def test_as_many_values_as_trained_tokens(arrays, message):
+    """One number for a whole row, too, would be taken for each of its tokens without a word."""
+    row = TrainSequence(tokens=[1, 2, 3], prompt_mask=[True, False, False])
+    with pytest.raises(DataError, match=message):
+        set_trained([row], "advantages", arrays)
 
 
 def test_truncated_samples_are_left_out_of_training_but_not_of_the_group() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from sdk_script import MODEL, SAMPLING, loss, made, plain_rows, sampled, session
 
@@ -246,6 +247,7 @@ def test_rollout_says_what_is_wrong_with_its_input(trainer: Trainer, call: Any, 
         ([], {}, "dataset has no rows"),
         ("rows.jsonl", {}, "dataset is str 'rows.jsonl'; a list of dictionaries"),
         (iter([1]), {}, "a list of dictionaries, or a dataset, is expected"),
+        (pandas.DataFrame([{"prompt": "1"}]), {}, r"dataset is a pandas DataFrame; .* write .to_dict\(.records.\)"),
         ([{"prompt": "1"}], {"batch_size": 0}, "batch_size: is 0"),
         ([{"prompt": "1"}, {"question": "2"}], {}, "row 1: field prompt is missing"),
         ([{"prompt": "1"}, "2"], {}, "row 1: is str '2', not a dictionary"),
@@ -407,7 +409,7 @@ def test_the_critic_has_its_own_call(trainer: Trainer) -> None:
         trainer.train_values("actor", rows)
     for name in ("cliprange_value", "value_loss_coef"):
         with pytest.raises(ConfigError, match=f"{name}: is -1; a number above 0"):
-            trainer.train_values("critic", rows, **{name: -1})
+            trainer.train_values("critic", rows, **{name: -1})  # type: ignore[arg-type]
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(

@@ -63,7 +63,7 @@ class Algorithm:
                 f"config is {self.config.__name__}; loop {self.loop} needs {needed.__name__} or a subclass of it"
             )
 
-    def trainer(self, config: Any, run_dir: Path | None = None, **given: Any) -> Any:
+    def trainer(self, config: Any, run_dir: str | Path | None = None, **given: Any) -> Any:
         """The loop, ready for `fit()`. `given`: what a script holds, such as train_dataset= and reward_fn=."""
         missing = [role for role in self.roles if getattr(config, role, None) is None]
         if missing:
@@ -117,6 +117,13 @@ def algorithm_of(config: ExperimentConfig) -> Algorithm:
         if algorithm.config is type(config):
             return algorithm
     raise ConfigError(f"no registered algorithm is configured by {type(config).__name__}; give the trainer a loss_fn")
+
+
+def check_config(config: Any, loop: str) -> None:
+    """ConfigError for a configuration that the loop cannot read."""
+    _, name, needed = _LOOPS[loop]
+    if not isinstance(config, needed):
+        raise ConfigError(f"config is a {type(config).__name__}; {name} needs a {needed.__name__}")
 
 
 def loss_of(config: ExperimentConfig, loop: str) -> Callable[..., Any]:

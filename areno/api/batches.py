@@ -10,8 +10,8 @@ import numpy as np
 
 from areno.api.chat import pair_item, prompt_item, sft_sequence
 from areno.api.checks import check_count
-from areno.api.data import Rows
-from areno.api.row_forms import brief, row_problem
+from areno.api.data import Rows, rows_problem
+from areno.api.row_forms import row_problem
 from areno.api.types import Batch, Item, PairBatch, PairItem, PromptBatch, PromptItem, SequenceBatch
 from areno.config.run import DatasetConfig
 from areno.engine.types import TrainSequence
@@ -210,8 +210,8 @@ def dataset_loader(
 
     Raises DataError for what is no dataset, ConfigError for numbers that make no sense.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, (str, Mapping)):
-        raise DataError(f"dataset is {brief(dataset)}; a list of dictionaries, or a dataset, is expected")
+    if problem := rows_problem(dataset):
+        raise DataError(f"dataset {problem}")
     if not len(dataset):
         raise DataError("dataset has no rows")
     check_count("batch_size", batch_size)

@@ -61,10 +61,20 @@ def check_rows(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
     Raises DataError for what is nothing of the kind, for no rows, and for the first that is not of `kind`. `key` is the
     argument's name, for messages.
     """
-    if isinstance(rows, Mapping | str | bytes) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise DataError(f"{key}: is {brief(rows)}; expected rows: a list of dictionaries, or a dataset")
+    if problem := rows_problem(rows):
+        raise DataError(f"{key}: {problem}")
     _check(rows, kind, key)
     return rows
+
+
+def rows_problem(rows: Any) -> str | None:
+    """What keeps `rows` from being a list of dictionaries, or the like, at the first look; or None."""
+    expected = "a list of dictionaries, or a dataset, is expected"
+    if hasattr(rows, "iloc"):  # its brackets choose columns
+        return f'is a pandas {type(rows).__name__}; {expected}: write .to_dict("records")'
+    if isinstance(rows, Mapping | str | bytes) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        return f"is {brief(rows)}; {expected}"
+    return None
 
 
 def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:

@@ -42,8 +42,9 @@ class Stopwatch:
 class Run:
     """The bookkeeping of one run in its folder: logs/, tensorboard/, rollouts/, checkpoints/."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path):
-        self.config, self.folder = config, run_dir
+    def __init__(self, config: ExperimentConfig, run_dir: str | Path):
+        self.config, self.folder = config, Path(run_dir)
+        run_dir = self.folder
         self.saver = Saver(config.saver, run_dir / "checkpoints")
         self.saver.check_writable()
         setup_logging(run_dir / "logs" / "run.log")

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from areno.api.algorithms import loss_of
+from areno.api.algorithms import check_config, loss_of
 from areno.api.batches import BatchLoader, prompt_loader
 from areno.api.build import open_model, role_specs, rollout_spec, sampling_params
 from areno.api.console import log_metric, log_stage, setup_logging
@@ -84,13 +84,14 @@ class PolicyRun:
         self,
         config: PolicyExperimentConfig,
         loss_fn: LossFn | None = None,
-        run_dir: Path | None = None,
+        run_dir: str | Path | None = None,
         *,
         advantage_fn: AdvantageFn | None = None,
         train_dataset: Any = None,
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
+        check_config(config, self.loop)
         self.config, self.advantage_fn = config, advantage_fn
         self.loss_fn = loss_of(config, self.loop) if loss_fn is None else loss_fn
         setup_logging()
@@ -107,7 +108,7 @@ class PolicyRun:
             self.close()
             raise
 
-    def _open(self, run_dir: Path | None, train_rows: Any, valid_rows: Any) -> None:
+    def _open(self, run_dir: str | Path | None, train_rows: Any, valid_rows: Any) -> None:
         config = self.config
         spec, self.tokenizer = open_model(config)
         roles = role_specs(config, spec)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from areno.api.algorithms import check_config
 from areno.api.batches import BatchLoader
 from areno.api.build import open_model
 from areno.api.console import log_stage, setup_logging
@@ -38,8 +39,9 @@ class RowRun(Generic[Item]):
     open_loader: ClassVar[Callable[..., BatchLoader[Any]]]  # of rows of that kind
 
     def __init__(
-        self, config: Any, run_dir: Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
+        self, config: Any, run_dir: str | Path | None = None, *, train_dataset: Any = None, valid_dataset: Any = None
     ):
+        check_config(config, self.kind)
         self.config = config
         setup_logging()
         spec, tokenizer = open_model(config)

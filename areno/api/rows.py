@@ -13,6 +13,7 @@ from areno.api.types import ScoredSample
 from areno.config.build import to_dict
 from areno.config.model_roles import NormConfig, PolicyConfig
 from areno.engine.types import TrainSequence
+from areno.errors import DataError
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.kl import kl_array
@@ -86,9 +87,20 @@ def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
-    """Set a per-token field from its values at trained tokens; 0.0 elsewhere."""
-    for row, array in zip(rows, arrays, strict=True):
+    """Set a per-token field from its values at trained tokens; 0.0 elsewhere.
+
+    DataError where they are not as many, of which an advantage function of one's own should hear.
+    """
+    if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
+        found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
+        raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
+    for index, (row, array) in enumerate(zip(rows, arrays, strict=True)):
         places = _places(row)
+        if np.shape(array) != (places.sum(),):
+            raise DataError(
+                f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {places.sum()} "
+                "trained tokens is expected"
+            )
         values = np.zeros(len(places))
         values[places] = array
         setattr(row, name, values.tolist())

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from areno.api.algorithms import check_config
 from areno.api.batches import dpo_loader
 from areno.api.build import model_folder
 from areno.api.console import Progress, log_stage
@@ -38,7 +39,8 @@ class DPOTrainer(RowRun[PairItem]):
     kind = "dpo"
     open_loader = staticmethod(dpo_loader)
 
-    def __init__(self, config: DPOConfig, run_dir: Path | None = None, **rows: Any):
+    def __init__(self, config: DPOConfig, run_dir: str | Path | None = None, **rows: Any):
+        check_config(config, self.kind)
         self.ref_path: str | None = None  # the actor scores itself
         if config.ref.path not in (None, config.actor.path):
             self.ref_path = model_folder(config.ref.path or "", "ref.path")
