@@ -1,6 +1,6 @@
 """Run the quickstart with every algorithm and variant, and draw the reward of each by step.
 
-    python docs/algorithm_curves.py run FOLDER            some eight minutes on two cores; runs that are there stay
+    python docs/algorithm_curves.py run FOLDER            some five minutes on two cores; runs that are there stay
     python docs/algorithm_curves.py draw FOLDER IMAGE     the image, and the table of docs/algorithms.md
 
 All see the same problems with the same seed, and all but one update four times for each batch, so that ratios leave 1

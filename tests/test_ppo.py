@@ -255,11 +255,14 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert all(value == 0 for row in played.critic_rows[0] for value in row.values or [])
     assert any(value != 0 for row in played.critic_rows[1] for value in row.values or [])
     assert not {"train/loss", "time/train", "train/ratio_mean"} & played.names()
+    warning = "critic.warmup_steps=2 takes all 2 steps: the policy is not trained"
+    assert warning in (tmp_path / "two/logs/run.log").read_text()
     assert {"train/critic_loss", "train/explained_variance", "time/train_critic", "time/values"} <= played.names()
 
     played = run(ppo_config(tmp_path, total_train_steps=3, **how), tmp_path / "three", digits)
     end = load_file(tmp_path / "three/checkpoints/latest/model.safetensors")
     assert sum(not torch.equal(start[name], end[name]) for name in start) > 20
+    assert "warmup_steps" not in (tmp_path / "three/logs/run.log").read_text()
     assert len(played.rows) == 1
     assert len(played.series("train/loss")) == 1
     assert len(played.series("train/critic_loss")) == 3

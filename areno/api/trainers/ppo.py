@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,10 @@ from areno.config.experiments import PPOConfig
 from areno.engine.types import TrainSequence
 from areno.loss_fns.advantages import explained_variance
 
+logger = logging.getLogger("areno")
+
+logger = logging.getLogger("areno")
+
 
 class PPOTrainer(PolicyRun):
     """Trains a policy and its critic."""
@@ -24,6 +29,12 @@ class PPOTrainer(PolicyRun):
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
         advantage_fn = self.advantage_fn or critic_advantages
+        warmup, total = self.config.critic.warmup_steps, self.config.total_train_steps
+        if total is not None and total <= warmup:
+            logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
+        warmup, last = self.config.critic.warmup_steps, self.config.total_train_steps
+        if last is not None and last <= warmup:
+            logger.warning("the policy will not be trained: critic.warmup_steps=%d, total_train_steps=%d", warmup, last)
         for step, batch in self.steps():
             watch, seed = Stopwatch(), self.config.seed * 1_000_003 + step
             collected = self.collect(batch, seed, watch)
@@ -36,7 +47,7 @@ class PPOTrainer(PolicyRun):
                 set_trained(rows, "returns", returns)
             self.log_rollout(collected, rows, watch)
             stats = self._train_critic(rows, seed, watch)
-            if step > self.config.critic.warmup_steps:
+            if step > warmup:
                 corrected = self.correct(rows, watch)
                 stats |= self.train(rows, seed, watch) | corrected
             self.end_step(stats, watch)
