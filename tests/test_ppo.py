@@ -233,10 +233,13 @@ def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, P
     [ratio_std], [clipped] = played.series("train/ratio_std"), played.series("train/critic_value_clip_frac")
     assert ratio_std > 0.01
     assert 0.1 < clipped < 1
-    once = ppo_config(tmp_path, critic={"path": str(models["critic"]), "eps_clip": 0.05}, **without_reference())
-    played = run(once, tmp_path / "once", digits)
-    assert played.series("train/ratio_std")[0] < 1e-4
-    assert played.series("train/critic_value_clip_frac") == [0]
+    # One update each: the ratio is 1, and no value has moved yet. A wide clip holds none back.
+    for updates, eps_clip in ((1, 0.05), (4, 100.0)):
+        how = {"ppo_n_minibatches": updates, "eps_clip": eps_clip, "optimizer": optimizer(1e-2)}
+        config = ppo_config(tmp_path, critic={"path": str(models["critic"]), **how}, **without_reference())
+        played = run(config, tmp_path / f"{updates}", digits)
+        assert played.series("train/ratio_std")[0] < 1e-4
+        assert played.series("train/critic_value_clip_frac") == [0]
 
 
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
