@@ -222,9 +222,9 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
         (lambda t: t.rollout_token_batch([[4]], 1.0, SAMPLING), "n_samples: is 1.0"),
         (lambda t: t.rollout_token_batch([[4]], 1, {"top_k": 1}), "sampling_params is a dict"),
         (
-            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(stop="\n")),
+            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(stop="\n")),  # type: ignore[arg-type]
             "SamplingParams.stop is '\\\\n'; a list",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(temperature="1")), "SamplingParams.temperature"),  # type: ignore[arg-type]
         (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(greedy="no")), "SamplingParams.greedy is 'no'; True"),  # type: ignore[arg-type]
         (lambda t: t.rollout_token_batch([[4]], 1, SAMPLING, seed=1.5), "seed: is 1.5; a whole number is expected"),
