@@ -254,7 +254,6 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     moved = [name for name, value in start.items() if name in critic and not torch.equal(value, critic[name])]
     assert len(moved) > 20
     assert not played.rows
-    assert "the policy will not be trained" in (tmp_path / "two/logs/run.log").read_text()
     assert [len(rows) for rows in played.critic_rows] == [8, 8]
     assert all(value == 0 for row in played.critic_rows[0] for value in row.values or [])
     assert any(value != 0 for row in played.critic_rows[1] for value in row.values or [])
@@ -264,7 +263,6 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert {"train/critic_loss", "train/explained_variance", "time/train_critic", "time/values"} <= played.names()
 
     played = run(ppo_config(tmp_path, total_train_steps=3, **how), tmp_path / "three", digits)
-    assert "will not be trained" not in (tmp_path / "three/logs/run.log").read_text()
     end = load_file(tmp_path / "three/checkpoints/latest/model.safetensors")
     assert sum(not torch.equal(start[name], end[name]) for name in start) > 20
     assert "warmup_steps" not in (tmp_path / "three/logs/run.log").read_text()

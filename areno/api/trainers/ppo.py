@@ -32,9 +32,6 @@ class PPOTrainer(PolicyRun):
         warmup, total = self.config.critic.warmup_steps, self.config.total_train_steps
         if total is not None and total <= warmup:
             logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
-        warmup, last = self.config.critic.warmup_steps, self.config.total_train_steps
-        if last is not None and last <= warmup:
-            logger.warning("the policy will not be trained: critic.warmup_steps=%d, total_train_steps=%d", warmup, last)
         for step, batch in self.steps():
             watch, seed = Stopwatch(), self.config.seed * 1_000_003 + step
             collected = self.collect(batch, seed, watch)
