@@ -171,7 +171,7 @@ def test_errors_arrive_as_they_are_and_work_goes_on(engine: Engine, tmp_path: Pa
     expected = engine.logprobs("actor", ROWS)
     with pytest.raises(DataError, match=r"^row 1: tokens is empty"):
         engine.train([TrainSequence([True, False], [3, 4]), TrainSequence([], [])], sft_loss_fn)
-    with pytest.raises(EngineError, match="there is no role 'critic'; loaded are: actor; call ensure_roles for 'critic'"):
+    with pytest.raises(EngineError, match="no role 'critic'; loaded are: actor; call ensure_roles for 'critic'"):
         engine.logprobs("critic", ROWS)
     engine.begin_rollout(ROLLOUT)
     with pytest.raises(EngineError, match="train was called inside a rollout phase"):

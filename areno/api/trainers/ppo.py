@@ -17,8 +17,6 @@ from areno.loss_fns.advantages import explained_variance
 
 logger = logging.getLogger("areno")
 
-logger = logging.getLogger("areno")
-
 
 class PPOTrainer(PolicyRun):
     """Trains a policy and its critic."""
