@@ -237,6 +237,19 @@ def test_dynamic_sampling_fills_the_step_with_other_prompts(grpo: Variant) -> No
         assert run.series("train/grad_norm")[step] > 0
 
 
+def test_a_prompt_that_comes_again_makes_a_group_of_its_own(grpo: Variant) -> None:
+    """Five prompts for steps of four: what is sampled anew are, epoch after epoch, the same."""
+    few = [
+        {"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a, b in ((27, 35), (18, 44), (56, 17), (48, 33), (29, 9))
+    ]
+    run = grpo(*RIGHT_OR_WRONG, "variant=dapo", "total_train_epochs=40", train_dataset=few)
+    assert max(run.series("rollout/sampling_rounds")) > 2
+    for step, rows in enumerate(run.rows):
+        assert [sorted(rewards(group)) for group in groups(rows, 2)] == [[0.0, 1.0]] * 4
+        n_groups = run.series("rollout/num_sequences")[step] / 2
+        assert run.series("rollout/dropped_groups")[step] == n_groups - 4
+
+
 def test_dynamic_batch_size_trains_on_what_is_left(grpo: Variant) -> None:
     run = grpo(*RIGHT_OR_WRONG, "rollout.dynamic_sampling=true", "dynamic_bs=true", "total_train_steps=4")
     assert run.series("rollout/sampling_rounds") == [1] * 4

@@ -5,6 +5,7 @@ The algorithm itself (rows, advantages, updates) is in trainers/policy_only.py a
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,7 @@ class PolicyRun:
         return out
 
     def _sample_and_score(self, items: Sequence[PromptItem], seed: int, watch: Stopwatch) -> list[ScoredSample]:
+        items = [copy.copy(item) for item in items]  # what groups are told by: a prompt that comes again has another
         with watch.phase("rollout"):
             results = self.sample(items, self.config.gconfig, seed, "rollout")
         with watch.phase("reward"):
