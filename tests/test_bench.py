@@ -487,4 +487,3 @@ def test_a_profile_of_a_step_is_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "== train" in text
     assert "gemm" in text
     assert 0 <= out["areno"]["train_idle_share"] < 1
-    assert out["areno"]["peak_device_gib"] > 0

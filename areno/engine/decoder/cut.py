@@ -13,7 +13,8 @@ import numpy as np
 from areno.engine.decoder.sequence import Sequence
 
 _WORTH_IT = 16  # positions that teams must save for each row of the batch, on average
-_LEAST_SPAN, _LONGEST_SPAN, _MAX_SPLITS = 64, 512, 16
+_LEAST_SPAN, _MAX_SPLITS = 64, 16
+_LONGEST_OWN, _LONGEST_SHARED = 256, 512  # what rows have alone is uneven: short spans fit it
 _PIECES = 2  # that a processor should get, of rows' own positions and of shared ones
 
 
@@ -59,18 +60,18 @@ def cut_attention(
         shared_B[:] = 0
     own_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_B
     per_piece = n_heads / (_PIECES * n_processors)
-    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() * per_piece)
-    shared_span, shared_splits = _LONGEST_SPAN, 0
+    own_span, own_splits = _span_and_splits(int(own_B.max()), own_B.sum() * per_piece, _LONGEST_OWN)
+    shared_span, shared_splits = _LONGEST_SHARED, 0
     if has_teams:
-        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece)
+        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece, _LONGEST_SHARED)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return Cut(shared_B, teams_MR if has_teams else None, spans, (own_splits, shared_splits))
 
 
-def _span_and_splits(longest: int, wanted: float) -> tuple[int, int]:
-    """A power of two near the wanted span, within bounds, and how many of them the longest takes, rounded up to one."""
+def _span_and_splits(longest: int, wanted: float, most: int) -> tuple[int, int]:
+    """A power of two near the wanted span, up to `most`, and how many of them the longest takes, rounded up to one."""
     span = _LEAST_SPAN
-    while (2 * span <= wanted and span < _LONGEST_SPAN) or span * _MAX_SPLITS < longest:
+    while (2 * span <= wanted and span < most) or span * _MAX_SPLITS < longest:
         span *= 2
     splits = 1
     while splits * span < longest:
