@@ -90,7 +90,9 @@ class ModelConfig(Section):
         False, help="random weights (from seed) in the shape of path/config.json; the folder needs no weight files"
     )
     gradient_checkpointing: bool = knob(
-        True, help="recompute activations per layer in the backward pass", flag="--activation-checkpointing"
+        True,
+        help="recompute activations in the backward pass; on CUDA only of as many layers as memory requires",
+        flag="--activation-checkpointing",
     )
     gradient_accumulation_steps: int | None = knob(
         None,
@@ -363,7 +365,7 @@ class CriticConfig(Section):
     eps_clip: float = knob(0.5, help="values stay this near to those of the rollout", gt=0, flag="--value-clip-eps")
     value_loss_coef: float = knob(0.5, help="factor on the value loss", gt=0, flag="--value-loss-coef")
     ppo_n_minibatches: int = knob(1, help="optimizer steps for each rollout batch", gt=0)
-    gradient_checkpointing: bool = knob(True, help="recompute activations per layer in the backward pass")
+    gradient_checkpointing: bool = knob(True, help="as actor.gradient_checkpointing")
     mb_spec: MicroBatchSpec = knob(factory=MicroBatchSpec, help="micro-batches")
     optimizer: OptimizerConfig = knob(
         factory=lambda: OptimizerConfig(lr=1e-5), help="optimizer and learning-rate schedule (lr: 001's --critic-lr)"
