@@ -105,6 +105,8 @@ def test_a_loop_with_a_loss_of_its_own_lends_it_to_nobody() -> None:
 def test_a_trainer_of_another_loop_does_not_take_the_configuration() -> None:
     with pytest.raises(ConfigError, match="PPOConfig is for PPOTrainer, not for PolicyOnlyTrainer"):
         areno.PolicyOnlyTrainer(load(PPOConfig, "quickstart_ppo", []))
+    with pytest.raises(ConfigError, match="not for PolicyOnlyTrainer, which would not use its critic"):
+        areno.PolicyOnlyTrainer(load(PPOConfig, "quickstart_ppo", []), lambda pack, logprobs: (logprobs.sum(), {}))
     with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):
         areno.PPOTrainer(load(GRPOConfig, "quickstart", []))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):

@@ -160,6 +160,11 @@ IDLE = [  # settings that would do nothing beside the others: (actor, more, the 
     ({"use_kl_in_reward": True, "kl_ctl": 0.0}, {"ref": None}, "actor.use_kl_in_reward"),
     ({"reward_norm": {"mean_level": None, "mean_leave1out": True}}, {}, "actor.reward_norm.mean_leave1out"),
     ({"adv_norm": {"std_level": None, "std_unbiased": True}}, {}, "actor.adv_norm.std_unbiased"),
+    (
+        {"use_kl_in_reward": True, "kl_ctl": 0.1, "adv_norm": {"mean_level": "batch", "mean_leave1out": True}},
+        {"ref": {}},
+        "actor.adv_norm.mean_leave1out",
+    ),
     ({}, {"gconfig": {"greedy": True}}, "gconfig.greedy"),
     ({}, {"rollout": {"max_sampling_rounds": 3}}, "rollout.max_sampling_rounds"),
     (

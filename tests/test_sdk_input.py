@@ -269,6 +269,10 @@ def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, h
         (plain_rows(tokens=None), "batch_data\\[1\\] has no tokens"),
         (plain_rows(tokens=[]), "batch_data\\[1\\]: tokens has no tokens"),
         (plain_rows(tokens=[4, 5, 6, 99]), "batch_data\\[1\\]: tokens holds 99"),
+        (
+            plain_rows(tokens=[4] * 129),
+            "batch_data\\[1\\]: tokens has 129 tokens, more than the model's context of 128",
+        ),
         (plain_rows(tokens=["4", "5", "6", "1"]), "batch_data\\[1\\]: tokens holds '4'; token ids are ints"),
         (plain_rows(advantages=1.0), "batch_data\\[1\\]: advantages is 1.0; a list"),
         (plain_rows(reward=None), "batch_data\\[1\\]: reward is None; a number"),
@@ -377,6 +381,8 @@ def test_unknown_roles_and_wrong_rows_to_score(trainer: Trainer) -> None:
         trainer.train_values("critics", plain_rows())
     with pytest.raises(DataError, match="token_rows\\[1\\] holds 99"):
         trainer.score_logprobs("actor", [[4, 5], [99]])
+    with pytest.raises(DataError, match="token_rows\\[0\\] has 129 tokens, more than the model's context of 128"):
+        trainer.score_logprobs("actor", [[4] * 129])
     with pytest.raises(ConfigError, match="temperature: is 0; a number above 0"):
         trainer.score_logprobs("actor", [[4]], 0)
     with pytest.raises(EngineError, match="there is no role \\['ref'\\]"):

@@ -124,6 +124,8 @@ def check_config(config: Any, loop: str) -> None:
     _, name, needed = _LOOPS[loop]
     if not isinstance(config, needed):
         raise ConfigError(f"config is a {type(config).__name__}; {name} needs a {needed.__name__}")
+    if loop == "policy_only" and hasattr(config, "critic"):
+        raise ConfigError(f"{type(config).__name__} is for PPOTrainer, not for {name}, which would not use its critic")
 
 
 def loss_of(config: ExperimentConfig, loop: str) -> Callable[..., Any]:

@@ -71,7 +71,9 @@ def prompt_problem(prompt: Any) -> str | None:
     return f"is a {type(prompt).__name__}; a string is expected"
 
 
-def check_token_rows(rows: Any, name: str, vocab_size: int, *, may_be_empty: bool = False) -> None:
+def check_token_rows(
+    rows: Any, name: str, vocab_size: int, *, context_len: int | None = None, may_be_empty: bool = False
+) -> None:
     """DataError unless `rows`, the argument `name`, is a list of non-empty lists of the model's token ids."""
     if not isinstance(rows, (list, tuple)):
         raise DataError(f"{name} is a {type(rows).__name__}; a list of lists of token ids is expected")
@@ -82,11 +84,11 @@ def check_token_rows(rows: Any, name: str, vocab_size: int, *, may_be_empty: boo
             raise DataError(f"{name}[{index}] is a string; token ids are expected: tokenizer.encode(text)")
         if _is_int(row):
             raise DataError(f"{name}[{index}] is the number {row}; a list of token ids is expected: [[...]]")
-        if problem := token_problem(row, vocab_size):
+        if problem := token_problem(row, vocab_size, context_len):
             raise DataError(f"{name}[{index}] {problem}")
 
 
-def token_problem(tokens: Any, vocab_size: int) -> str | None:
+def token_problem(tokens: Any, vocab_size: int, context_len: int | None = None) -> str | None:
     """What is wrong with the token ids of one row, or None."""
     try:
         ids = np.asarray(tokens)
@@ -102,11 +104,13 @@ def token_problem(tokens: Any, vocab_size: int) -> str | None:
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
         return f"holds {wrong}; the model has token ids 0 to {vocab_size - 1}; check that the tokenizer is the model's"
+    if context_len is not None and ids.size > context_len:
+        return f"has {ids.size} tokens, more than the model's context of {context_len}; cut the row"
     return None
 
 
-def check_rows(rows: Any, vocab_size: int) -> None:
-    """DataError unless `rows` is a non-empty list of TrainSequence whose tokens the model has.
+def check_rows(rows: Any, vocab_size: int, context_len: int) -> None:
+    """DataError unless `rows` is a non-empty list of TrainSequence whose tokens the model has, and no more than it can.
 
     Per-token lists of other lengths than the tokens are for the train backend to find.
     """
@@ -120,7 +124,7 @@ def check_rows(rows: Any, vocab_size: int) -> None:
             raise DataError(f"batch_data[{index}] is a {type(row).__name__}; an areno.TrainSequence is expected")
         if row.tokens is None:
             raise DataError(f"batch_data[{index}] has no tokens; set TrainSequence.tokens")
-        if problem := token_problem(row.tokens, vocab_size):
+        if problem := token_problem(row.tokens, vocab_size, context_len):
             raise DataError(f"batch_data[{index}]: tokens {problem}")
         for name in per_token:
             value = getattr(row, name)

@@ -333,7 +333,7 @@ class Trainer:
     ) -> dict[str, float]:
         engine = self.engine
         self._sessions.refuse("train" if role == "actor" else "train_values")
-        check_rows(rows, engine.info.vocab_size)
+        check_rows(rows, engine.info.vocab_size, engine.info.context_len)
         check_count("n_minibatches", n_minibatches)
         check_count("granularity", granularity)
         check_count("seed", seed, least=0)
@@ -418,7 +418,8 @@ class Trainer:
     def _score(self, what: str, token_rows: Any, score: Callable[[Engine], list[Any]]) -> list[Any]:
         engine = self.engine
         self._sessions.refuse(what)
-        check_token_rows(token_rows, "token_rows", engine.info.vocab_size, may_be_empty=True)
+        info = engine.info
+        check_token_rows(token_rows, "token_rows", info.vocab_size, context_len=info.context_len, may_be_empty=True)
         if not token_rows:
             return []
         with self._wording(), self._log.watch.phase("score"):

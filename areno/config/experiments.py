@@ -233,6 +233,11 @@ class PPOActorConfig(TokenPolicyConfig):
     gae_lambda: float = knob(0.95, help="GAE: 0 trusts the critic, 1 the rewards", ge=0, le=1, flag="--lam")
 
     @check
+    def leave_one_out_is_for_samples(self) -> Iterator[Problem]:
+        if self.adv_norm is not None and self.adv_norm.mean_leave1out:
+            yield Problem("adv_norm.mean_leave1out", "is for samples; the advantages of PPO are those of tokens")
+
+    @check
     def dual_clip_has_a_clip(self) -> Iterator[Problem]:
         if self.c_clip != settings(PPOActorConfig)["c_clip"].default():  # the default is nobody's wish
             yield from TokenPolicyConfig.dual_clip_has_a_clip(self)
@@ -257,8 +262,3 @@ class PPOConfig(KLExperimentConfig):
                 f"is {self.critic.ppo_n_minibatches}, which does not divide the {rows} rows of a step "
                 "(train_dataset.batch_size * gconfig.n_samples)",
             )
-
-    @check
-    def leave_one_out_needs_others(self) -> Iterator[Problem]:
-        if self.actor.adv_norm is not None and self.actor.adv_norm.mean_leave1out:
-            yield Problem("actor.adv_norm.mean_leave1out", "is for samples; the advantages of PPO are those of tokens")

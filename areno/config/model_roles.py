@@ -244,6 +244,16 @@ class PolicyConfig(ModelConfig):
             )
 
     @check
+    def leave_one_out_is_for_samples(self) -> Iterator[Problem]:
+        norm = self.adv_norm
+        if norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group":
+            yield Problem(
+                "adv_norm.mean_leave1out",
+                "is for samples; with use_kl_in_reward only the advantages of a group are those of samples: set "
+                "adv_norm.mean_level=group",
+            )
+
+    @check
     def loglinear_decides_late(self) -> Iterator[Problem]:
         late = self.prox_logp_method == "loglinear"
         if late and (self.rejection_sampling is not None or self.m2_threshold is not None or self.recompute_logprob):

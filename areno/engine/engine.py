@@ -258,10 +258,19 @@ class Engine:
 
 
 def _difference(name: str, loaded: RoleSpec, wanted: RoleSpec) -> str:
+    was, now = _flat(dataclasses.asdict(loaded)), _flat(dataclasses.asdict(wanted))
     changed = ", ".join(
-        f"{field.name}={getattr(wanted, field.name)!r} (loaded with {getattr(loaded, field.name)!r})"
-        for field in dataclasses.fields(RoleSpec)
-        if getattr(wanted, field.name) != getattr(loaded, field.name)
+        f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})"
+        for field in dict.fromkeys([*now, *was])
+        if now.get(field) != was.get(field)
     )
     how = "the actor is what the engine was built for" if name == "actor" else "call release_role first to replace it"
     return f"role {name!r} is loaded already, asked for now with {changed}; {how}"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
