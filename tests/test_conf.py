@@ -29,7 +29,7 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
 }
 # What experiments leave to the user.
-EXPERIMENT_NEEDS = {"grpo-stories-stories260k-cpu": ["actor.path=folder"]}
+EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in library.experiments() if "stories260k" in name}
 GROUPS = [(group, choice) for group, choices in library.groups().items() for choice in choices if group != "variant"]
 # The recipes a variant is for, and its section in docs/algorithms.md.
 VARIANTS = {

@@ -7,10 +7,11 @@ for the same reason. `areno.config.build` then checks everything at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,11 +195,13 @@ class Session(AbstractContextManager["Session"]):
 
     def show_info(self, topic: str) -> None:
         """Print what Hydra knows of `topic`: all, config, defaults, defaults-tree, plugins, searchpath."""
-        self._hydra.show_info(topic, self.config_name, self._command_line.sample)
+        with _logging_kept():
+            self._hydra.show_info(topic, self.config_name, self._command_line.sample)
 
     def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
         """Print Hydra's own configuration (`hydra`), or that and ours (`all`)."""
-        self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
+        with _logging_kept():
+            self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
 
     def _task(self, job: Callable[[Job], Any]) -> Callable[[DictConfig], Any]:
         def task(config: DictConfig) -> Any:
@@ -322,6 +325,18 @@ class Session(AbstractContextManager["Session"]):
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         return Composition(data, complete(self.cls, {str(key): value for key, value in raw.items()}), found)
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Hydra's own prints set up the root logger for themselves, and leave it so."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
