@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,29 @@ def minimind() -> Any:
 def gpt2() -> Any:
     """Has no chat template."""
     return _tokenizer("gpt2")
+
+
+@contextmanager
+def _areno_log_restored() -> Iterator[None]:
+    logger = logging.getLogger("areno")
+    before = logger.propagate, logger.level
+    yield
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = before[0]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def log_restored() -> Iterator[None]:
+    """A run sends areno's log to its own folder; later tests want it where it was."""
+    with _areno_log_restored():
+        yield
+
+
+@pytest.fixture(scope="module")
+def log_restored_by_module() -> Iterator[None]:
+    """The same after the last test of a module, whose runs are shared by its tests."""
+    with _areno_log_restored():
+        yield

@@ -42,16 +42,9 @@ REWARD = "def reward_fn(record):\n    return float(record.completion == record.s
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_restored: None) -> None:
     """Work in an empty folder, and leave areno's log as it was."""
     monkeypatch.chdir(tmp_path)
-    logger = logging.getLogger("areno")
-    before = logger.propagate, logger.level
-    yield
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate, logger.level = before
 
 
 def run(*overrides: str, recipe=gspo, evaluate: bool = False) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import math
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -47,17 +46,7 @@ needs = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _logging_restored() -> Iterator[None]:
-    """A run sends areno's log to its own folder; later tests want it where it was."""
-    logger = logging.getLogger("areno")
-    before = logger.propagate, logger.level
-    yield
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate = before[0]
-    logger.setLevel(before[1])
+pytestmark = pytest.mark.usefixtures("log_restored_by_module")
 
 
 def train(recipe: str, folder: Path, *arguments: str) -> Path:

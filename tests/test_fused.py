@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +20,7 @@ from areno.models.config import TransformerConfig
 from areno.models.fused import kernels_for
 from areno.models.llama import LLAMA
 from areno.models.transformer import Transformer
+from tests.interpreted import run_interpreted
 
 LENGTHS = [3, 1, 2]
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
@@ -150,15 +146,7 @@ def compare_two_ranks() -> None:
 
 @pytest.mark.parametrize("what", ["compare_interpreted", pytest.param("compare_two_ranks", marks=pytest.mark.slow)])
 def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    code = f"from tests.test_fused import {what}; {what}()"
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
-    assert done.returncode == 0, done.stderr
+    run_interpreted(f"from tests.test_fused import {what}; {what}()", timeout=200)
 
 
 @pytest.mark.gpu

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from areno.kernels.logprobs import selected_logprobs
+from tests.interpreted import run_interpreted
 
 K, V, D = 23, 37, 8
 
@@ -175,15 +171,7 @@ def test_divided_vocabulary_needs_its_size():
 
 
 def test_interpreted_kernels_equal_the_full_softmax():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    root = Path(__file__).parents[1]
-    code = "from tests.test_logprobs import compare_interpreted; compare_interpreted()"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.test_logprobs import compare_interpreted; compare_interpreted()", timeout=200)
 
 
 @pytest.mark.gpu

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,15 +43,7 @@ PROBLEMS = [{"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a in (17, 28, 3
 TEMPERATURE = 2.0  # completions that differ, also in length
 
 
-@pytest.fixture(autouse=True)
-def _logging_restored() -> Iterator[None]:
-    logger = logging.getLogger("areno")
-    before = logger.propagate, logger.level
-    yield
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate, logger.level = before
+pytestmark = pytest.mark.usefixtures("log_restored")
 
 
 @pytest.fixture(scope="module")

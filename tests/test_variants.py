@@ -6,10 +6,9 @@ there the loss is a weighted mean of advantages. `stale` gives the rows another 
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,7 @@ Variant = Callable[..., Played]
 MOVING = ["actor.ppo_n_minibatches=8", "actor.optimizer.lr=1e-2", "total_train_steps=1"]  # ratios leave 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _logging_restored() -> Iterator[None]:
-    logger = logging.getLogger("areno")
-    before = logger.propagate, logger.level
-    yield
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate, logger.level = before
+pytestmark = pytest.mark.usefixtures("log_restored_by_module")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from areno.api.session import cache_spec
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig, PPOConfig
 from areno.config.model_roles import ModelConfig
 from areno.config.paths import existing_path, model_of
@@ -201,14 +202,8 @@ def rollout_spec(config: PolicyExperimentConfig, context_len: int) -> RolloutSpe
         min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
         for gconfig, max_prompt in uses
     )
-    return RolloutSpec(
-        max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,
-        max_len=max_len,
-        max_prefill_tokens=rollout.max_prefill_tokens,
-        mem_fraction=rollout.mem_fraction,
-        max_kv_tokens=rollout.max_kv_tokens,
-        eager_decode=rollout.eager_decode,
-    )
+    max_running = rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples
+    return cache_spec(rollout, max_running=max_running, max_len=max_len)
 
 
 def role_specs(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:

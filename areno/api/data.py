@@ -18,13 +18,15 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from areno.api.row_forms import EXPECTED, FIELDS, Row, RowKind, brief, row_problem
 from areno.api.user_code import describe, load_function, split_spec
+from areno.config.experiments import ExperimentConfig
 from areno.config.paths import existing_path, find_file
-from areno.config.run import DatasetConfig
+from areno.config.run import DatasetConfig, ValidDatasetConfig
 from areno.errors import ArenoError, ConfigError, DataError, Problem
 
 
@@ -53,6 +55,21 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
         hint = f"; set {key}.loader to a file.py that makes such rows"
     _check(rows, kind, f"{key}.{setting}: {config.path}", hint)
     return rows
+
+
+def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
+    """The rows of a run, those that a script has `given` or else those configured, and the section to go on with."""
+    if given is None:
+        return load_rows(config, kind, key), config
+    return check_rows(given, kind, key), replace(config, path=None)  # messages should not speak of a path
+
+
+def valid_section(config: ExperimentConfig, given: Any) -> ValidDatasetConfig | None:
+    """The section of valid_dataset; rows `given` by a script need none. None where there is no evaluation."""
+    if config.valid_dataset is not None or given is None:
+        return config.valid_dataset
+    train = config.train_dataset
+    return ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
 
 
 def check_rows(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:

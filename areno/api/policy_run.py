@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ from areno.api.algorithms import check_config, loss_of
 from areno.api.batches import BatchLoader, prompt_loader
 from areno.api.build import open_model, role_specs, rollout_spec, sampling_params
 from areno.api.console import log_metric, log_stage, setup_logging
-from areno.api.data import check_rows, load_rows
+from areno.api.data import open_rows, valid_section
 from areno.api.dumps import completions_to_log, dump_rollouts, log_completions
 from areno.api.loop import RolloutProgress, Run, Stopwatch
 from areno.api.metrics import rollout_metrics
@@ -38,7 +38,7 @@ from areno.api.trainer import Trainer
 from areno.api.types import Batch, PromptItem, RewardOutcome, RewardRecord, RolloutResult, ScoredSample
 from areno.config import run_folder
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.run import DatasetConfig, GenerationConfig, ValidDatasetConfig
+from areno.config.run import DatasetConfig, GenerationConfig
 from areno.engine.types import TrainSequence
 
 logger = logging.getLogger("areno")
@@ -119,10 +119,8 @@ class PolicyRun:
         self.mean_rewards: list[float] = []  # of each training step so far
         self.loader = self._loader(config.train_dataset, train_rows, "train_dataset", config.gconfig, "gconfig")
         self.valid_loader = None
-        if config.valid_dataset is not None or valid_rows is not None:
+        if (valid := valid_section(config, valid_rows)) is not None:
             eval_key = "gconfig" if config.eval_gconfig is None else "eval_gconfig"
-            train = config.train_dataset
-            valid = config.valid_dataset or ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
             self.valid_loader = self._loader(valid, valid_rows, "valid_dataset", self.eval_gconfig, eval_key)
         if self.rewards is not None:
             self.rewards.wait_ready()
@@ -350,10 +348,7 @@ class PolicyRun:
     def _loader(
         self, dataset: DatasetConfig, rows: Any, key: str, gconfig: GenerationConfig, gconfig_key: str
     ) -> BatchLoader[PromptItem]:
-        if rows is None:
-            rows = load_rows(dataset, "prompt", key)
-        else:  # messages should not speak of a path
-            rows, dataset = check_rows(rows, "prompt", key), replace(dataset, path=None)
+        rows, dataset = open_rows(dataset, rows, "prompt", key)
         return prompt_loader(
             rows,
             self.tokenizer,

@@ -6,7 +6,6 @@ The algorithm itself (what is trained on, what is measured) is in trainers/sft.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,13 +13,13 @@ from areno.api.algorithms import check_config
 from areno.api.batches import BatchLoader
 from areno.api.build import open_model
 from areno.api.console import log_stage, setup_logging
-from areno.api.data import check_rows, load_rows
+from areno.api.data import open_rows, valid_section
 from areno.api.loop import Run, Stopwatch
 from areno.api.row_forms import RowKind
 from areno.api.trainer import Trainer
 from areno.api.types import Batch, Item
 from areno.config import run_folder
-from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.config.run import DatasetConfig
 from areno.engine.types import TrainSequence
 
 Self = TypeVar("Self", bound="RowRun[Any]")  # typing has it from Python 3.11 on
@@ -48,17 +47,12 @@ class RowRun(Generic[Item]):
         kind, open_loader = self.kind, type(self).open_loader
 
         def loader(dataset: DatasetConfig, rows: Any, key: str) -> BatchLoader[Item]:
-            if rows is None:
-                rows = load_rows(dataset, kind, key)
-            else:  # messages should not speak of a path
-                rows, dataset = check_rows(rows, kind, key), replace(dataset, path=None)
+            rows, dataset = open_rows(dataset, rows, kind, key)
             return open_loader(rows, tokenizer, dataset, context_len=spec.context_len, seed=config.seed, key=key)
 
-        train = config.train_dataset
-        self.loader = loader(train, train_dataset, "train_dataset")
+        self.loader = loader(config.train_dataset, train_dataset, "train_dataset")
         self.valid_loader: BatchLoader[Item] | None = None
-        if config.valid_dataset is not None or valid_dataset is not None:
-            valid = config.valid_dataset or ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
+        if (valid := valid_section(config, valid_dataset)) is not None:
             self.valid_loader = loader(valid, valid_dataset, "valid_dataset")
         self.trained: list[dict[str, float]] = []  # train/* of each step so far
         self.evaluated: list[dict[str, float]] = []  # eval/* of each evaluation so far

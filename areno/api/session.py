@@ -25,6 +25,18 @@ class CacheSettings(Protocol):
     eager_decode: bool
 
 
+def cache_spec(cache: CacheSettings, *, max_running: int, max_len: int) -> RolloutSpec:
+    """One rollout phase with these settings; see RolloutSpec."""
+    return RolloutSpec(
+        max_running=max_running,
+        max_len=max_len,
+        max_prefill_tokens=cache.max_prefill_tokens,
+        mem_fraction=cache.mem_fraction,
+        max_kv_tokens=cache.max_kv_tokens,
+        eager_decode=cache.eager_decode,
+    )
+
+
 class Sessions:
     """The rollout sessions of one Trainer, of which at most one is open."""
 
@@ -83,15 +95,7 @@ class RolloutSession:
             if n_tokens > sessions.longest:
                 roomy = 1 << (n_tokens - 1).bit_length()
                 sessions.longest = max(n_tokens, min(roomy, sessions.engine.info.context_len))
-            cache = sessions.cache
-            spec = RolloutSpec(
-                max_running=self._max_running,
-                max_len=sessions.longest,
-                max_prefill_tokens=cache.max_prefill_tokens,
-                mem_fraction=cache.mem_fraction,
-                max_kv_tokens=cache.max_kv_tokens,
-                eager_decode=cache.eager_decode,
-            )
+            spec = cache_spec(sessions.cache, max_running=self._max_running, max_len=sessions.longest)
         if self._running_spec == spec:
             return
         if self._running_spec is not None:
