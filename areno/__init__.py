@@ -21,25 +21,24 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from areno.api.backend import Areno, ArenoConfig
+    from areno.api.inputs.backend import Areno, ArenoConfig
     from areno.api.trainer import Trainer
     from areno.api.trainers.dpo import DPOTrainer
     from areno.api.trainers.policy_only import PolicyOnlyTrainer
     from areno.api.trainers.ppo import PPOTrainer
     from areno.api.trainers.sft import SFTTrainer
-    from areno.api.types import ModelRole
-    from areno.engine.types import SamplingParams, TrainSequence
+    from areno.types import ModelRole, SamplingParams, TrainSequence
 
 _HOME = {
-    "Areno": "areno.api.backend",
-    "ArenoConfig": "areno.api.backend",
+    "Areno": "areno.api.inputs.backend",
+    "ArenoConfig": "areno.api.inputs.backend",
     "DPOTrainer": "areno.api.trainers.dpo",
-    "ModelRole": "areno.api.types",
+    "ModelRole": "areno.types",
     "PPOTrainer": "areno.api.trainers.ppo",
     "PolicyOnlyTrainer": "areno.api.trainers.policy_only",
     "SFTTrainer": "areno.api.trainers.sft",
-    "SamplingParams": "areno.engine.types",
-    "TrainSequence": "areno.engine.types",
+    "SamplingParams": "areno.types",
+    "TrainSequence": "areno.types",
     "Trainer": "areno.api.trainer",
 }
 

@@ -1,50 +1,108 @@
-"""What areno raises. A message says what was wrong, what was expected and which key to change.
+"""What areno raises. A message says what was wrong, what was expected and which setting to change.
 
 ArenoError
 ├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
 ├── DataError (ValueError)          a dataset cannot be read or a row does not have the expected form
 ├── CheckpointError (OSError)       a model folder cannot be read or written
 └── EngineError (RuntimeError)      a worker died, ran out of memory, or was used out of order
+
+An error knows which settings it is about: they are `Key`s in it, not words of its text. So a caller whose users know a
+setting under another name can rename it:
+
+    raise EngineError("a prompt of {} tokens does not fit; raise {}", 900, Key("rollout.max_kv_tokens"))
+
+    with keys_renamed({"rollout.max_kv_tokens": "max_kv_tokens"}.get):
+        ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-
-class ArenoError(Exception):
-    """Base of every error meant for the user. `str(error)` is complete without a traceback."""
+Rename = Callable[[str], "str | None"]
+"""Setting -> what it is called instead; None keeps its name."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a configuration: dotted key ("" for the whole) and message."""
+class Key:
+    """A setting that a message mentions, by its dotted name."""
 
-    key: str
-    message: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Problem:
+    """One thing that is wrong. key: the setting it is about, or "". message: a text with {} for each of `args`."""
+
+    def __init__(self, key: str, message: str, *args: Any):
+        self.key, self.template, self.args = key, message, args
+
+    @property
+    def message(self) -> str:
+        """The text, without the key."""
+        # A text without args is taken as it is: it may hold braces of a user's own.
+        return self.template.format(*self.args) if self.args else self.template
 
     def under(self, prefix: str) -> Problem:
         """The same problem seen from the section that holds this one."""
-        key = f"{prefix}.{self.key}" if self.key else prefix
-        return Problem(key, self.message)
+        return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
+
+    def mentions(self) -> set[str]:
+        """The settings that it names."""
+        return {self.key, *(arg.name for arg in self.args if isinstance(arg, Key))} - {""}
+
+    def renamed(self, rename: Rename) -> Problem:
+        """The same problem with its settings under other names."""
+        args = (Key(rename(arg.name) or arg.name) if isinstance(arg, Key) else arg for arg in self.args)
+        return type(self)(rename(self.key) or self.key if self.key else "", self.template, *args)
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
 
+    def __repr__(self) -> str:
+        return f"Problem({self.key!r}, {self.message!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Problem) and (self.key, self.message) == (other.key, other.message)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.message))
+
+
+Self = TypeVar("Self", bound="ArenoError")  # typing has it from Python 3.11 on
+
+
+class ArenoError(Exception):
+    """Base of every error meant for the user. `str(error)` is complete without a traceback.
+
+    what: a text, with a {} for each of `args`, or one or several Problems. `problems` has them all.
+    """
+
+    def __init__(self, what: str | Problem | Iterable[Problem], *args: Any):
+        if isinstance(what, str):
+            what = Problem("", what, *args)
+        self.problems = [what] if isinstance(what, Problem) else list(what)
+        super().__init__(_text(self.problems))
+
+    def renamed(self: Self, rename: Rename) -> Self:
+        """The same error with its settings under other names."""
+        return type(self)([problem.renamed(rename) for problem in self.problems])
+
+
+def _text(problems: list[Problem]) -> str:
+    if len(problems) == 1:
+        return str(problems[0])
+    return f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
+
 
 class ConfigError(ArenoError, ValueError):
-    """One or more settings are wrong; `problems` lists all of them."""
-
-    def __init__(self, problems: Iterable[Problem] | str):
-        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
-        if len(self.problems) == 1:
-            text = str(self.problems[0])
-        else:
-            text = f"{len(self.problems)} problems in the configuration:\n" + "\n".join(
-                f"  {problem}" for problem in self.problems
-            )
-        super().__init__(text)
+    """One or more settings are wrong."""
 
 
 class DataError(ArenoError, ValueError):
@@ -57,3 +115,22 @@ class CheckpointError(ArenoError, OSError):
 
 class EngineError(ArenoError, RuntimeError):
     """The engine cannot go on: a dead worker, no memory left, or a call out of order."""
+
+
+def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
+    """`; did you mean a or b?` for the end of a message, or `otherwise` if none of `names` is like `word`."""
+    return question(difflib.get_close_matches(word, list(names))) or otherwise
+
+
+def question(names: list[str]) -> str:
+    """`; did you mean a or b?`; nothing where there are no names."""
+    return f"; did you mean {' or '.join(names)}?" if names else ""
+
+
+@contextmanager
+def keys_renamed(rename: Rename) -> Iterator[None]:
+    """Around code whose errors speak of settings by names that its caller does not use."""
+    try:
+        yield
+    except ArenoError as error:
+        raise error.renamed(rename).with_traceback(error.__traceback__) from error.__cause__

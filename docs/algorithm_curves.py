@@ -1,10 +1,10 @@
-"""Run the quickstart with every algorithm and variant, and draw the reward of each by step.
+"""Run the quickstart with each algorithm and variant, and draw their rewards.
 
-    python docs/algorithm_curves.py run FOLDER            some five minutes on two cores; runs that are there stay
-    python docs/algorithm_curves.py draw FOLDER IMAGE     the image, and the table of docs/algorithms.md
+    python docs/algorithm_curves.py run FOLDER            make the missing runs: about five minutes on two cores
+    python docs/algorithm_curves.py draw FOLDER IMAGE     draw the image, and print the table of docs/algorithms.md
 
-All see the same problems with the same seed, and all but one update four times for each batch, so that ratios leave 1
-and the variants differ. PPO has a task file of its own, in which the critic first learns alone.
+All runs have the same seed. All but "GRPO, 1 update" and PPO make four updates per batch, so that the ratios move away
+from 1 and the variants differ. PPO has its own task file, in which the critic is first trained alone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from matplotlib.axes import Axes
 from PIL import Image
 from plots import REWARD, read_series
 
+from areno.tracking.reader import list_runs
+
 STEPS = "total_train_steps=60"
 SHARED = [STEPS, "actor.ppo_n_minibatches=4"]
-BASE = "GRPO"  # what the others are held against
+BASE = "GRPO"  # each panel shows it too, for comparison
 RUNS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, settings
     BASE: ("grpo", SHARED),
     "GRPO, 1 update": ("grpo", [STEPS]),
@@ -50,7 +52,7 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def run(folder: Path, name: str) -> None:
-    """As a user would, in a process of its own."""
+    """Make one run, with the command that a user would type."""
     recipe, settings = RUNS[name]
     where = run_folder(folder, name)
     fixed = [f"cluster.fileroot={folder}", f"experiment_name={where.parent.name}", f"trial_name={where.name}"]
@@ -60,14 +62,14 @@ def run(folder: Path, name: str) -> None:
 
 
 def summary(run_dir: Path) -> tuple[float, float, float, float]:
-    """Mean reward of the first step and of the last five, accuracy on the held-out problems, seconds of all steps."""
+    """Mean reward of the first step and of the last five, held-out accuracy, and the seconds of all steps."""
     rewards, accuracy, seconds = (read_series(run_dir, name) for name in (REWARD, "eval/accuracy", "time/step"))
     last = list(rewards.values())[-5:]
     return next(iter(rewards.values())), sum(last) / len(last), accuracy[max(accuracy)], sum(seconds.values())
 
 
 def draw_panel(axes: Axes, name: str, curves: dict[str, dict[int, float]]) -> None:
-    """A curve, the last five steps as a number, and GRPO behind it."""
+    """Draw the curve of one run, the mean of its last five steps as a number, and the curve of GRPO in grey."""
     if name != BASE and BASE in curves:
         axes.plot(list(curves[BASE]), list(curves[BASE].values()), color=GREY, linewidth=1.2)
     steps, rewards = list(curves[name]), list(curves[name].values())
@@ -80,7 +82,7 @@ def draw_panel(axes: Axes, name: str, curves: dict[str, dict[int, float]]) -> No
 
 
 def draw_legend(axes: Axes) -> None:
-    """In a panel that has no curve."""
+    """Draw the legend into a panel without a curve."""
     axes.set_axis_off()
     for y, color, text in ((0.75, COLOR, "the algorithm"), (0.6, GREY, BASE)):
         axes.plot([0.0, 0.15], [y, y], color=color, linewidth=2.0, transform=axes.transAxes)
@@ -89,7 +91,7 @@ def draw_legend(axes: Axes) -> None:
 
 
 def draw(folder: Path, image: Path) -> None:
-    """A panel for each run that is there."""
+    """Draw a panel for each completed run."""
     curves = {name: read_series(run_folder(folder, name), REWARD) for name in present(folder)}
     columns = min(COLUMNS, len(curves))
     rows = -(-len(curves) // columns)
@@ -121,12 +123,13 @@ def draw(folder: Path, image: Path) -> None:
 
 
 def present(folder: Path) -> list[str]:
-    """Names of the runs that came to their end in this folder."""
-    return [name for name in RUNS if (run_folder(folder, name) / "checkpoints/latest").exists()]
+    """Names of the completed runs in this folder."""
+    runs = {run.path for run in (list_runs(folder) if folder.is_dir() else []) if run.status() == "completed"}
+    return [name for name in RUNS if run_folder(folder, name) in runs]
 
 
 def table(folder: Path) -> str:
-    """Markdown."""
+    """The table of results, in Markdown."""
     lines = ["| | reward, first step -> last 5 | held-out accuracy | seconds |", "|---|---|---|---|"]
     for name in present(folder):
         first, last, accuracy, seconds = summary(run_folder(folder, name))

@@ -1,11 +1,11 @@
-"""Draw the reward of runs, or another of their scalars, against the step.
+"""Draw the mean reward of runs, or another scalar, against the step.
 
     python docs/plots.py IMAGE TITLE LABEL=RUN[@SCALAR] ...
 
     python docs/plots.py reward.png Addition "training=outputs/quickstart/s*" "test=outputs/quickstart/s*@eval/accuracy"
 
-RUN is the folder of a run, or a pattern for the folders of the same run with several seeds: each seed becomes a thin
-line and their mean a thick one. SCALAR is a name in logs/metrics.jsonl, by default the mean reward of the step.
+RUN is the folder of a run, or a pattern that matches the folders of one run with several seeds. Each seed is a thin
+line and their mean is a thick line. SCALAR is a name in logs/metrics.jsonl, by default the mean reward of the step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import glob
 import itertools
-import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -23,18 +23,20 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from PIL import Image
 
+from areno.errors import ArenoError
+from areno.tracking.reader import RunReader
+
 REWARD = "rollout/rewards_mean"
 COLORS = ["#1f5fa8", "#d9541e", "#3b8c3f", "#7a4fa3", "#444444"]
 
 
 def read_series(run: Path, metric: str) -> dict[int, float]:
-    """Step -> value of a scalar of one run."""
-    lines = (run / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return {row["step"]: row[metric] for row in map(json.loads, lines) if row.get(metric) is not None}
+    """Step -> value, for one scalar of one run. Values that are not finite are left out."""
+    return {step: value for step, value in zip(*RunReader(run).series(metric), strict=True) if math.isfinite(value)}
 
 
 def draw(axes: Axes, label: str, runs: list[dict[int, float]], color: str) -> None:
-    """One thin line for each run; their mean, over the steps that all of them have, as a thick one."""
+    """Draw a thin line for each run, and the mean of all runs as a thick line, at the steps that all of them have."""
     if len(runs) > 1:
         for run in runs:
             axes.plot(list(run), list(run.values()), color=color, linewidth=0.8, alpha=0.4)
@@ -60,7 +62,10 @@ def main() -> None:
         folders = [Path(folder) for folder in sorted(glob.glob(pattern))]
         if not folders:
             parser.error(f"there is no run {pattern!r}; expected LABEL=RUN or LABEL=RUN@SCALAR")
-        draw(axes, label, [read_series(run, metric or REWARD) for run in folders], color)
+        try:
+            draw(axes, label, [read_series(run, metric or REWARD) for run in folders], color)
+        except ArenoError as error:
+            parser.error(str(error))
     axes.set(title=args.title, xlabel="step", ylabel=args.ylabel)
     axes.set_xlim(left=0)
     if axes.dataLim.y0 >= 0:

@@ -2,75 +2,76 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-_TOKENIZERS = Path(__file__).parents[2] / "shared/data/tokenizers"
+_SHIPPED = Path(__file__).parent / "tokenizers"
+_REAL = Path(__file__).parents[2] / "shared/data/tokenizers"
+
+
+def _on_gpu(config: pytest.Config) -> bool:
+    selected = config.getoption("markexpr")
+    return "gpu" in selected and "not gpu" not in selected
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite on several cores with pytest-xdist, unless -n says otherwise.
+
+    Tests that are named on the command line, and those for a GPU, run one by one in this process: a debugger works, and
+    a single test does not wait for workers to start.
+    """
+    named = config.option.file_or_dir or config.option.keyword or _on_gpu(config) or config.option.collectonly
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not named and not is_worker:
+        config.option.numprocesses = "auto"
+        config.option.maxprocesses = config.option.maxprocesses or 8  # each takes about 1 GB of memory
+        # A worker that is done takes tests from the end of another's list, so most modules stay with one worker.
+        config.option.dist = "worksteal"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    selected = config.getoption("markexpr")
-    if "gpu" not in selected or "not gpu" in selected:
+    if not _on_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, and for the processes that tests start
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer that comes with the tests (tiny, plain), or a real one beside the checkout, without which we skip."""
+    from transformers import AutoTokenizer
+
+    folder = next((f / name for f in (_SHIPPED, _REAL) if (f / name).is_dir()), None)
+    if folder is None:
+        pytest.skip(f"the tokenizer {name} is not at {_REAL / name}")
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
 def tokenizer_of() -> Callable[[str], Any]:
     """name -> a tokenizer of its own, which the test may change."""
-    return _tokenizer
-
-
-def _tokenizer(name: str) -> Any:
-    if not (_TOKENIZERS / name).is_dir():
-        pytest.skip(f"{_TOKENIZERS / name} is not there")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(_TOKENIZERS / name)
+    return load_tokenizer
 
 
 @pytest.fixture(scope="session")
-def qwen3() -> Any:
-    return _tokenizer("qwen3")
+def tiny() -> Any:
+    """ChatML with tools, tool calls and a switch for thinking."""
+    return load_tokenizer("tiny")
+
+
+@pytest.fixture(scope="session", params=["tiny", "qwen3"])
+def chatml(request: pytest.FixtureRequest) -> Any:
+    """`tiny`, and the real tokenizer whose template does the same to the conversations of our tests."""
+    return load_tokenizer(request.param)
 
 
 @pytest.fixture(scope="session")
-def minimind() -> Any:
-    return _tokenizer("minimind")
-
-
-@pytest.fixture(scope="session")
-def gpt2() -> Any:
+def plain() -> Any:
     """Has no chat template."""
-    return _tokenizer("gpt2")
-
-
-@contextmanager
-def _areno_log_restored() -> Iterator[None]:
-    logger = logging.getLogger("areno")
-    before = logger.propagate, logger.level
-    yield
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.propagate = before[0]
-    logger.setLevel(before[1])
-
-
-@pytest.fixture
-def log_restored() -> Iterator[None]:
-    """A run sends areno's log to its own folder; later tests want it where it was."""
-    with _areno_log_restored():
-        yield
-
-
-@pytest.fixture(scope="module")
-def log_restored_by_module() -> Iterator[None]:
-    """The same after the last test of a module, whose runs are shared by its tests."""
-    with _areno_log_restored():
-        yield
+    return load_tokenizer("plain")

@@ -18,9 +18,10 @@ import transformers
 
 from areno.api import get_algorithm
 from areno.api.trainer import Trainer
-from areno.config.compose import load
-from areno.config.paths import find_file
-from areno.engine.types import TrainSequence
+from areno.files.paths import find_file
+from areno.launch.compose import load
+from areno.tracking.reader import RunReader
+from areno.types import TrainSequence
 
 MODEL = find_file("examples/quickstart/model")
 SMALL = [
@@ -47,18 +48,15 @@ class Played:
 
     def series(self, name: str) -> list[float]:
         """The values of one scalar, by step."""
-        lines = (self.folder / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [row[name] for row in map(json.loads, lines) if name in row]
+        return RunReader(self.folder).series(name).values
 
     def names(self) -> set[str]:
         """Of all scalars."""
-        lines = (self.folder / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return {name for line in lines for name in json.loads(line)} - {"step", "time"}
+        return set(RunReader(self.folder).metrics())
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """All completions of a step, with their rewards as they were given."""
-        lines = (self.folder / f"rollouts/{step}.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return RunReader(self.folder).samples(step)
 
 
 def classifier(folder: Path, seed: int = 1, **changes: Any) -> Path:

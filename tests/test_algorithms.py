@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,15 +14,21 @@ import pytest
 
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
-from areno.api.algorithms import algorithm_names, algorithm_of
-from areno.config.compose import load
-from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
-from areno.config.model_roles import TokenPolicyConfig
+from areno.api.algorithms import algorithm_names
+from areno.config.experiments import PolicyExperimentConfig
+from areno.config.models import TokenPolicyConfig
 from areno.errors import ConfigError
+from areno.launch.compose import load
 from areno.loss_fns import grpo_loss_fn
+from areno.recipes.dpo import DPOConfig
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+from areno.recipes.ppo import PPOConfig
+from areno.recipes.sft import SFTConfig
+from areno.tracking.reader import RunReader
 
 ROOT = Path(__file__).parents[1]
-BUILT_IN = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
+BUILT_IN = {"dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig}
 
 
 @dataclass(kw_only=True)
@@ -46,45 +51,43 @@ def test_the_five_that_come_with_areno() -> None:
     for name, config in BUILT_IN.items():
         algorithm = get_algorithm(name)
         assert (algorithm.name, algorithm.config) == (name, config)
-        assert algorithm_of(load(config, algorithm.default, [])) is algorithm
+        assert callable(load(config, algorithm.default, ["actor.path=x"]).loss_fn())
 
 
-def test_one_of_ones_own_is_found_by_name_and_by_its_configuration() -> None:
+def test_one_of_ones_own_is_found_by_name() -> None:
     made = mine()
     assert register_algorithm(made) is made
     assert get_algorithm("mine") is made
     assert algorithm_names() == [*BUILT_IN, "mine"]
-    assert algorithm_of(load(MyConfig, "quickstart", [])) is made
-    assert algorithm_of(load(GRPOConfig, "quickstart", [])) is get_algorithm("grpo")
     again = register_algorithm(mine(default="gsm8k"))  # a notebook's cell that is run twice
     assert get_algorithm("mine") is again
 
 
-def test_the_configuration_of_a_recipe_stays_that_of_the_recipe() -> None:
-    """One that shares the class of a recipe brings its loss by itself; the recipe's runs keep theirs."""
-    register_algorithm(mine(config=GRPOConfig))
-    assert algorithm_of(load(GRPOConfig, "quickstart", [])) is get_algorithm("grpo")
+def test_a_configuration_says_which_loss_it_describes() -> None:
+    config = load(GRPOConfig, "quickstart", ["actor.eps_clip=0.3"])
+    assert config.loss_fn().func is grpo_loss_fn  # type: ignore[attr-defined]
+    assert config.loss_fn().keywords["clip_eps"] == 0.3  # type: ignore[attr-defined]
+    assert mine().make_loss(config) is grpo_loss_fn
+    assert mine(loss_fn=None).make_loss(config).keywords["clip_eps"] == 0.3
 
 
 def test_names_that_are_taken_or_unknown() -> None:
     for name in BUILT_IN:
-        with pytest.raises(ValueError, match=f"{name} comes with areno; give the algorithm another name"):
+        with pytest.raises(ValueError, match=f"{name} comes with areno or another package; give"):
             register_algorithm(mine(name=name))
     register_algorithm(mine())
-    with pytest.raises(ConfigError, match="no algorithm 'gpro'; there are sft, dpo, grpo, gspo, ppo, mine"):
+    with pytest.raises(ConfigError, match="no algorithm 'gpro'; there are dpo, grpo, gspo, ppo, sft, mine"):
         get_algorithm("gpro")
-    with pytest.raises(ConfigError, match="no registered algorithm is configured by Other"):
-        algorithm_of(load(type("Other", (GRPOConfig,), {}), "quickstart", []))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"loop": "polciy"}, "loop is 'polciy'; expected one of sft, dpo, policy_only, ppo"),
-        ({"loss_fn": None}, "loop policy_only needs a loss"),
-        ({"loop": "dpo", "config": DPOConfig}, "loop dpo has a loss of its own"),
+        ({"loss_fn": None, "config": PolicyExperimentConfig}, "PolicyExperimentConfig describes no loss"),
+        ({"loop": "dpo", "config": DPOConfig}, "loop dpo takes the loss from its configuration"),
         ({"config": dict}, "config is dict; loop policy_only needs PolicyExperimentConfig or a subclass of it"),
-        ({"loop": "ppo"}, "config is MyConfig; loop ppo needs PPOConfig"),
+        ({"loop": "ppo"}, "config is MyConfig; loop ppo needs CriticExperimentConfig"),
     ],
 )
 def test_an_algorithm_that_cannot_be(changes: dict[str, Any], message: str) -> None:
@@ -97,19 +100,22 @@ def test_a_role_that_is_needed_has_to_be_configured() -> None:
         mine(roles=("ref",)).trainer(load(MyConfig, "quickstart", []))
 
 
-def test_a_loop_with_a_loss_of_its_own_lends_it_to_nobody() -> None:
-    with pytest.raises(ConfigError, match="the loss of dpo is part of its loop"):
-        get_algorithm("dpo").make_loss(load(DPOConfig, "quickstart_dpo", []))
+def test_a_configuration_without_a_loss_or_advantages_says_so() -> None:
+    config = load(type("Bare", (PolicyExperimentConfig,), {}), "quickstart", [])
+    with pytest.raises(ConfigError, match="Bare describes no loss; give the trainer a loss_fn"):
+        areno.PolicyOnlyTrainer(config)
+    with pytest.raises(ConfigError, match="Bare describes no advantages; give the trainer an advantage_fn"):
+        config.advantages([], [])
 
 
 def test_a_trainer_of_another_loop_does_not_take_the_configuration() -> None:
     with pytest.raises(ConfigError, match="PPOConfig is for PPOTrainer, not for PolicyOnlyTrainer"):
         areno.PolicyOnlyTrainer(load(PPOConfig, "quickstart_ppo", []))
-    with pytest.raises(ConfigError, match="not for PolicyOnlyTrainer, which would not use its critic"):
+    with pytest.raises(ConfigError, match="not for PolicyOnlyTrainer: its critic would not be used"):
         areno.PolicyOnlyTrainer(load(PPOConfig, "quickstart_ppo", []), lambda pack, logprobs: (logprobs.sum(), {}))
-    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):
+    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a CriticExperimentConfig"):
         areno.PPOTrainer(load(GRPOConfig, "quickstart", []))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a PPOConfig"):
+    with pytest.raises(ConfigError, match="config is a GRPOConfig; PPOTrainer needs a CriticExperimentConfig"):
         areno.PPOTrainer(load(GRPOConfig, "quickstart", []), loss_fn=lambda pack, logprobs: None)  # type: ignore[arg-type]
     for trainer in (areno.SFTTrainer, areno.DPOTrainer, areno.PolicyOnlyTrainer):
         with pytest.raises(ConfigError, match=f"config is a dict; {trainer.__name__} needs a "):
@@ -123,30 +129,31 @@ MINE = '''"""REINFORCE with a moving baseline."""
 from dataclasses import dataclass
 from functools import partial
 
-from areno.api import Algorithm, register_algorithm, run_algorithm
+from areno.api import Algorithm, register_algorithm
+from areno.launch import run_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.fields import knob
-from areno.config.model_roles import PolicyConfig
+from areno.config.fields import setting
+from areno.config.models import PolicyConfig
 
 
 @dataclass(kw_only=True)
 class ActorConfig(PolicyConfig):
     """The actor."""
 
-    punch: float = knob(1.0, help="factor on the loss", gt=0)
+    punch: float = setting(1.0, help="factor on the loss", gt=0)
 
 
 @dataclass(kw_only=True)
 class Config(PolicyExperimentConfig):
     """Mine."""
 
-    actor: ActorConfig = knob(help="the policy")
+    actor: ActorConfig = setting(help="the policy")
 
 
 def advantages(rows, groups, actor):
     import numpy as np
 
-    from areno.api.rows import trained
+    from areno.api.trainers.rows import trained
 
     return [np.full(len(old), row.reward - 0.25) for row, old in zip(rows, trained(rows, "logprobs"))]
 
@@ -184,8 +191,7 @@ def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def scalars(run_dir: Path) -> Iterator[dict[str, float]]:
-    for line in (run_dir / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
+    yield from RunReader(run_dir).records()
 
 
 SMALL = [
@@ -250,7 +256,7 @@ def test_a_typo_in_a_knob_of_ones_own(script: Path, override: str, message: str)
 
 def test_a_loss_for_a_recipes_own_loop_in_memory(tmp_path: Path) -> None:
     """A registered algorithm makes its trainer for a script, with what the script holds."""
-    from areno.config.paths import find_file
+    from areno.files.paths import find_file
 
     made = register_algorithm(mine(loss_fn=lambda config: lambda pack, logprobs: (pack.token_mean(-logprobs), {})))
     actor = TokenPolicyConfig(path=str(find_file("examples/quickstart/model")), gradient_checkpointing=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
-from areno.config.compose import load
+from areno.launch.compose import load
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -93,8 +93,7 @@ def test_the_settings_make_the_variant(section, command):
             value = getattr(value, name)
         assert value == expected, key
     if section in LOSS:
-        assert algorithm.loss_fn is not None
-        given = algorithm.loss_fn(config).keywords
+        given = algorithm.make_loss(config).keywords
         assert {name: given[name] for name in LOSS[section]} == LOSS[section]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import pytest
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import ConfigError
-from areno.kernels import attention
-from areno.kernels.attention import choose_backend, varlen_attention
+from areno.kernels.attention import choose_backend, sdpa, varlen_attention
 
 ROWS = {
     "one": ([9], [9]),
@@ -104,17 +104,17 @@ def test_batches_waste_little() -> None:
     """Short rows share one call whatever their lengths; long ones only with rows of similar length."""
     lengths = [3, 1000, 60, 10, 990, 400, 1]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    assert sorted(attention._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
+    assert sorted(sdpa._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
 
 
 def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("auto", "cpu", torch.float32) == "sdpa"
     assert choose_backend("native", "cpu", torch.float32) == "sdpa"
     assert choose_backend("auto", "cuda", torch.float32) == "sdpa"
-    real = attention.importlib.util.find_spec
+    real = importlib.util.find_spec
     for installed in (True, False):
         monkeypatch.setattr(
-            attention.importlib.util,
+            importlib.util,
             "find_spec",
             lambda name, here=installed: (True if here else None) if name == "flash_attn" else real(name),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 import random
@@ -9,21 +11,21 @@ from functools import partial
 
 import pytest
 import torch
+from tiny_engine import train_on
 
-from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import backend as backend_module
 from areno.engine.train.activations import layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
-from areno.engine.types import TrainSequence
 from areno.errors import DataError, EngineError
 from areno.kernels.attention import choose_backend
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
+from areno.types import TrainSequence
 
 VOCAB = 61
 CONFIG = {
@@ -88,7 +90,7 @@ def make_rows(n=10, seed=0):
 
 
 def loss_and_gradient(backend, rows, loss_fn, spec=WHOLE, **how):
-    stats = backend.train(rows, loss_fn, mb_spec=spec, **how)
+    stats = train_on(backend, rows, loss_fn, spec, **how)
     return stats, backend.flat.grads.clone()
 
 
@@ -143,7 +145,7 @@ def test_kept_layers_do_not_change_the_step(make, monkeypatch):
 
 def pair_loss_fn(pack, logprobs):
     """A term for each pair that mixes its two rows, so it tells whether they were together, and in which order."""
-    assert pack.granularity == 2
+    assert pack.rows_per_unit == 2
     chosen, rejected = pack.sum_rows(pack.trained(logprobs)).view(-1, 2).unbind(1)
     loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - 2 * rejected)).sum() / max(pack.step_rows / 2, 1)
     return loss, {"margin": (chosen - rejected).detach()}
@@ -154,7 +156,7 @@ def test_how_pairs_are_cut_does_not_change_the_step(make, n_minibatches):
     rows = make_rows(12)
     for row in rows:
         row.prompt_mask[-1] = False
-    how = {"granularity": 2, "n_minibatches": n_minibatches, "seed": 5}
+    how = {"rows_per_unit": 2, "n_minibatches": n_minibatches, "seed": 5}
     backend = make()
     expected, gradient = loss_and_gradient(backend, rows, pair_loss_fn, **how)
     assert gradient.abs().max() > 1e-3
@@ -166,133 +168,13 @@ def test_how_pairs_are_cut_does_not_change_the_step(make, n_minibatches):
         assert stats == pytest.approx(expected, abs=1e-4, rel=1e-3)
     if n_minibatches == 1:
         ranks = [Shares(rank) for rank in range(3)]
-        losses = [make(dp=rank).train(rows, pair_loss_fn, mb_spec=WHOLE, **how)["loss"] for rank in ranks]
+        losses = [train_on(make(dp=rank), rows, pair_loss_fn, WHOLE, **how)["loss"] for rank in ranks]
         torch.testing.assert_close(sum(rank.sent[0] for rank in ranks), gradient, atol=1e-6, rtol=1e-4)
         assert sum(losses) == pytest.approx(expected["loss"], abs=1e-6)
     with pytest.raises(DataError, match=r"4 rows, in units of 2, for 3 copies"):
-        make(dp=Shares(0)).train(rows[:4], pair_loss_fn, mb_spec=WHOLE, granularity=2)
-    with pytest.raises(DataError, match="11 rows, not a multiple of granularity=2"):
-        make().train(rows[:11], pair_loss_fn, mb_spec=WHOLE, granularity=2)
-
-
-# --- the value head ---
-
-
-@pytest.fixture
-def make_critic(folder):
-    """Critics with the same random body and head."""
-
-    def build(optimizer=OPTIMIZER, recompute=False, dtype=torch.float32, device="cpu", **kwargs):
-        model = build_model(load_config(folder, "value"), dtype=torch.float32, device="cpu")
-        model.init_weights(7)
-        torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
-        model.to(device, dtype)
-        attn_backend = choose_backend("auto", device, dtype)
-        return TrainBackend(model, optimizer, attn_backend=attn_backend, recompute=recompute, **kwargs)
-
-    return build
-
-
-def critic_rows():
-    rows, rng = make_rows(), random.Random(1)
-    for row in rows:
-        row.values = [rng.gauss(0, 0.3) for _ in row.tokens]
-        row.returns = [rng.gauss(0, 1) for _ in row.tokens]
-    return rows
-
-
-def test_values_and_rewards_equal_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(**CONFIG, num_labels=1)
-    theirs = transformers.AutoModelForSequenceClassification.from_config(config).float().eval()
-    theirs.save_pretrained(tmp_path)
-    model = build_model(load_config(tmp_path, "value"), dtype=torch.float32, device="cpu")
-    load_weights(model, tmp_path)
-    backend = TrainBackend(model, None, attn_backend="sdpa")
-    token_rows = [row.tokens for row in make_rows(7)] + [[5]]
-    for spec in (WHOLE, MicroBatchSpec(mini_bs=3), MicroBatchSpec(max_tokens_per_mb=30)):
-        values, rewards = backend.values(token_rows, spec), backend.rewards(token_rows, spec)
-        for tokens, values_of_row, reward in zip(token_rows, values, rewards, strict=True):
-            with torch.no_grad():
-                outputs = theirs.score(theirs.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0].tolist()
-                assert reward == pytest.approx(theirs(torch.tensor([tokens])).logits.item(), abs=1e-4)
-            assert values_of_row == pytest.approx([0.0, *outputs[:-1]], abs=1e-4)
-    assert (backend.values([], WHOLE), backend.rewards([], WHOLE)) == ([], [])
-    with pytest.raises(DataError, match="row 1: tokens is empty"):
-        backend.rewards([[1], []], WHOLE)
-
-
-def test_micro_batches_do_not_change_the_critics_step(make_critic):
-    rows = critic_rows()
-    expected, gradient = loss_and_gradient(make_critic(), rows, value_loss_fn)
-    assert gradient.abs().max() > 1e-3
-    assert expected.keys() >= {"loss", "grad_norm", "lr", "skipped_steps", "response_len"}
-    assert not expected.keys() & {"logp_diff_mean", "train_logprobs_mean", "entropy"}
-    for spec in (MicroBatchSpec(mini_bs=1), MicroBatchSpec(mini_bs=3), MicroBatchSpec(max_tokens_per_mb=40)):
-        stats, other = loss_and_gradient(make_critic(recompute=spec.mini_bs == 3), rows, value_loss_fn, spec)
-        torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
-        assert stats == pytest.approx(expected, abs=1e-5, rel=1e-4)
-    ranks = [Shares(rank) for rank in range(3)]
-    for rank in ranks:
-        make_critic(dp=rank).train(rows, value_loss_fn, mb_spec=MicroBatchSpec(mini_bs=2))
-    torch.testing.assert_close(sum(rank.sent[0] for rank in ranks), gradient, atol=1e-6, rtol=1e-4)
-
-
-def test_the_critics_gradient_equals_plain_autograd(make_critic):
-    """Row by row in float64 arithmetic on the model's outputs: the mean of the larger squared error, times 0.5."""
-    rows, clip = critic_rows(), 0.2
-    _, gradient = loss_and_gradient(make_critic(), rows, partial(value_loss_fn, cliprange_value=clip))
-    backend = make_critic()
-    model, total = backend.model, 0.0
-    n = sum(not m for row in rows for m in row.prompt_mask)
-    for row in rows:
-        tokens = torch.tensor(row.tokens)
-        attend = backend_module.PackedAttend(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "sdpa")
-        outputs = (model(tokens, torch.arange(len(tokens)), attend) @ model.score.weight[0]).double()
-        for t, masked in enumerate(row.prompt_mask):
-            if not masked:
-                near = row.values[t] + (outputs[t - 1] - row.values[t]).clamp(-clip, clip)
-                errors = torch.stack([outputs[t - 1] - row.returns[t], near - row.returns[t]]).square()
-                total = total + 0.5 * errors.max() / n
-    total.backward()
-    torch.testing.assert_close(backend.flat.grads, gradient, atol=1e-6, rtol=1e-4)
-
-
-def test_a_critic_learns_its_targets(make_critic):
-    backend, rows = make_critic(recompute=True), critic_rows()
-    loss_fn = partial(value_loss_fn, cliprange_value=100.0)
-    losses = [backend.train(rows, loss_fn, mb_spec=MicroBatchSpec(mini_bs=4))["loss"] for _ in range(30)]
-    assert losses[-1] < 0.3 * losses[0]
-    fitted = backend.values([row.tokens for row in rows], WHOLE)
-    errors = [
-        value - target
-        for row, values in zip(rows, fitted, strict=True)
-        for value, target, masked in zip(values, row.returns, row.prompt_mask, strict=True)
-        if not masked
-    ]
-    assert sum(e * e for e in errors) / len(errors) < 0.35
-
-
-@pytest.mark.gpu
-def test_a_bf16_critic_on_cuda_agrees_with_the_cpu(make_critic):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    rows = critic_rows()
-    token_rows = [row.tokens for row in rows]
-    reference, backend = make_critic(), make_critic(recompute=True, dtype=torch.bfloat16, device="cuda")
-    exact_values, exact_rewards = reference.values(token_rows, WHOLE), reference.rewards(token_rows, WHOLE)
-    values, rewards = backend.values(token_rows, WHOLE), backend.rewards(token_rows, MicroBatchSpec(mini_bs=3))
-    assert rewards == pytest.approx(exact_rewards, abs=0.25)
-    assert torch.corrcoef(torch.tensor([rewards, exact_rewards]))[0, 1] > 0.999
-    assert [row[0] for row in values] == [0.0] * len(rows)
-    for row, exact in zip(values, exact_values, strict=True):
-        assert row == pytest.approx(exact, abs=0.25)
-    expected, exact_gradient = loss_and_gradient(reference, rows, value_loss_fn)
-    stats, gradient = loss_and_gradient(backend, rows, value_loss_fn, MicroBatchSpec(max_tokens_per_mb=40))
-    assert stats["loss"] == pytest.approx(expected["loss"], rel=0.05)
-    assert torch.nn.functional.cosine_similarity(gradient.cpu(), exact_gradient, dim=0) > 0.98
-    assert torch.equal(backend.flat.params, backend.flat.masters.bfloat16())
+        train_on(make(dp=Shares(0)), rows[:4], pair_loss_fn, WHOLE, rows_per_unit=2)
+    with pytest.raises(DataError, match="11 rows, not a multiple of rows_per_unit=2"):
+        train_on(make(), rows[:11], pair_loss_fn, WHOLE, rows_per_unit=2)
 
 
 class Shares:
@@ -315,11 +197,11 @@ def test_data_parallel_shares_add_up(make):
     ranks = [Shares(rank) for rank in range(3)]
     losses = []
     for rank in ranks:
-        losses.append(make(dp=rank).train(rows, grpo_loss_fn, mb_spec=MicroBatchSpec(mini_bs=2))["loss"])
+        losses.append(train_on(make(dp=rank), rows, grpo_loss_fn, MicroBatchSpec(mini_bs=2))["loss"])
     torch.testing.assert_close(sum(rank.sent[0] for rank in ranks), gradient, atol=1e-6, rtol=1e-4)
     assert sum(losses) == pytest.approx(expected["loss"], abs=1e-6)
     with pytest.raises(DataError, match="2 rows for 3 copies"):
-        make(dp=Shares(0)).train(rows[:2], grpo_loss_fn, mb_spec=WHOLE)
+        train_on(make(dp=Shares(0)), rows[:2], grpo_loss_fn, WHOLE)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -375,7 +257,7 @@ def with_own_logprobs(backend, rows):
 def test_ratios_are_against_the_rollout(make):
     backend = make()
     rows = with_own_logprobs(backend, make_rows())
-    on_policy = backend.train(rows, grpo_loss_fn, mb_spec=WHOLE)
+    on_policy = train_on(backend, rows, grpo_loss_fn, WHOLE)
     assert on_policy["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert on_policy["ratio_std"] == pytest.approx(0.0, abs=1e-3)
     assert on_policy["logp_abs_diff_max"] < 1e-4
@@ -383,7 +265,7 @@ def test_ratios_are_against_the_rollout(make):
 
     backend = make()
     rows = with_own_logprobs(backend, make_rows())
-    off_policy = backend.train(rows, grpo_loss_fn, mb_spec=WHOLE, n_minibatches=2, seed=1)
+    off_policy = train_on(backend, rows, grpo_loss_fn, WHOLE, n_minibatches=2, seed=1)
     assert backend.optimizer.steps == 2
     assert off_policy["ratio_max"] > 1.001
     assert off_policy["ratio_std"] > 1e-3
@@ -392,21 +274,21 @@ def test_ratios_are_against_the_rollout(make):
 
 def test_gradient_accumulation_steps(make):
     backend = make()
-    backend.train(make_rows(), sft_loss_fn, mb_spec=MicroBatchSpec(mini_bs=2), gradient_accumulation_steps=2)
+    train_on(backend, make_rows(), sft_loss_fn, MicroBatchSpec(mini_bs=2), gradient_accumulation_steps=2)
     assert backend.optimizer.steps == 3
 
 
 def test_training_learns(make):
     backend = make(recompute=True)
     rows = make_rows()
-    losses = [backend.train(rows, sft_loss_fn, mb_spec=MicroBatchSpec(mini_bs=4))["loss"] for _ in range(15)]
+    losses = [train_on(backend, rows, sft_loss_fn, MicroBatchSpec(mini_bs=4))["loss"] for _ in range(15)]
     assert losses[-1] < 0.6 * losses[0]
 
 
 def test_metrics(make):
     backend, rows = make(), make_rows()
     scored = backend.logprobs([row.tokens for row in rows], 1.0, WHOLE)
-    stats = backend.train(rows, grpo_loss_fn, mb_spec=MicroBatchSpec(mini_bs=3))
+    stats = train_on(backend, rows, grpo_loss_fn, MicroBatchSpec(mini_bs=3))
     trained = [
         (rollout, train, advantage)
         for row, logprobs in zip(rows, scored, strict=True)
@@ -447,7 +329,7 @@ def test_several_steps_are_told_as_one():
 
 def test_nonfinite_step_is_skipped(make):
     backend, rows = make(), make_rows()
-    backend.train(rows, sft_loss_fn, mb_spec=WHOLE)
+    train_on(backend, rows, sft_loss_fn, WHOLE)
     before = {name: p.clone() for name, p in backend.model.named_parameters()}
     moments = backend.optimizer.exp_avg.clone()
 
@@ -461,12 +343,47 @@ def test_nonfinite_step_is_skipped(make):
         return logprobs.sum() + math.nan, {}
 
     for loss_fn in (broken, overflowing, broken_value_only):
-        stats = backend.train(rows, loss_fn, mb_spec=MicroBatchSpec(mini_bs=4))
+        stats = train_on(backend, rows, loss_fn, MicroBatchSpec(mini_bs=4))
         assert stats["skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in backend.model.named_parameters())
     assert torch.equal(backend.optimizer.exp_avg, moments)
     assert (backend.optimizer.steps, backend.optimizer.skipped_steps) == (1, 3)
-    assert backend.train(rows, sft_loss_fn, mb_spec=WHOLE)["skipped_steps"] == 0
+    assert train_on(backend, rows, sft_loss_fn, WHOLE)["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_training_goes_on_from_a_loaded_optimizer_state(make, kind):
+    optimizer = OPTIMIZER if kind == "adam" else dataclasses.replace(OPTIMIZER, type=kind)
+    rows, backend, fresh = make_rows(), make(optimizer), make(optimizer)
+    for _ in range(2):
+        train_on(backend, rows, sft_loss_fn, WHOLE)
+    state = copy.deepcopy(backend.optimizer.state_dict())
+    expected = [train_on(backend, rows, sft_loss_fn, WHOLE) for _ in range(2)]
+    fresh.optimizer.load_state_dict(state)
+    assert [train_on(fresh, rows, sft_loss_fn, WHOLE) for _ in range(2)] == expected
+    for (name, mine), theirs in zip(fresh.model.named_parameters(), backend.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_model_that_is_frozen_in_part_trains_the_rest(make, folder):
+    """With the gradients that the same parameters have where all is trained."""
+    rows, whole = make_rows(), make()
+    model = build_model(load_config(folder), dtype=torch.float32, device="cpu")
+    model.init_weights(7)
+    model.requires_grad_(False)
+    model.layers[1].requires_grad_(True)
+    backend = TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=True)
+    gradients = {}
+    for each in (whole, backend):
+        stats, _ = loss_and_gradient(each, rows, grpo_loss_fn)
+        gradients[each] = {n: p.grad.clone() for n, p in each.model.named_parameters() if p.grad is not None}
+        assert stats["skipped_steps"] == 0
+    assert gradients[backend].keys() == {n for n, _ in model.named_parameters() if n.startswith("layers.1.")}
+    for name, gradient in gradients[backend].items():
+        torch.testing.assert_close(gradient, gradients[whole][name], atol=1e-6, rtol=1e-4)
+    start = make().model
+    moved = {n for (n, p), q in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(p, q)}
+    assert moved == gradients[backend].keys()
 
 
 def test_step_without_trained_tokens_is_skipped(make):
@@ -474,7 +391,7 @@ def test_step_without_trained_tokens_is_skipped(make):
     for row in rows:
         row.prompt_mask = [True] * len(row.tokens)
     before = backend.flat.params.clone()
-    stats = backend.train(rows, gspo_loss_fn, mb_spec=WHOLE)
+    stats = train_on(backend, rows, gspo_loss_fn, WHOLE)
     assert (stats["loss"], stats["skipped_steps"], stats["ratio_max"]) == (0, 1, 0)
     assert torch.equal(backend.flat.params, before)
 
@@ -513,9 +430,7 @@ def test_reference_scores_but_does_not_train(make):
     backend = make(optimizer=None)
     assert not any(p.requires_grad for p in backend.model.parameters())
     with pytest.raises(EngineError, match="without an optimizer"):
-        backend.train(make_rows(), sft_loss_fn, mb_spec=WHOLE)
-    with pytest.raises(DataError, match="row 1: tokens is empty"):
-        backend.logprobs([[1], []], 1.0, WHOLE)
+        train_on(backend, make_rows(), sft_loss_fn, WHOLE)
 
 
 def test_out_of_memory_names_the_keys(make, monkeypatch):
@@ -526,7 +441,7 @@ def test_out_of_memory_names_the_keys(make, monkeypatch):
 
     monkeypatch.setattr(backend, "_logprobs", full)
     for call in (
-        lambda: backend.train(make_rows(), sft_loss_fn, mb_spec=WHOLE),
+        lambda: train_on(backend, make_rows(), sft_loss_fn, WHOLE),
         lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),
     ):
         with pytest.raises(EngineError) as caught:

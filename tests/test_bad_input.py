@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from areno.config import command
-from areno.config.command import Recipe
+from areno.launch import command
 from areno.recipes import gspo, sft
+from areno.tracking.reader import list_runs
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples/quickstart/model"
@@ -42,7 +42,7 @@ REWARD = "def reward_fn(record):\n    return float(record.completion == record.s
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_restored: None) -> None:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder, and leave areno's log as it was."""
     monkeypatch.chdir(tmp_path)
 
@@ -53,7 +53,7 @@ def run(*overrides: str, recipe=gspo, evaluate: bool = False) -> int:
     if recipe is sft:
         arguments = [a for a in arguments if not a.startswith(("gconfig", "reward"))]
     try:
-        return command.run(Recipe.of(recipe.ALGORITHM, f"python -m {recipe.__name__}"), arguments)
+        return command.run(recipe.ALGORITHM, f"python -m {recipe.__name__}", arguments)
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -124,7 +124,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
         "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be more than 0",
         "eval_gconfig.top_p=2": "eval_gconfig.top_p: is 2.0; it must be",
         "engine.device=tpu": "engine.device: is 'tpu'; expected one of 'auto', 'cpu', 'cuda'",
-        "reward.fn=null": "reward.fn: missing (file.py[:function] or a built-in: math)",
+        "reward.fn=null": "reward.fn: missing (file.py[:function] or the built-in math)",
         "~experiment_name": "experiment_name: missing",
         "ref=big": "ref: has no choice 'big'; there are default, null",
         "valid_dataset=default": "valid_dataset: is chosen more than once",
@@ -141,7 +141,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
     [
         ("engine.tp_size=3", r"tp_size: is 3, which does not divide the model's 4 \(attention heads\), 2 \(key-value"),
         ("engine.tp_size=4 engine.world_size=6", "tp_size: is 4, which does not divide engine.world_size=6"),
-        ("engine.world_size=2 engine.workers=inline", "workers: inline holds one device"),
+        ("engine.world_size=2 engine.workers=inline", "workers: is inline, which runs one device"),
         (
             "gconfig.max_new_tokens=128 eval_gconfig=null",
             "max_new_tokens: is 128; the model's context of 128 tokens must",
@@ -162,8 +162,8 @@ def test_settings_that_do_not_fit_together(capsys, overrides, message):
 def test_unusual_settings_that_are_fine():
     single = ["gconfig.n_samples=1", "actor.adv_norm.mean_level=null", "actor.adv_norm.std_level=null"]
     assert run(*single, "total_train_n_seqs=3", "total_train_steps=null", "rollout.max_kv_tokens=40") == 0
-    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
-    assert json.loads(lines.read_text().splitlines()[-1])["step"] == 2
+    [made] = list_runs("out")
+    assert max(made.steps()) == 2
 
 
 def test_more_devices_than_there_are(capsys, monkeypatch):
@@ -280,7 +280,7 @@ def test_data_files(capsys, section, rows, message):
 
 
 def test_data_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("areno.api.data._hub_answers", lambda: False)
+    monkeypatch.setattr("areno.data.sources._hub_answers", lambda: False)
     for path, message in {
         "rows.jsonl": "there is no file or folder rows.jsonl",
         "nobody/nothing": "hub cannot be reached .*to use local data, set train_dataset.path to a file or folder",
@@ -301,16 +301,16 @@ def test_fewer_rows_than_a_batch(capsys):
 def test_an_evaluation_smaller_than_its_batch(capsys):
     write("rows.jsonl", ADDITIONS[:3])
     assert run("valid_dataset.path=rows.jsonl", "valid_dataset.loader=null", "total_train_steps=1", evaluate=True) == 0
-    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
-    assert '"eval/num_sequences": 3.0' in lines.read_text()
+    [made] = list_runs("out")
+    assert made.series("eval/num_sequences").values[-1] == 3.0
 
 
 def test_rows_longer_than_the_context_are_skipped_and_counted():
     write("rows.jsonl", [LONG[0], *ADDITIONS])
     settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.max_length=1000"]
     assert run(*settings, "train_dataset.batch_size=20", "total_train_steps=1") == 0
-    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
-    assert '"rollout/num_sequences": 40.0' in lines.read_text()
+    [made] = list_runs("out")
+    assert made.series("rollout/num_sequences").values == [40.0]
 
 
 @pytest.mark.parametrize(
@@ -365,8 +365,8 @@ def test_a_reward_that_fails_now_and_then_costs_those_samples_only(capsys):
     write("rows.jsonl", ADDITIONS)
     settings = ["train_dataset.path=rows.jsonl", "train_dataset.loader=null", "train_dataset.batch_size=20"]
     assert run(*settings, "reward.fn=reward.py", "reward.timeout_s=0.2", "total_train_steps=1", "reward.workers=2") == 0
-    [lines] = Path("out").glob("*/*/logs/metrics.jsonl")
-    metrics = json.loads(lines.read_text().splitlines()[0])
+    [made] = list_runs("out")
+    metrics = made.steps()[1]
     assert metrics["rollout/reward_errors"] == 10
     assert metrics["rollout/reward_timeouts"] == 2
     assert metrics["rollout/rewards_mean"] == 1.0
@@ -421,17 +421,15 @@ def test_no_room_for_logs(capsys, n_bytes, settings, message):
 
 
 def test_no_room_for_events_or_log_lines(tmp_path, caplog):
-    from areno.api.console import setup_logging
-    from areno.api.metrics import MetricsRecorder
     from areno.errors import ArenoError
+    from areno.tracking.recorder import MetricsRecorder
+    from areno.tracking.run_log import RunLog
 
     recorder = MetricsRecorder(tmp_path / "tb")
     recorder.record(1, {"train/loss": 1.0})
     [events] = (tmp_path / "tb").iterdir()
     size = events.stat().st_size
-    setup_logging(tmp_path / "run.log")
-    logging.getLogger("areno").propagate = True
-    with files_up_to(size + 1):
+    with RunLog(tmp_path / "run.log"), files_up_to(size + 1):
         with pytest.raises(ArenoError, match=r"stats_logger\.tensorboard\.path: .*cannot be written"):
             recorder.record(2, {"train/loss": 1.0})
         for _ in range(50):
@@ -485,7 +483,7 @@ def test_out_of_device_memory(capsys, monkeypatch, place, keys):
 
 
 def test_what_nobody_foresaw_has_its_traceback(capsys, monkeypatch):
-    monkeypatch.setattr("areno.api.trainers.policy_only.outcome_advantages", lambda *args: 1 / 0)
+    monkeypatch.setattr("areno.api.trainers.rows.outcome_advantages", lambda *args: 1 / 0)
     before = children()
     assert run() == 1
     error = capsys.readouterr().err

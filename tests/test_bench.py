@@ -15,17 +15,18 @@ from tiny_engine import spec
 
 from areno.bench import __main__ as bench
 from areno.bench.arguments import Settings, parse
-from areno.bench.floors import Cost, Rates, decode_s, floors, forward_flops, pairs, prefill_s, train_flops
-from areno.bench.profile import GROUPS, OWN_FILES, Span, busy_s, group_of, idle_share, phase_table
+from areno.bench.floors import Rates, decode_s, floors, prefill_s
+from areno.bench.profile import GROUPS, OWN_FOLDERS, Span, busy_s, group_of, idle_share, phase_table
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
 from areno.bench.with_transformers import WithTransformers
 from areno.bench.with_vllm import WithVllm
 from areno.bench.work import Work, row
 from areno.engine.engine import Engine
-from areno.engine.types import TrainSequence
 from areno.errors import ConfigError, EngineError
+from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
+from areno.types import TrainSequence
 
 TINY = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --tokens-per-mb 64 --repeats 2"
 H200 = Rates(copy_bytes_s=4.3e12, matmul_flops_s=770e12)
@@ -234,10 +235,10 @@ def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
     assert group in GROUPS
 
 
-def test_every_file_of_our_kernels_has_a_group() -> None:
+def test_every_folder_of_our_kernels_has_a_group() -> None:
     folder = Path(bench.__file__).parents[1] / "kernels"
-    assert {file.stem for file in folder.glob("*_triton.py")} == set(OWN_FILES)
-    assert set(OWN_FILES.values()) < set(GROUPS)
+    assert {file.parent.name for file in folder.glob("*/triton*.py")} == set(OWN_FOLDERS)
+    assert set(OWN_FOLDERS.values()) < set(GROUPS)
 
 
 def test_the_device_is_busy_while_any_kernel_runs() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.chat import assistant_spans, encode_generation_prompt, prompt_item, sft_sequence
-from areno.api.data import read_rows
+from areno.data.chat_template import assistant_spans
+from areno.data.encode import encode_generation_prompt, prompt_item, sft_sequence
+from areno.data.sources import read_rows
 from areno.errors import DataError
 
 DATA = Path(__file__).parents[2] / "shared/data"
@@ -16,41 +17,41 @@ DATA = Path(__file__).parents[2] / "shared/data"
 # Prompts to tokens ---------------------------------------------------------------------------------------------------
 
 
-def test_text_goes_through_the_template_as_one_user_message(qwen3, gpt2):
+def test_text_goes_through_the_template_as_one_user_message(chatml, plain):
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     messages = [{"role": "user", "content": "hi"}]
-    assert qwen3.decode(encode_generation_prompt(qwen3, "hi")) == text
-    assert qwen3.decode(encode_generation_prompt(qwen3, messages)) == text
-    assert qwen3.decode(encode_generation_prompt(qwen3, "hi", enable_thinking=True)) == text
+    assert chatml.decode(encode_generation_prompt(chatml, "hi")) == text
+    assert chatml.decode(encode_generation_prompt(chatml, messages)) == text
+    assert chatml.decode(encode_generation_prompt(chatml, "hi", enable_thinking=True)) == text
     assert (
-        qwen3.decode(encode_generation_prompt(qwen3, "hi", enable_thinking=False)) == text + "<think>\n\n</think>\n\n"
+        chatml.decode(encode_generation_prompt(chatml, "hi", enable_thinking=False)) == text + "<think>\n\n</think>\n\n"
     )
-    assert encode_generation_prompt(gpt2, "hi there") == gpt2("hi there")["input_ids"]
+    assert encode_generation_prompt(plain, "hi there") == plain("hi there")["input_ids"]
     with pytest.raises(DataError, match=r"need a tokenizer with a chat template.*tokenizer_path"):
-        encode_generation_prompt(gpt2, messages)
+        encode_generation_prompt(plain, messages)
 
 
-def test_tokenizer_that_does_not_know_enable_thinking(minimind):
+def test_tokenizer_that_does_not_know_enable_thinking(plain):
     class Plain:
         chat_template = "there is one"
-        encode = staticmethod(minimind.encode)
+        encode = staticmethod(plain.encode)
 
         def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt):
             return f"[{messages[-1]['content']}]"
 
-    assert minimind.decode(encode_generation_prompt(Plain(), "hi", enable_thinking=False)) == "[hi]"
+    assert plain.decode(encode_generation_prompt(Plain(), "hi", enable_thinking=False)) == "[hi]"
 
 
-def test_prompt_items(qwen3):
-    item = prompt_item(qwen3, {"prompt": "What is 3+3?", "solutions": "6", "level": 3}, 3)
+def test_prompt_items(chatml):
+    item = prompt_item(chatml, {"prompt": "What is 3+3?", "solutions": "6", "level": 3}, 3)
     assert (item.prompt, item.solutions, item.index, item.messages) == ("What is 3+3?", "6", 3, None)
     assert (
-        item.text == qwen3.decode(item.tokens) == f"<|im_start|>user\n{item.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        item.text == chatml.decode(item.tokens) == f"<|im_start|>user\n{item.prompt}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert item.record["level"] == 3
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    item = prompt_item(qwen3, {"prompt": messages}, 0)
-    assert item.prompt == item.text == qwen3.decode(item.tokens)
+    item = prompt_item(chatml, {"prompt": messages}, 0)
+    assert item.prompt == item.text == chatml.decode(item.tokens)
     assert "Be brief." in item.text
     assert item.messages == messages
 
@@ -78,36 +79,50 @@ def turns(*contents):
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
-def test_prompt_response_trains_on_the_response_and_its_end(qwen3, gpt2):
+def test_prompt_response_trains_on_the_response_and_its_end(chatml, plain):
     row = {"prompt": "hi", "response": "hello you"}
-    assert trained_text(qwen3, row) == ["hello you<|im_end|>"]
-    sequence = sft_sequence(qwen3, row)
-    assert sequence.tokens[: -len(qwen3.encode("hello you")) - 1] == encode_generation_prompt(qwen3, "hi")
-    assert trained_text(gpt2, row) == ["hello you<|endoftext|>"]
-    assert gpt2.decode(sft_sequence(gpt2, row).tokens) == "hihello you<|endoftext|>"
+    assert trained_text(chatml, row) == ["hello you<|im_end|>"]
+    sequence = sft_sequence(chatml, row)
+    assert sequence.tokens[: -len(chatml.encode("hello you")) - 1] == encode_generation_prompt(chatml, "hi")
+    assert trained_text(plain, row) == ["hello you<|endoftext|>"]
+    assert plain.decode(sft_sequence(plain, row).tokens) == "hihello you<|endoftext|>"
 
 
-def test_conversation_trains_on_assistant_turns_only(qwen3):
+def test_conversation_trains_on_assistant_turns_only(chatml):
     messages = [{"role": "system", "content": "Be brief."}, *turns("a b", "c d", "e f", "g h")]
     # Qwen3 writes an empty block of reasoning before the last answer only; a model that thinks would have to write it.
-    assert trained_text(qwen3, {"messages": messages}) == ["c d<|im_end|>", "<think>\n\n</think>\n\ng h<|im_end|>"]
-    assert trained_text(qwen3, {"messages": messages}, enable_thinking=False) == ["c d<|im_end|>", "g h<|im_end|>"]
-    text = qwen3.apply_chat_template(messages, tokenize=False)
-    assert qwen3.decode(sft_sequence(qwen3, {"messages": messages}).tokens) == text
+    assert trained_text(chatml, {"messages": messages}) == ["c d<|im_end|>", "<think>\n\n</think>\n\ng h<|im_end|>"]
+    assert trained_text(chatml, {"messages": messages}, enable_thinking=False) == ["c d<|im_end|>", "g h<|im_end|>"]
+    text = chatml.apply_chat_template(messages, tokenize=False)
+    assert chatml.decode(sft_sequence(chatml, {"messages": messages}).tokens) == text
 
 
-def test_reasoning_of_earlier_turns(qwen3, minimind):
-    messages = turns("a", "<think>\nearly\n</think>\n\nb", "c", "<think>\nlate\n</think>\n\nd")
-    assert trained_text(qwen3, {"messages": messages}) == ["b<|im_end|>", "<think>\nlate\n</think>\n\nd<|im_end|>"]
-    # minimind keeps all reasoning; its generation prompt opens with a block, of which the first line is shared.
-    assert trained_text(minimind, {"messages": messages}) == [
+REASONED = turns("a", "<think>\nearly\n</think>\n\nb", "c", "<think>\nlate\n</think>\n\nd")
+
+
+def test_reasoning_of_earlier_turns_is_left_out(chatml):
+    messages = REASONED
+    assert trained_text(chatml, {"messages": messages}) == ["b<|im_end|>", "<think>\nlate\n</think>\n\nd<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "minimind"])
+def test_template_that_keeps_all_reasoning(tokenizer_of, name):
+    """Its generation prompt opens with a block of reasoning, of which the first line is shared with the turn."""
+    tokenizer = tokenizer_of(name)
+    if name == "tiny":
+        opened = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            f"{{% if add_generation_prompt %}}{opened}{{% endif %}}"
+        )
+    assert trained_text(tokenizer, {"messages": REASONED}) == [
         "early\n</think>\n\nb<|im_end|>",
         "late\n</think>\n\nd<|im_end|>",
     ]
-    assert trained_text(minimind, {"messages": turns("a", "b", "c", "d")}) == ["b<|im_end|>", "d<|im_end|>"]
+    assert trained_text(tokenizer, {"messages": turns("a", "b", "c", "d")}) == ["b<|im_end|>", "d<|im_end|>"]
 
 
-def test_tool_calls_are_trained_and_results_are_not(qwen3):
+def test_tool_calls_are_trained_and_results_are_not(chatml):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "1+1?"},
@@ -115,13 +130,13 @@ def test_tool_calls_are_trained_and_results_are_not(qwen3):
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "Two."},
     ]
-    first, second = trained_text(qwen3, {"messages": messages, "tools": [call]})
+    first, second = trained_text(chatml, {"messages": messages, "tools": [call]})
     assert first == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert second == "<think>\n\n</think>\n\nTwo.<|im_end|>"
 
 
 def test_template_that_marks_generation(tokenizer_of):
-    tokenizer = tokenizer_of("qwen3")
+    tokenizer = tokenizer_of("tiny")
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
@@ -130,17 +145,18 @@ def test_template_that_marks_generation(tokenizer_of):
 
 
 def test_template_without_end_of_turn_token(tokenizer_of):
-    gpt2 = tokenizer_of("gpt2")
+    plain = tokenizer_of("plain")
     opened = "{% if add_generation_prompt %}assistant: {% endif %}"
-    gpt2.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}\n{% endfor %}" + opened
-    assert trained_text(gpt2, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
+    plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}\n{% endfor %}" + opened
+    assert trained_text(plain, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
 
 
-def test_end_of_turn_that_is_not_the_end_token(tokenizer_of):
-    base = tokenizer_of("qwen2.5")
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5"])
+def test_end_of_turn_that_is_not_the_end_token(tokenizer_of, name):
+    base = tokenizer_of(name)
     base.eos_token = "<|endoftext|>"  # as in the base models, whose template ends turns with <|im_end|>
     messages = turns("a", "b c", "d", "e f")
-    assert trained_text(base, {"messages": messages}) == ["b c<|im_end|>", "e f<|im_end|>"]
+    assert trained_text(base, {"messages": messages}, enable_thinking=False) == ["b c<|im_end|>", "e f<|im_end|>"]
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     asked = [*messages, {"role": "user", "content": "g"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     assert trained_text(base, {"messages": asked})[2].endswith("</tool_call><|im_end|>")
@@ -165,25 +181,25 @@ def test_end_of_turn_that_is_not_the_end_token(tokenizer_of):
     ],
 )
 def test_template_in_which_turns_cannot_be_found(tokenizer_of, template, message):
-    tokenizer = tokenizer_of("gpt2")
+    tokenizer = tokenizer_of("plain")
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=message):
         sft_sequence(tokenizer, {"messages": turns("a", "b", "c", "d")})
 
 
-def test_conversation_needs_a_template(gpt2):
+def test_conversation_needs_a_template(plain):
     with pytest.raises(DataError, match="need a tokenizer with a chat template"):
-        sft_sequence(gpt2, {"messages": turns("a", "b")})
+        sft_sequence(plain, {"messages": turns("a", "b")})
 
 
-def test_spans_of_real_conversations(qwen3):
+def test_spans_of_real_conversations(chatml):
     path = DATA / "toolcall/reason_tool_use_demo_50.jsonl"
     if not path.is_file():
         pytest.skip(f"{path} is not there")
     for row in read_rows(str(path)):
         messages = [{"role": m["role"], "content": "".join(map(part_text, m["content"]))} for m in row["messages"]]
-        text = qwen3.apply_chat_template(messages, tokenize=False)
-        spans = assistant_spans(qwen3, messages, text)
+        text = chatml.apply_chat_template(messages, tokenize=False)
+        spans = assistant_spans(chatml, messages, text)
         answers = [m["content"] for m in messages if m["role"] == "assistant"]
         assert len(spans) == len(answers) > 0
         for (start, end), answer in zip(spans, answers, strict=True):
@@ -197,11 +213,19 @@ def part_text(part: dict) -> str:
     return f"<think>\n{part['value']}\n</think>\n\n" if part["type"] == "reasoning" else part["value"]
 
 
-def test_tools_may_be_json_text(qwen3):
+def test_tools_may_be_json_text(chatml):
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
     row = {"prompt": "Go", "response": "Gone"}
-    as_list = sft_sequence(qwen3, {**row, "tools": [tool]})
-    assert sft_sequence(qwen3, {**row, "tools": json.dumps([tool])}) == as_list
-    assert as_list != sft_sequence(qwen3, row)
+    as_list = sft_sequence(chatml, {**row, "tools": [tool]})
+    assert sft_sequence(chatml, {**row, "tools": json.dumps([tool])}) == as_list
+    assert as_list != sft_sequence(chatml, row)
     with pytest.raises(DataError, match="tools is text, but not JSON"):
-        sft_sequence(qwen3, {**row, "tools": "[look"})
+        sft_sequence(chatml, {**row, "tools": "[look"})
+
+
+@pytest.mark.parametrize("name", ["tiny", "plain"])
+def test_tokenizers_of_the_tests_keep_any_text(tokenizer_of, name):
+    tokenizer = tokenizer_of(name)
+    for text in ("Wörter 词\n\t\x00", " user  assistant", "<|im_start|>tool\n<tool_call>{}</tool_call><|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) < 512

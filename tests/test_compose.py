@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -10,15 +9,22 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from areno.config import command, compose, paths
-from areno.config.command import Recipe
-from areno.config.experiments import GRPOConfig, GSPOConfig
+from areno.api import Algorithm, get_algorithm
+from areno.config.build import build
 from areno.errors import ConfigError, DataError
+from areno.files import paths
+from areno.launch import command, compose
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+from areno.recipes.ppo import PPOConfig
+from areno.tracking.reader import RunReader
 
 REPO = Path(__file__).parents[1]
 SMALL = ["experiment_name=test", "actor.path=model", "train_dataset.path=rows.jsonl", "reward.fn=math"]
@@ -43,8 +49,18 @@ def work(tmp_path, monkeypatch):
     return tmp_path
 
 
+@dataclass(frozen=True, kw_only=True)
+class Played(Algorithm):
+    """GSPO's configuration with a function in place of the loop."""
+
+    main: Callable[[GSPOConfig, Path], float]
+
+    def run(self, config, run_dir):
+        return self.main(config, run_dir)
+
+
 class Main:
-    """A recipe's main that remembers its calls, fails on the seeds it is told to, and returns lr * seed."""
+    """A loop that remembers its calls, fails on the seeds it is told to, and returns lr * seed."""
 
     def __init__(self, failures=None):
         self.calls = []
@@ -58,9 +74,11 @@ class Main:
 
 
 def run(main, *arguments, name="small"):
-    recipe = Recipe("python -m areno.recipes.gspo", "gspo", GSPOConfig, main, "small")
+    algorithm = Played(name="gspo", config=GSPOConfig, loop="policy_only", default="small", main=main)
     try:
-        return command.run(recipe, ["--config-dir=my", f"--config-name={name}", *arguments])
+        return command.run(
+            algorithm, "python -m areno.recipes.gspo", ["--config-dir=my", f"--config-name={name}", *arguments]
+        )
     except SystemExit as end:
         return end.code
 
@@ -122,12 +140,12 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "nothing.x: cannot be deleted: there is no such key",
         "actr: unknown key; did you mean actor?",
         "oddity: unknown key",
-        "experiment_name: missing (names the run's folder)",
+        "experiment_name: missing (Name of the experiment's folder, which holds its runs)",
         "seed: is 'abc'; an integer is expected",
-        "engine: is 'fast'; a section is expected, with keys device, world_size, tp_size, workers, attn_backend, "
-        "dummy_load",
         "actor.optimzer: unknown key; did you mean actor.optimizer?",
         "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?",
+        "engine: is 'fast'; a section is expected, with keys device, world_size, tp_size, workers, attn_backend, "
+        "dummy_load",
     ]
 
 
@@ -149,6 +167,16 @@ def test_deleting_a_key_restores_its_default(work):
     assert load(name="lr").actor.optimizer.lr == 1.0
     assert load("~actor.optimizer.lr", name="lr").actor.optimizer.lr == 1e-6
     assert problems_of("~actor.path", name="lr") == ["actor.path: missing (Hugging Face model folder or hub id)"]
+
+
+def test_a_deleted_key_restores_the_default_of_its_recipe(work, capsys):
+    (work / "my/critic.yaml").write_text(TASK + "critic: {optimizer: {lr: 1.0, beta1: 0.8}}\n")
+    config = load("~critic.optimizer.lr", name="critic", cls=PPOConfig)
+    assert (config.critic.optimizer.beta1, config.critic.optimizer.lr) == (0.8, 1e-5)
+    arguments = ["--config-dir=my", "--config-name=critic", "--cfg", "job", "--resolve", "~critic.optimizer.lr"]
+    assert command.run(get_algorithm("ppo"), "ppo", arguments) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert build(PPOConfig, shown) == config
 
 
 def test_own_folder_comes_first_and_brings_groups(work):
@@ -196,26 +224,26 @@ def test_run_gets_its_folder_and_a_record_of_itself(work):
     assert run(main, "seed=2", "trial_name=one", "ref=default", "actor.kl_ctl=0.1") == 0
     [(config, run_dir)] = main.calls
     assert run_dir == work / "outputs/test/one"
-    written = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert written["seed"] == config.seed == 2
-    assert yaml.safe_load((run_dir / "overrides.yaml").read_text())[:2] == ["seed=2", "trial_name=one"]
-    versions = json.loads((run_dir / "versions.json").read_text())
-    assert versions["areno"]
-    assert versions["torch"]
+    written = RunReader(run_dir)
+    assert written.config["seed"] == config.seed == 2
+    assert written.overrides[:2] == ["seed=2", "trial_name=one"]
+    assert written.versions["areno"]
+    assert written.versions["torch"]
     # The record is itself a configuration.
     again = compose.load(GSPOConfig, "config", ["trial_name=one"], run_dir)
     assert again == config
 
 
-def test_an_earlier_run_is_not_overwritten(work, capsys):
+def test_an_earlier_run_is_not_overwritten(work, capsys, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
     main = Main()
     assert run(main, "trial_name=one") == 0
     assert run(main, "trial_name=one", "seed=5") == 2
     assert "trial_name" in capsys.readouterr().err
     assert len(main.calls) == 1
-    assert run(main) == 0
-    assert run(main) == 0
-    assert len(list((work / "outputs/test").iterdir())) == 3
+    assert [run(main), run(main), run(main, "-m", "seed=1,2")] == [0, 0, 0]
+    folders = [run_dir.relative_to(work / "outputs/test").as_posix() for _, run_dir in main.calls]
+    assert folders == ["one", "now", "now-2", "now-3/0", "now-3/1"]
 
 
 def test_a_wrong_configuration_leaves_nothing(work, capsys):
@@ -256,10 +284,7 @@ def test_multirun_tries_every_combination(work, capsys):
     main = Main()
     assert run(main, "-m", "actor.optimizer.lr=1e-6,2e-6", "seed=1,2", "trial_name=s", "gconfig.n_samples=2") == 0
     assert [(config.actor.optimizer.lr, config.seed) for config, _ in main.calls] == [
-        (1e-6, 1),
-        (1e-6, 2),
-        (2e-6, 1),
-        (2e-6, 2),
+        (lr, seed) for lr in (1e-6, 2e-6) for seed in (1, 2)
     ]
     assert [run_dir for _, run_dir in main.calls] == [work / f"outputs/test/s/{i}" for i in range(4)]
     assert all(config.gconfig.n_samples == 2 for config, _ in main.calls)
@@ -389,14 +414,14 @@ def test_recipe_runs_under_its_own_name(tmp_path):
     (tmp_path / "custom.py").write_text(
         "import pickle\n"
         "from types import SimpleNamespace\n"
-        "from areno.config.experiments import GSPOConfig\n"
+        "from areno.recipes.gspo import GSPOConfig\n"
         "class Own: pass\n"
         "def run(config, run_dir):\n"
         "    (run_dir / 'own.pkl').write_bytes(pickle.dumps(Own()))\n"
         "    return 1.0\n"
         "ALGORITHM = SimpleNamespace(name='custom', config=GSPOConfig, default='gsm8k', run=run)\n"
         "if __name__ == '__main__':\n"
-        "    from areno.config.command import run_recipe\n"
+        "    from areno.launch.command import run_recipe\n"
         "    run_recipe('custom')\n"
     )
     done = python("-m", "custom", "trial_name=t", cwd=tmp_path)
@@ -438,7 +463,7 @@ def test_installed_wheel_works_anywhere(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["experiment_name"] == "gsm8k"
-    program = "from areno.config.paths import *; print(root()); print(find_file('examples/math/dataset_loader.py'))"
+    program = "from areno.files.paths import *; print(root()); print(find_file('examples/math/dataset_loader.py'))"
     done = python("-c", program, cwd=elsewhere, PYTHONPATH=str(tmp_path / "site"))
     data = tmp_path / "site/areno/_data"
     assert done.stdout.split() == [str(data), str(data / "examples/math/dataset_loader.py")]

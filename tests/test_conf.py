@@ -10,10 +10,14 @@ import pytest
 import yaml
 
 from areno.api import get_algorithm
-from areno.config import help, library
-from areno.config.compose import load
-from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
-from areno.config.paths import find_file
+from areno.files.paths import find_file
+from areno.launch import help, library
+from areno.launch.compose import load
+from areno.recipes.dpo import DPOConfig
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+from areno.recipes.ppo import PPOConfig
+from areno.recipes.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}

@@ -9,14 +9,18 @@ from typing import Literal
 
 import pytest
 
-from areno.config import reference
-from areno.config.build import build, complete, keys, to_dict, twin
-from areno.config.experiments import DPOConfig, GRPOConfig, GSPOConfig, PPOConfig, SFTConfig
-from areno.config.fields import Section, check, knob
-from areno.config.model_roles import OptimizerConfig
-from areno.config.run import EngineConfig, GenerationConfig
-from areno.config.values import Mismatch, convert, spelling
-from areno.errors import ConfigError, Problem
+from areno.config.build import build, keys, to_dict, with_defaults
+from areno.config.fields import Section, check, setting
+from areno.config.models import OptimizerConfig
+from areno.config.run import EngineConfig, GenerationConfig, ValidDatasetConfig
+from areno.config.values import InvalidValue, convert, spelling
+from areno.errors import ConfigError, Problem, keys_renamed
+from areno.launch import help, reference
+from areno.recipes.dpo import DPOConfig
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+from areno.recipes.ppo import PPOConfig
+from areno.recipes.sft import SFTConfig
 
 
 def smallest(**more) -> dict:
@@ -76,8 +80,8 @@ def test_everything_wrong_is_reported_together():
     )
     assert found == {
         "lr": "unknown key; did you mean actor.optimizer.lr?",
-        "experiment_name": "missing (names the run's folder)",
-        "trial_name": "is 'a/b'; a folder name without '/' is needed",
+        "experiment_name": "missing (Name of the experiment's folder, which holds its runs)",
+        "trial_name": "is 'a/b'; a folder name without '/' is expected",
         "seed": "is true; an integer is expected",
         "engine.tp_size": "is 3, which does not divide engine.world_size=4",
         "train_dataset": found["train_dataset"],
@@ -119,8 +123,8 @@ def test_missing_keys_of_an_optional_section_count_once_it_is_there():
 def test_checks_that_do_not_need_the_wrong_value_still_report():
     @dataclass(kw_only=True)
     class Pair(Section):
-        a: int = knob(1, help="a")
-        b: int = knob(1, help="b")
+        a: int = setting(1, help="a")
+        b: int = setting(1, help="b")
 
         @check
         def first(self) -> Iterator[Problem]:
@@ -144,6 +148,9 @@ def test_checks_that_do_not_need_the_wrong_value_still_report():
     ]
 
 
+SHORT = {"engine.world_size": "world_size"}.get
+
+
 def test_dataclasses_check_themselves():
     with pytest.raises(ConfigError) as caught:
         GenerationConfig(n_samples=0, temperature="hot", top_k=0)  # type: ignore[arg-type]
@@ -152,8 +159,11 @@ def test_dataclasses_check_themselves():
     assert isinstance(OptimizerConfig(lr=1).lr, float)
     with pytest.raises(ConfigError, match=r"train_dataset: is 'rows'"):
         SFTConfig(experiment_name="x", actor=None, train_dataset="rows")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="workers: inline holds one device"):
+    with pytest.raises(ConfigError, match="workers: is inline, which runs one device"):
         EngineConfig(workers="inline", world_size=2)
+    with pytest.raises(ConfigError, match="which does not divide world_size=3") as caught, keys_renamed(SHORT):
+        EngineConfig(tp_size=2, world_size=3)
+    assert caught.value.problems[0].mentions() == {"tp_size", "world_size"}
 
 
 IDLE = [  # settings that would do nothing beside the others: (actor, more, the key that says so)
@@ -214,7 +224,7 @@ def test_what_a_recipe_brings_is_nobodys_wish():
 
 
 def test_an_empty_stop_string_would_end_every_completion():
-    with pytest.raises(ConfigError, match="stop: holds an empty string"):
+    with pytest.raises(ConfigError, match="stop: contains an empty string"):
         GenerationConfig(stop=["a", ""])
 
 
@@ -253,7 +263,7 @@ def test_convert(value, hint, result):
     ],
 )
 def test_convert_refuses(value, hint, message):
-    with pytest.raises(Mismatch, match=message):
+    with pytest.raises(InvalidValue, match=message):
         convert(value, hint)
 
 
@@ -263,12 +273,12 @@ def test_spelling():
     assert spelling(Literal["a", "b"] | None) == "a | b or null"
 
 
-def test_twin_and_complete():
-    blank = twin(SFTConfig)
+def test_with_defaults():
+    blank = with_defaults(SFTConfig, {})
     assert blank["actor"]["path"] == "???"
     assert blank["valid_dataset"] is None
-    filled = complete(SFTConfig, {"odd": 1, "valid_dataset": {"batch_size": 2}, "seed": 3})
-    assert filled["valid_dataset"] == {**twin(type(build(SFTConfig, valid()).valid_dataset)), "batch_size": 2}
+    filled = with_defaults(SFTConfig, {"odd": 1, "valid_dataset": {"batch_size": 2}, "seed": 3})
+    assert filled["valid_dataset"] == {**with_defaults(ValidDatasetConfig, {}), "batch_size": 2}
     assert filled["seed"] == 3
     assert list(filled)[-1] == "odd"
 
@@ -288,4 +298,26 @@ def test_every_default_is_a_valid_value(cls):
 
 def test_reference_page_is_current():
     page = Path(__file__).parents[1] / "docs/reference/config.md"
-    assert page.read_text() == reference.markdown(), "run: python -m areno.config.reference > docs/reference/config.md"
+    assert page.read_text() == reference.markdown(), "run: python -m areno.launch.reference > docs/reference/config.md"
+
+
+def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
+    defaults = {row.key: row.default for row in help.rows(PPOConfig)}
+    assert defaults["actor.adv_norm.mean_level"] == "'batch'"
+    assert defaults["actor.adv_norm.std_level"] == "'batch'"
+    assert defaults["critic.optimizer.lr"] == "1e-05"
+    assert defaults["actor.optimizer.lr"] == "1e-06"
+    assert defaults["eval_gconfig"] == "null"
+    assert defaults["eval_gconfig.n_samples"] == "8", "a section that is null by default shows those of its class"
+    assert defaults["valid_dataset.path"] == defaults["train_dataset.path"] == "required"
+    grpo = {row.key: row.default for row in help.rows(GRPOConfig)}
+    assert grpo["actor.adv_norm.mean_level"] == "'group'"
+
+
+def test_a_partial_section_keeps_the_defaults_that_its_parent_gives_it():
+    config = build(PPOConfig, smallest(critic={"optimizer": {"beta1": 0.8}}))
+    assert (config.critic.optimizer.beta1, config.critic.optimizer.lr) == (0.8, 1e-5)
+    config = build(PPOConfig, smallest(actor={"path": "model", "adv_norm": {"std_unbiased": True}}))
+    assert (config.actor.adv_norm.mean_level, config.actor.adv_norm.std_level) == ("batch", "batch")
+    filled = with_defaults(PPOConfig, smallest(critic={"optimizer": {"beta1": 0.8}}))
+    assert build(PPOConfig, filled).critic.optimizer.lr == filled["critic"]["optimizer"]["lr"] == 1e-5

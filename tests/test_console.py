@@ -7,24 +7,28 @@ import json
 import logging
 import re
 import sys
+from contextlib import contextmanager
 
 import pytest
 
-from areno.api import console
-from areno.api.dumps import dump_rollouts, log_completions
-from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 from areno.errors import ConfigError
+from areno.tracking import console
+from areno.tracking import progress as display
+from areno.tracking.run_log import RunLog
+from areno.tracking.samples import SampleFiles, SampleLog
+from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 
-@pytest.fixture(autouse=True)
-def own_logging():
-    """The handlers a test sets up are gone after it."""
+@contextmanager
+def run_log(path):
+    """A run's log where no host program listens. pytest itself does, and looks for that when a test starts."""
     logger = logging.getLogger("areno")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    yield
-    for handler in set(logger.handlers) - set(before[0]):
-        handler.close()
-    logger.handlers[:], logger.level, logger.propagate = before
+    logger.propagate = False
+    try:
+        with RunLog(path):
+            yield
+    finally:
+        logger.propagate = True
 
 
 class Terminal(io.StringIO):
@@ -33,58 +37,64 @@ class Terminal(io.StringIO):
 
 
 def test_lines(capsys, tmp_path):
-    console.setup_logging()
-    console.setup_logging(tmp_path / "logs/run.log")  # twice, but one line each
-    console.log_epoch(3, "start")
-    console.log_stage("rollout_start")
-    console.log_metric("reward_mean", 0.125)
-    console.log_train_stats({"loss": 0.0, "lr": 1e-06})
-    console.log_times(213.929721, 17.327612, 231.297132)
-    logging.getLogger("areno.data").warning("careful")
-    lines = capsys.readouterr().err.splitlines()
-    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
-        "epoch=3 stage=epoch_start",
-        "role=policy stage=rollout_start",
-        "metric=reward_mean value=0.125000",
-        "train_stats={'loss': 0.0, 'lr': 1e-06}",
-        "time rollout=213.929721 train=17.327612 total=231.297132",
-        "warning: careful",
-    ]
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
-    assert (tmp_path / "logs/run.log").read_text().splitlines() == lines
+    with run_log(tmp_path / "logs/run.log"):
+        console.log_epoch(3, "start")
+        console.log_stage("rollout_start")
+        tracker = console.Console(["rollout/rewards_mean", "train/lr", "train/explained_variance"], total_steps=60)
+        tracker.log(3, {"rollout/seq_len_mean": 9.0, "rollout/rewards_mean": 0.125, "rollout/logprobs_mean": -0.5})
+        times = {"time/rollout": 213.929721, "time/train": 17.327612, "time/reward": 0.1, "time/step": 231.297132}
+        tracker.log(3, {"train/lr": 1e-06, "train/loss": 0.0, **times})
+        tracker.log(3, {"eval/accuracy": 0.5, "eval/rewards_mean": 0.25, "eval/num_sequences": 8.0})
+        tracker.finish()
+        logging.getLogger("areno.data").warning("careful")
+        lines = capsys.readouterr().err.splitlines()
+        assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines] == [
+            "epoch=3 stage=epoch_start",
+            "role=policy stage=rollout_start",
+            "metric=reward_mean value=0.125000",
+            "metric=rollout_logprob_mean value=-0.500000",
+            "train_stats={'loss': 0.0, 'lr': 1e-06}",
+            "time rollout=213.929721 train=17.327612 total=231.297132",
+            "step=3/60 reward_mean=0.125 lr=1e-06 seconds=231.30",
+            "metric=eval_accuracy value=0.500000",
+            "metric=eval_rewards_mean value=0.250000",
+            "warning: careful",
+        ]
+        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+        assert (tmp_path / "logs/run.log").read_text().splitlines() == lines
 
 
-def test_progress_lines_are_rare_without_a_terminal(capsys, monkeypatch):
-    console.setup_logging()
-    now = [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    with console.Progress("rollout", total=32, interval_s=10.0) as progress:
-        for second in range(25):
-            now[0] = 100.0 + second
-            progress.update(second, tokens=50 * second, reward=0.5 if second > 15 else None)
-    lines = [line[9:] for line in capsys.readouterr().err.splitlines()]
-    assert lines == [
-        "rollout progress: prompts=10/32 tokens_per_second=50.0",
-        "rollout progress: prompts=20/32 tokens_per_second=50.0 reward_mean=0.500000",
-    ]
+def test_progress_lines_are_rare_without_a_terminal(capsys, monkeypatch, tmp_path):
+    with run_log(tmp_path / "logs/run.log"):
+        now = [100.0]
+        monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+        with display.Progress("rollout", total=32, interval_s=10.0) as progress:
+            for second in range(25):
+                now[0] = 100.0 + second
+                progress.update(second, tokens=50 * second, reward=0.5 if second > 15 else None)
+        lines = [line[9:] for line in capsys.readouterr().err.splitlines()]
+        assert lines == [
+            "rollout progress: prompts=10/32 tokens_per_second=50.0",
+            "rollout progress: prompts=20/32 tokens_per_second=50.0 reward_mean=0.500000",
+        ]
 
 
-def test_progress_bar_on_a_terminal(monkeypatch):
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    console.setup_logging()
-    with console.Progress("rollout", total=4) as progress:
-        progress.update(2, tokens=100, reward=0.25)
-        console.log_metric("reward_mean", 1.0)
-        progress.update(4, tokens=200, reward=0.75)
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert "4/4" in shown
-    assert "reward 0.750" in shown
-    assert "tok/s" in shown
-    assert "metric=reward_mean value=1.000000" in shown
-    assert sys.stderr is screen
+def test_progress_bar_on_a_terminal(monkeypatch, tmp_path):
+    with run_log(tmp_path / "logs/run.log"):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "100")
+        with display.Progress("rollout", total=4) as progress:
+            progress.update(2, tokens=100, reward=0.25)
+            console.Console().log(1, {"rollout/rewards_mean": 1.0})
+            progress.update(4, tokens=200, reward=0.75)
+        shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+        assert "4/4" in shown
+        assert "reward 0.750" in shown
+        assert "tok/s" in shown
+        assert "metric=reward_mean value=1.000000" in shown
+        assert sys.stderr is screen
 
 
 def samples():
@@ -108,10 +118,10 @@ def samples():
 def test_completions_in_the_log(caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="areno")
     monkeypatch.delenv("ARENO_LOG_COMPLETIONS", raising=False)
-    log_completions(samples(), step=3)
+    SampleLog().samples(3, samples())
     assert caplog.text == ""
     monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "5")
-    log_completions(samples(), step=3)
+    SampleLog().samples(3, samples())
     assert [record.message.split(" finish")[0] for record in caplog.records] == [
         "completion step=3 sample=0 reward=1",
         "completion step=3 sample=1 reward=timeout",
@@ -121,12 +131,12 @@ def test_completions_in_the_log(caplog, monkeypatch):
     assert "5000 characters" in caplog.records[1].message
     monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "many")
     with pytest.raises(ConfigError, match="ARENO_LOG_COMPLETIONS is 'many'"):
-        log_completions(samples(), step=3)
+        SampleLog()
 
 
 def test_rollout_dump(tmp_path):
-    path = dump_rollouts(tmp_path / "rollouts", 12, samples())
-    assert path == tmp_path / "rollouts/12.jsonl"
+    SampleFiles(tmp_path / "rollouts").samples(12, samples())
+    path = tmp_path / "rollouts/12.jsonl"
     assert [p.name for p in path.parent.iterdir()] == ["12.jsonl"]
     first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert first == {

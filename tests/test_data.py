@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.data import load_rows, read_rows
 from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.data.sources import load_rows, read_rows
 from areno.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"What is {n}+{n}?", "solutions": str(2 * n), "level": n} for n in range(5)]
@@ -165,7 +165,7 @@ def test_columns_of_a_table_are_checked_too(tmp_path):
 def test_loader_makes_rows(tmp_path):
     loader = write(
         tmp_path / "loader.py",
-        "from areno.api.data import read_rows\n"
+        "from areno.data.sources import read_rows\n"
         "def load_dataset(path, split):\n"
         "    return ({'prompt': row['q'] + split} for row in read_rows(path, split))\n"
         "def made(path, split):\n"

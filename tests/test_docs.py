@@ -1,13 +1,15 @@
-"""What the documents show runs: commands, code blocks, links and error messages.
+"""Everything that the docs show is run: commands, code blocks, links and error messages.
 
-A block of a page is for a reader and for these tests:
+The first line of a code block says how it is tested:
 
-    bash              every `python -m areno...` and `python examples/...` in it composes (--cfg job)
-    bash run          every line runs to its end, in a folder that has the files of the page
-    bash fails        exit code 2, nothing written, and the text block that follows is its message
-    KIND file=NAME    is a file
-    python            the blocks of a page are one script, after its commands; text blocks behind them are its output
-    json ROWKIND      every line is a row of that kind
+    bash              each `python -m areno...` and `python examples/...` composes its configuration (--cfg job)
+    bash run          each line runs to its end, in a folder with the files of the page
+    bash fails        exits with code 2 and writes nothing; the text block after it is the error message
+    KIND file=NAME    becomes a file
+    python            all of a page form one script, which runs after the commands; a text block after one is its output
+    json ROWKIND      each line is a row of this kind
+
+`bash run` and the kinds below it are tested on the pages in GUIDES. The blocks of docs/sdk.md have a test of their own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import Any
 
 import pytest
 
-from areno.api.row_forms import row_problem
+from areno.data.row_schema import row_problem
+from areno.tracking.reader import RunReader
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -32,7 +35,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
-GUIDES = ["quickstart.md", "recipes.md", "data.md"]
+GUIDES = ["quickstart.md", "recipes.md", "data.md", "runs.md"]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
 
 
@@ -62,7 +65,7 @@ def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize(("page", "command"), commands("bash"))
 def test_commands_in_the_documents_compose(page: str, command: str, tmp_path: Path) -> None:
-    if "--help" in command or "areno.bench" in command or "areno.config.reference" in command:
+    if "--help" in command or "areno.bench" in command or "areno.launch.reference" in command:
         done = run(command.split(">")[0], tmp_path, *(["--help"] if "bench" in command else []))
     elif "hydra/sweeper=optuna" in command:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the sweep extra")
@@ -82,11 +85,11 @@ def test_commands_in_the_documents_compose(page: str, command: str, tmp_path: Pa
 RUN_ALL = """
 import shlex, sys
 from areno.api import get_algorithm
-from areno.config.command import Recipe, run
+from areno.launch.command import run
 
 for line in sys.argv[1:]:
     module, *words = shlex.split(line)[2:]
-    if run(Recipe.of(get_algorithm(module.rpartition(".")[2]), module), words):
+    if run(get_algorithm(module.rpartition(".")[2]), module, words):
         sys.exit(f"failed: {line}")
 """
 
@@ -141,7 +144,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     """Every scalar of short runs has its row in docs/runs.md, and every row names what one of these runs records."""
     from areno.api import get_algorithm
-    from areno.config.compose import load
+    from areno.launch.compose import load
 
     sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
     pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
@@ -164,8 +167,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         given = {"train_dataset": rows, "valid_dataset": rows}
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()
-        lines = (tmp_path / name / "logs/metrics.jsonl").read_text().splitlines()
-        recorded |= {scalar for line in lines for scalar in json.loads(line)} - {"step", "time"}
+        recorded |= RunReader(tmp_path / name).metrics().keys()
     page = (ROOT / "docs" / "runs.md").read_text()
     documented = set()
     for cell in re.findall(r"^\| `(\w+/[^`]+)`", page, re.M):
@@ -179,7 +181,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
-    from areno.api.backend import RuntimeConfig
+    from areno.api.inputs.backend import RuntimeConfig
     from areno.config.fields import settings
 
     page = ROOT / "docs" / "sdk.md"

@@ -38,7 +38,7 @@ def random_pairs(seed=0, spread=1.0):
     return [(row(chosen), row(rejected)) for chosen, rejected in MASKS]
 
 
-def pack_of(pairs, step_pairs=None, dtype=torch.float64, granularity=2):
+def pack_of(pairs, step_pairs=None, dtype=torch.float64, rows_per_unit=2):
     rows = [row for pair in pairs for row in pair]
     mask = torch.tensor([m for row in rows for m in row["mask"]]).bool()
     logprobs = torch.tensor([v for row in rows for v in row["logprobs"]], dtype=dtype, requires_grad=True)
@@ -50,7 +50,7 @@ def pack_of(pairs, step_pairs=None, dtype=torch.float64, granularity=2):
         step_tokens=int(mask.sum()),
         step_rows=2 * (len(pairs) if step_pairs is None else step_pairs),
         ref_logprobs=torch.tensor([v for row in rows for v in row["ref_logprobs"]], dtype=dtype),
-        granularity=granularity,
+        rows_per_unit=rows_per_unit,
     )
     return pack, logprobs
 
@@ -163,8 +163,8 @@ def test_what_is_not_trained_does_not_matter():
 
 def test_loss_refuses_what_are_no_pairs():
     pairs = random_pairs()
-    with pytest.raises(DataError, match="granularity is 1; train with granularity=2"):
-        dpo_loss_fn(*pack_of(pairs, granularity=1))
+    with pytest.raises(DataError, match="rows_per_unit is 1; train with rows_per_unit=2"):
+        dpo_loss_fn(*pack_of(pairs, rows_per_unit=1))
     pairs[1][1]["mask"] = [0, 0]
     with pytest.raises(DataError, match="DPO needs a trained token in every row"):
         dpo_loss_fn(*pack_of(pairs))

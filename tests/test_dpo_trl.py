@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from areno.api.chat import pair_item
+from areno.api.inputs.plan import TrainerPlan
 from areno.api.trainer import Trainer
-from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
-from areno.config.paths import find_file
-from areno.engine.spec import EngineSpec, RoleSpec
-from areno.engine.types import TrainSequence
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.data.encode import pair_item
+from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
+from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
+from areno.types import TrainSequence
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
 pytestmark = pytest.mark.slow
@@ -62,7 +63,8 @@ def ours(folders):
     """Our Trainer; its steps are too small to change the policy."""
     optimizer = OptimizerConfig(lr=1e-30, weight_decay=0.0)
     spec = EngineSpec(model_path=str(folders[0]), devices=["cpu"], optimizer=optimizer, gradient_checkpointing=False)
-    with Trainer.from_spec(spec, None) as trainer:
+    with Trainer.from_plan(TrainerPlan(spec=spec, tokenizer=None)) as trainer:
+        trainer.init()
         trainer.ensure_roles({"ref": RoleSpec(path=str(folders[1]), head="lm", key="ref.path")})
         yield trainer
 
@@ -125,7 +127,7 @@ def test_the_loss_is_that_of_trl(ours, theirs, tokenizer, how, their_settings):
         row.ref_logprobs = logprobs
 
     for mb_spec in (MicroBatchSpec(mini_bs=2), MicroBatchSpec(mini_bs=16), MicroBatchSpec(max_tokens_per_mb=40)):
-        stats = ours.train(rows, partial(dpo_loss_fn, **how), mb_spec=mb_spec, temperature=1.0, granularity=2)
+        stats = ours.engine.train(rows, partial(dpo_loss_fn, **how), UpdateSpec(mb_spec, rows_per_unit=2))
         assert stats["loss"] == pytest.approx(loss, abs=1e-5, rel=1e-5)
         assert stats["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
         assert stats["logps_chosen"] == pytest.approx(metrics["logps/chosen"], abs=1e-4)

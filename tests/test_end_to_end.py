@@ -19,15 +19,16 @@ import pytest
 import torch
 import transformers
 
-from areno.api import loop, policy_run
-from areno.config.command import Recipe, run
+from areno.api.trainers import collect
+from areno.launch.command import run
+from areno.tracking import progress
+from areno.tracking.reader import RunReader
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared/data"
 STORIES = DATA / "models/stories260K-hf"
-QWEN3 = DATA / "tokenizers/qwen3"
+TINY = Path(__file__).parent / "tokenizers/tiny"
 MINIMIND = DATA / "tokenizers/minimind"
-GSM8K = DATA / "gsm8k"
 CONVERSATIONS = DATA / "preference/dpo_en_demo.messages.jsonl"
 
 # A short run of the stories task, 16 samples a step.
@@ -42,18 +43,15 @@ STORIES_RUN = [
 
 needs = {
     path: pytest.mark.skipif(not path.exists(), reason=f"{path} is not there")
-    for path in (STORIES, QWEN3, MINIMIND, GSM8K, CONVERSATIONS)
+    for path in (STORIES, MINIMIND, CONVERSATIONS)
 }
-
-
-pytestmark = pytest.mark.usefixtures("log_restored_by_module")
 
 
 def train(recipe: str, folder: Path, *arguments: str) -> Path:
     """Run a recipe in this process, as `python -m areno.recipes.<recipe>` would; the folder of the run."""
     module = import_module(f"areno.recipes.{recipe}")
     fixed = [f"cluster.fileroot={folder}", "experiment_name=e", "trial_name=t", "engine.device=cpu"]
-    code = run(Recipe.of(module.ALGORITHM, f"python -m {module.__name__}"), [*arguments, *fixed])
+    code = run(module.ALGORITHM, f"python -m {module.__name__}", [*arguments, *fixed])
     assert code == 0
     return folder / "e" / "t"
 
@@ -70,12 +68,8 @@ def graded_reward(folder: Path) -> str:
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Step -> scalars, from logs/metrics.jsonl."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (run_dir / "logs/metrics.jsonl").open(encoding="utf-8"):
-        scalars = json.loads(line)
-        steps.setdefault(scalars.pop("step"), {}).update(scalars)
-    return steps
+    """Step -> scalars."""
+    return RunReader(run_dir).steps()
 
 
 def series(run_dir: Path, name: str) -> list[float]:
@@ -94,7 +88,7 @@ def without_times(run_dir: Path) -> dict[int, dict[str, float]]:
 
 def rollouts(run_dir: Path, step: int) -> list[dict]:
     """The samples of a step, as rollout.dump_to_file wrote them."""
-    return [json.loads(line) for line in (run_dir / f"rollouts/{step}.jsonl").open(encoding="utf-8")]
+    return RunReader(run_dir).samples(step)
 
 
 def command(recipe: str, cwd: Path, *arguments: str) -> tuple[str, float]:
@@ -146,11 +140,11 @@ def test_quickstart_learns_to_carry(recipe, seed, tmp_path):
 
 @pytest.fixture(scope="module")
 def qwen3_folder(tmp_path_factory) -> Path:
-    """The shape of a Qwen3 with the real vocabulary; weights and tokenizer come from elsewhere."""
+    """The shape of a Qwen3; weights and tokenizer come from elsewhere."""
     folder = tmp_path_factory.mktemp("qwen3")
     transformers.Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
-        vocab_size=151936,
+        vocab_size=512,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -159,34 +153,43 @@ def qwen3_folder(tmp_path_factory) -> Path:
         head_dim=16,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=151643,
-        eos_token_id=151645,
+        bos_token_id=None,
+        eos_token_id=None,
     ).save_pretrained(folder)
     return folder
 
 
+def gsm8k_rows(n: int) -> list[dict[str, str]]:
+    return [
+        {"question": f" Tom has {a} apples and finds 7 more. How many are there?", "answer": f"{a}+7\n#### {a + 7}"}
+        for a in range(n)
+    ]
+
+
 @pytest.fixture(scope="module", params=["gspo", "grpo"])
 def gsm8k_run(request, qwen3_folder, tmp_path_factory) -> Path:
-    """Three steps on the real rows, everything written that can be.
+    """Three steps on rows in the form of GSM8K, everything written that can be.
 
     GSPO has the reward of the task, which random weights never earn; GRPO one that gives them something to learn.
     """
     folder = tmp_path_factory.mktemp(request.param)
     valid = folder / "test.jsonl"
-    valid.write_text("".join((GSM8K / "test.jsonl").open(encoding="utf-8").readlines()[:8]), encoding="utf-8")
+    valid.write_text("\n".join(map(json.dumps, gsm8k_rows(8))), encoding="utf-8")
+    train_rows = folder / "train.jsonl"
+    train_rows.write_text("\n".join(map(json.dumps, gsm8k_rows(40))), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         # Rollouts this short are over before progress is due; ask for it all the time.
-        patch.setattr(policy_run, "RolloutProgress", functools.partial(loop.RolloutProgress, interval_s=0.0))
+        patch.setattr(collect, "RolloutProgress", functools.partial(progress.RolloutProgress, interval_s=0.0))
         patch.setenv("ARENO_LOG_COMPLETIONS", "1")
         return train(
             request.param,
             folder,
             "--config-name=gsm8k",
             f"actor.path={qwen3_folder}",
-            f"tokenizer_path={QWEN3}",
+            f"tokenizer_path={TINY}",
             "actor.init_from_scratch=true",
             "actor.optimizer.lr=1e-3",
-            f"train_dataset.path={GSM8K / 'train.jsonl'}",
+            f"train_dataset.path={train_rows}",
             f"valid_dataset.path={valid}",
             "train_dataset.batch_size=2",
             "gconfig.n_samples=4",
@@ -234,8 +237,6 @@ LINES = [
 ]
 
 
-@needs[GSM8K]
-@needs[QWEN3]
 def test_gsm8k_metrics(gsm8k_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -263,19 +264,15 @@ def test_gsm8k_metrics(gsm8k_run):
             assert found[step] == pytest.approx(scalars[name], rel=1e-6, abs=1e-12), name
 
 
-@needs[GSM8K]
-@needs[QWEN3]
 @pytest.mark.parametrize("line", LINES)
 def test_gsm8k_console_line(gsm8k_run, line):
     log = (gsm8k_run / "logs/run.log").read_text(encoding="utf-8")
     assert re.search(rf"^\d\d:\d\d:\d\d {line}$", log, re.MULTILINE)
 
 
-@needs[GSM8K]
-@needs[QWEN3]
 def test_gsm8k_rollouts(gsm8k_run):
-    questions = [json.loads(line)["question"] for line in (GSM8K / "train.jsonl").open(encoding="utf-8")]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(QWEN3)
+    questions = [row["question"] for row in gsm8k_rows(40)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
     seen = []
     for step in (1, 2, 3):
         samples = rollouts(gsm8k_run, step)
@@ -296,12 +293,10 @@ def test_gsm8k_rollouts(gsm8k_run):
     assert len(set(seen)) == 6
 
 
-@needs[GSM8K]
-@needs[QWEN3]
 def test_gsm8k_folder(gsm8k_run):
-    assert "enable_thinking: false" in (gsm8k_run / "config.yaml").read_text(encoding="utf-8")
-    assert f"tokenizer_path={QWEN3}" in (gsm8k_run / "overrides.yaml").read_text(encoding="utf-8")
-    assert json.loads((gsm8k_run / "versions.json").read_text(encoding="utf-8"))["torch"] == version("torch")
+    assert RunReader(gsm8k_run).config["rollout"]["enable_thinking"] is False
+    assert f"tokenizer_path={TINY}" in (gsm8k_run / "overrides.yaml").read_text(encoding="utf-8")
+    assert RunReader(gsm8k_run).versions["torch"] == version("torch")
     saved = gsm8k_run / "checkpoints/latest"
     assert saved.resolve().name == "step-000003"
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
@@ -408,7 +403,7 @@ def test_sft_on_conversations(tmp_path):
     ).save_pretrained(model)
     loader = tmp_path / "loader.py"
     loader.write_text(
-        "from areno.api.data import read_rows\n"
+        "from areno.data.sources import read_rows\n"
         "def load_dataset(path, split):\n"
         "    rows = [row['prompt'] + row['chosen'] for row in read_rows(path) if len(row['prompt']) > 2]\n"
         "    return [{'messages': row} for row in rows if sum(len(m['content']) for m in row) < 4000][:6]\n",

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,18 +21,21 @@ from tiny_engine import (
     model_folder,
     request,
     rollout,
+    scored,
     spec,
     tokens_of,
     train_rows,
 )
 
+from areno.config.models import MicroBatchSpec
+from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats
-from areno.engine.types import GenerationOutput, TrainSequence
+from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.worker import Worker
 from areno.errors import CheckpointError, DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.types import GenerationOutput, TrainSequence
 
 AT_TEMPERATURE_1 = [item for item in MIXED if item.params.temperature == 1]
 LONG = 300  # tokens: enough for the driver to do something meanwhile, on a busy machine too
@@ -60,9 +64,9 @@ def test_both_forms_sample_and_train_alike(engines: dict[str, Engine]) -> None:
     results = []
     for each in engines.values():
         outputs = rollout(each)
-        before = each.logprobs("actor", ROWS)
+        before = scored(each, "actor", ROWS)
         stats = each.train(train_rows(outputs, AT_TEMPERATURE_1), partial(grpo_loss_fn, clip_eps=0.2))
-        results.append((outputs, before, stats, each.logprobs("actor", ROWS), rollout(each)))
+        results.append((outputs, before, stats, scored(each, "actor", ROWS), rollout(each)))
     (outputs, before, stats, after, later), (outputs_2, _, stats_2, after_2, later_2) = results
     assert {key: len(samples) for key, samples in outputs.items()} == {0: 3, 1: 1, 2: 2, 3: 4}
     assert tokens_of(outputs) == tokens_of(outputs_2)
@@ -84,10 +88,10 @@ def test_rollout_and_scoring_agree(engine: Engine, temperature: float) -> None:
     requests = [request(i, n_samples=2, temperature=temperature, max_new_tokens=30) for i in range(4)]
     outputs = rollout(engine, requests)
     rows = [item.prompt + output.tokens for item in requests for output in outputs[item.request_id]]
-    scored = engine.logprobs("actor", rows, temperature)
-    assert [len(row) for row in scored] == [len(row) for row in rows]
-    assert all(row[0] == 0.0 for row in scored)
-    assert [v for row in scored for v in row[5:]] == pytest.approx(logprobs_of(outputs), abs=1e-4)
+    rescored = scored(engine, "actor", rows, temperature)
+    assert [len(row) for row in rescored] == [len(row) for row in rows]
+    assert all(row[0] == 0.0 for row in rescored)
+    assert [v for row in rescored for v in row[5:]] == pytest.approx(logprobs_of(outputs), abs=1e-4)
 
 
 def test_requests_join_others_and_outputs_come_as_they_finish(engine: Engine) -> None:
@@ -146,7 +150,7 @@ def test_a_bad_request_is_refused_with_all_that_came_along(engine: Engine) -> No
         "request id 0 is already under way": [request(5), request(0)],
         "request id 6 is already under way": [request(6), request(6)],
         f"request 8 .* leaves no room for a completion in a context of {CONTEXT}": [request(8, length=CONTEXT)],
-        "request 8 .* max_new_tokens is 0": [request(7), request(8, max_new_tokens=0)],
+        "request 8 .* n_samples is 0": [request(7), request(8, n_samples=0)],
         "request 9 .* vocabulary is 0..63": [dataclasses.replace(request(9), prompt=[VOCAB])],
     }
     for message, requests in refused.items():
@@ -168,11 +172,13 @@ def test_stop_strings_without_a_tokenizer_are_refused(folder: Path, tmp_path: Pa
 
 
 def test_errors_arrive_as_they_are_and_work_goes_on(engine: Engine, tmp_path: Path) -> None:
-    expected = engine.logprobs("actor", ROWS)
+    expected = scored(engine, "actor", ROWS)
     with pytest.raises(DataError, match=r"^row 1: tokens is empty"):
         engine.train([TrainSequence([True, False], [3, 4]), TrainSequence([], [])], sft_loss_fn)
+    with pytest.raises(DataError, match=r"^token_rows\[1\] is empty"):
+        engine.logprobs("actor", [[1], []])
     with pytest.raises(EngineError, match="no role 'critic'; loaded are: actor; call ensure_roles for 'critic'"):
-        engine.logprobs("critic", ROWS)
+        scored(engine, "critic", ROWS)
     engine.begin_rollout(ROLLOUT)
     with pytest.raises(EngineError, match="train was called inside a rollout phase"):
         engine.train([TrainSequence([True, False], [3, 4])], sft_loss_fn)
@@ -180,7 +186,28 @@ def test_errors_arrive_as_they_are_and_work_goes_on(engine: Engine, tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file"):
         engine.save(str(tmp_path / "file" / "model"))
-    assert engine.logprobs("actor", ROWS) == expected
+    assert scored(engine, "actor", ROWS) == expected
+
+
+def test_the_weights_version_counts_applied_updates(folder: Path) -> None:
+    def broken(pack: Any, logprobs_N: torch.Tensor) -> Any:
+        return logprobs_N.sum() * float("nan"), {}
+
+    rows = [TrainSequence([True, False, False], [3, 4, 5])] * 4
+    with Engine(spec(folder), "inline") as engine:
+        assert engine.weights_version == 0
+        engine.train(rows, sft_loss_fn)
+        assert engine.weights_version == 1
+        engine.train(rows, sft_loss_fn, UpdateSpec(MicroBatchSpec(), n_minibatches=2))
+        engine.train(rows, broken)
+        assert {v for samples in rollout(engine).values() for output in samples for v in output.versions} == {3}
+        engine.ensure_roles(
+            {"critic": RoleSpec(path=str(folder), head="lm", key="x.path", optimizer=engine.spec.optimizer)}
+        )
+        engine.train(rows, sft_loss_fn, role="critic")
+        assert engine.weights_version == 3
+    with Engine(spec(folder, optimizer=None), "inline") as engine:
+        assert engine.weights_version == 0
 
 
 def test_progress_counts_this_phase(engine: Engine) -> None:
@@ -198,35 +225,35 @@ def test_progress_counts_this_phase(engine: Engine) -> None:
 def test_what_is_saved_is_what_transformers_loads(engine: Engine, tmp_path: Path) -> None:
     engine.save(str(tmp_path / "saved"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    for row, scored in zip(ROWS, engine.logprobs("actor", ROWS), strict=True):
+    for row, own in zip(ROWS, scored(engine, "actor", ROWS), strict=True):
         tokens = torch.tensor(row)
         with torch.no_grad():
             logprobs = model(tokens[None]).logits[0].log_softmax(-1)
         expected = logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1)
-        assert scored[1:] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert own[1:] == pytest.approx(expected.tolist(), abs=1e-4)
     with Engine(spec(tmp_path / "saved", random_init=False), "inline") as again:
-        assert again.logprobs("actor", ROWS) == [pytest.approx(row) for row in engine.logprobs("actor", ROWS)]
+        assert scored(again, "actor", ROWS) == [pytest.approx(row) for row in scored(engine, "actor", ROWS)]
         assert again.info.n_params == engine.info.n_params == sum(p.numel() for p in model.parameters())
 
 
 def test_reference_is_the_starting_actor_and_stays(folder: Path) -> None:
     with Engine(spec(folder), "inline") as engine:
         engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
-        start = engine.logprobs("actor", ROWS)
-        assert engine.logprobs("ref", ROWS) == start
+        start = scored(engine, "actor", ROWS)
+        assert scored(engine, "ref", ROWS) == start
         engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
-        assert engine.logprobs("ref", ROWS) == start
-        assert engine.logprobs("actor", ROWS) != start
+        assert scored(engine, "ref", ROWS) == start
+        assert scored(engine, "actor", ROWS) != start
 
 
 def test_reference_from_another_folder(folder: Path, tmp_path: Path) -> None:
     with Engine(spec(folder, seed=2), "inline") as other:
         other.save(str(tmp_path / "other"))
-        expected = other.logprobs("actor", ROWS)
+        expected = scored(other, "actor", ROWS)
     with Engine(spec(folder), "inline") as engine:
         engine.ensure_roles({"ref": RoleSpec(path=str(tmp_path / "other"), head="lm", key="ref.path")})
-        assert engine.logprobs("ref", ROWS) == [pytest.approx(row) for row in expected]
-        assert engine.logprobs("actor", ROWS) != expected
+        assert scored(engine, "ref", ROWS) == [pytest.approx(row) for row in expected]
+        assert scored(engine, "actor", ROWS) != expected
 
 
 def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -241,8 +268,8 @@ def test_reference_with_another_vocabulary_is_refused(folder: Path, tmp_path: Pa
 
 
 def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def room(**settings: object) -> int:
-        engine.begin_rollout(RolloutSpec(**{"max_running": 4, "max_len": 64, **settings}))  # type: ignore[arg-type]
+    def room(max_running: int = 4, **decoder: Any) -> int:
+        engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=64, decoder=DecoderConfig(**decoder)))
         assert engine._limits is not None
         tokens = engine._limits.kv_tokens
         engine.end_rollout()
@@ -254,7 +281,7 @@ def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert room(max_running=8) > needed
         assert 100 <= room(max_kv_tokens=100) <= 160
         assert room(max_kv_tokens=1_000_000) == needed
-        engine.begin_rollout(RolloutSpec(max_running=4, max_len=64, max_kv_tokens=64))
+        engine.begin_rollout(RolloutSpec(max_running=4, max_len=64, decoder=DecoderConfig(max_kv_tokens=64)))
         with pytest.raises(EngineError, match=r"does not fit the KV cache .* raise rollout\.max_kv_tokens"):
             engine.submit([request(0, length=40, max_new_tokens=80)])
         few = engine.generate([request(i, n_samples=3, max_new_tokens=40, ignore_eos=True) for i in range(3)])
@@ -271,11 +298,11 @@ def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_without_an_optimizer_there_is_no_training(folder: Path) -> None:
     with Engine(spec(folder, optimizer=None), "inline") as engine:
-        assert len(engine.logprobs("actor", ROWS)) == 3
+        assert len(scored(engine, "actor", ROWS)) == 3
         with pytest.raises(EngineError, match="built without an optimizer"):
             engine.train([TrainSequence([True, False], [3, 4])], sft_loss_fn)
     with pytest.raises(EngineError, match="the engine is closed"):
-        engine.logprobs("actor", ROWS)
+        scored(engine, "actor", ROWS)
     engine.close()
 
 

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from loss_rows import PRECISIONS, check, random_rows, trained
 
-from areno.api import get_algorithm, math_reward
-from areno.api.data import load_rows
-from areno.api.rewards import RewardPool
-from areno.api.types import RewardRecord
-from areno.api.user_code import load_function
-from areno.config.compose import load
+from areno.api import get_algorithm
 from areno.config.run import DatasetConfig, RewardConfig
-from areno.engine.types import TrainSequence
+from areno.data.sources import load_rows
+from areno.files.user_code import load_function
+from areno.launch.compose import load
+from areno.rewards import math_reward
+from areno.rewards.pool import RewardPool
+from areno.tracking.reader import RunReader
+from areno.types import RewardRecord, TrainSequence
 
 ROOT = Path(__file__).parents[1]
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"
@@ -198,8 +199,7 @@ def test_dro_runs_a_sweep_from_a_copy(tmp_path):
     done = run_dro(tmp_path, "-m", "actor.tau=0.1,0.2", *small, script=script)
     assert done.returncode == 0, done.stderr
     assert "2 runs in" in done.stdout
-    lines = (tmp_path / "outputs/quickstart/t/1/logs/metrics.jsonl").read_text().splitlines()
-    scalars = {name: value for line in lines for name, value in json.loads(line).items()}
+    scalars = RunReader(tmp_path / "outputs/quickstart/t/1").steps()[1]
     assert abs(scalars["train/ref_kl"]) < 1e-4  # the reference is the policy as it starts
     assert scalars["train/loss"] > 0.05
 

@@ -14,17 +14,17 @@ from torch import Tensor
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
-from areno.layers.parallel import TensorParallel
-from areno.layers.rotary import Rope
+from areno.layers.parallel import ParallelGroup
+from areno.layers.rope_config import Rope
+from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
-from areno.models.fused import kernels_for
 from areno.models.llama import LLAMA
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
 LENGTHS = [3, 1, 2]
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
-ALONE = TensorParallel()
+ALONE = ParallelGroup()
 SMALL: dict[str, Any] = {  # no size is a power of two
     "family": "llama",
     "vocab_size": 50,
@@ -48,10 +48,10 @@ SMALL: dict[str, Any] = {  # no size is a power of two
 }
 
 
-def build(dtype: torch.dtype, device: str, tp: TensorParallel = ALONE, **changes: Any) -> Transformer:
+def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes: Any) -> Transformer:
     """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
     config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
-    model = Transformer(config, LLAMA, dtype=torch.float32, device="cpu", tp=tp)
+    model = Transformer(config, LLAMA, WeightSpec(torch.float32, "cpu", tp))
     model.init_weights(3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -72,13 +72,48 @@ def run(model: Transformer, backend: str, is_fused: bool, **how: Any) -> tuple[T
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
     attend = PackedAttend(starts, max(LENGTHS), backend)
-    assert is_fused == (kernels_for(model, model.embed(tokens), attend) is not None)
+    assert is_fused == model.runs_fused(attend)
     for _ in range(2):
         hidden = model(tokens, positions, attend, **how)
         (hidden.float() * upstream).sum().backward()
     with torch.no_grad():
         scored = model(tokens, positions, attend)
     return hidden.detach(), scored, flat.grads
+
+
+def freeze(model: Transformer, names: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names contain one of `names`, and give the others float32 gradients of 0."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+SOME_FROZEN = ("mlp", "qkv.weight", "q_norm", "input_norm", "out.bias")
+LOWER_FROZEN = ("embed", "layers.0", "layers.1.input_norm", "layers.1.attention")  # the stream has no gradient at first
+NORM_ONLY = ("embed", "layers")
+
+
+def compare_frozen() -> None:
+    """What is not frozen has the gradients of the plain layers; what is frozen has none, and needs no buffer."""
+    for names in (SOME_FROZEN, LOWER_FROZEN, NORM_ONLY):
+        found = []
+        for is_fused in (False, True):
+            model = build(torch.float32, "cpu")
+            freeze(model, names)
+            with mock.patch("areno.kernels.backend._interprets", return_value=is_fused):
+                attend = PackedAttend(torch.tensor([0, 3, 5], dtype=torch.int32), 3, "sdpa")
+                assert model.runs_fused(attend) == is_fused
+                model(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), attend, recompute=True).square().sum().backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        for name, expected in found[0].items():
+            if any(part in name for part in names):
+                assert expected is found[1][name] is None
+            else:
+                assert expected is not None
+                assert expected.any()
+                torch.testing.assert_close(found[1][name], expected, atol=1e-4, rtol=1e-4)
 
 
 SOME = {"recompute": True, "n_kept": 1}
@@ -95,9 +130,9 @@ def compare(
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
-        patch = mock.patch("areno.kernels.fused._module", return_value=None)
+        patch = mock.patch("areno.kernels.backend._is_installed", return_value=False)
     else:
-        patch = mock.patch("areno.kernels.fused._interprets", return_value=False)
+        patch = mock.patch("areno.kernels.backend._interprets", return_value=False)
     with patch:
         expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
     if dtype != torch.float32:  # the same weights, rounded
@@ -124,10 +159,10 @@ def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks: hidden states, and the gradients of what the ranks hold copies of, are those of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
-    with mock.patch("areno.kernels.fused._interprets", return_value=False):
+    with mock.patch("areno.kernels.backend._interprets", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
-    divided = build(torch.float32, "cpu", TensorParallel(rank, 2, dist.group.WORLD), **changes)
+    divided = build(torch.float32, "cpu", ParallelGroup(rank, 2, dist.group.WORLD), **changes)
     got = run(divided, "sdpa", is_fused=True)
     torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
     whole = dict(alone.named_parameters())
@@ -144,7 +179,9 @@ def compare_two_ranks() -> None:
         torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
 
 
-@pytest.mark.parametrize("what", ["compare_interpreted", pytest.param("compare_two_ranks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what", ["compare_interpreted", "compare_frozen", pytest.param("compare_two_ranks", marks=pytest.mark.slow)]
+)
 def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
     run_interpreted(f"from tests.test_fused import {what}; {what}()", timeout=200)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ from torch.nn import functional as F
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
-from areno.layers.parallel import TensorParallel
-from areno.layers.rotary import Rope, RopeScaling, Rotary, rotate
+from areno.layers.parallel import ParallelGroup
+from areno.layers.rope_config import Rope, RopeScaling
+from areno.layers.rotary import Rotary, frequencies, rotate
+from areno.layers.shard import WeightSpec
 
-FP32 = {"dtype": torch.float32, "device": "cpu"}
-ALONE = TensorParallel()
+FP32 = WeightSpec(torch.float32, "cpu")
 
 
-def ranks(size: int) -> list[TensorParallel]:
-    return [TensorParallel(rank=rank, size=size) for rank in range(size)]
+def ranks(size: int) -> list[ParallelGroup]:
+    return [ParallelGroup(rank=rank, size=size) for rank in range(size)]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -29,11 +31,11 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def test_rms_norm_is_its_formula_and_keeps_the_dtype() -> None:
     x, weight = randn(5, 8) * 3, randn(8, seed=1)
-    norm = RMSNorm(8, 1e-3, **FP32)
+    norm = RMSNorm(8, 1e-3, FP32)
     norm.weight.data = weight
     expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
     torch.testing.assert_close(norm(x).double(), expected, atol=1e-6, rtol=1e-6)
-    half = RMSNorm(8, 1e-3, dtype=torch.bfloat16, device="cpu")
+    half = RMSNorm(8, 1e-3, WeightSpec(torch.bfloat16, "cpu"))
     half.weight.data = weight.bfloat16()
     # 300 squared is beyond what bf16 can tell apart when summed: the mean has to be taken in fp32
     big = (x * 100).bfloat16()
@@ -60,8 +62,8 @@ def test_rotation_turns_complex_pairs() -> None:
 
 def test_llama3_frequency_bands() -> None:
     scaling = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    plain = Rope(500000.0).frequencies(128).double()
-    scaled = Rope(500000.0, scaling).frequencies(128).double()
+    plain = frequencies(Rope(500000.0), 128).double()
+    scaled = frequencies(Rope(500000.0, scaling), 128).double()
     for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
         wavelength = 2 * math.pi / before
         if wavelength < 8192 / 4:
@@ -82,13 +84,13 @@ def test_column_then_row_parallel_is_the_whole_product(bias: bool) -> None:
     expected = F.linear(F.linear(x, w1, b1 if bias else None)[:, 8:], w2, b2 if bias else None)
     total = torch.zeros(5, 6)
     for tp in ranks(2):
-        column = ColumnParallelLinear(6, (8, 8), bias=bias, tp=tp, **FP32)
+        column = ColumnParallelLinear(6, (8, 8), replace(FP32, tp=tp), bias=bias)
         assert column.local_sizes == (4, 4)
         for name, full in (("weight", w1), ("bias", b1)):
             if name == "weight" or bias:
                 for part, piece in zip(column.layout[name], full.split(8), strict=True):
                     part.region(getattr(column, name)).copy_(part.cut(piece))
-        row = RowParallelLinear(8, 6, bias=bias, tp=tp, **FP32)
+        row = RowParallelLinear(8, 6, replace(FP32, tp=tp), bias=bias)
         (part,) = row.layout["weight"]
         part.region(row.weight).copy_(part.cut(w2))
         total += F.linear(F.linear(x, column.weight, column.bias)[:, 4:], row.weight)
@@ -102,7 +104,7 @@ def test_a_divided_vocabulary_covers_every_token_once(vocab: int, size: int) -> 
     found = torch.zeros(vocab, 3)
     rows = []
     for tp in ranks(size):
-        embedding = VocabParallelEmbedding(vocab, 3, tp=tp, **FP32)
+        embedding = VocabParallelEmbedding(vocab, 3, replace(FP32, tp=tp))
         embedding.weight.detach().fill_(torch.nan)
         embedding.clear_padding()
         (part,) = embedding.layout["weight"]
@@ -117,7 +119,7 @@ def test_a_divided_vocabulary_covers_every_token_once(vocab: int, size: int) -> 
 
 
 def test_logits_are_fp32_also_from_bf16() -> None:
-    embedding = VocabParallelEmbedding(7, 4, tp=ALONE, dtype=torch.bfloat16, device="cpu")
+    embedding = VocabParallelEmbedding(7, 4, WeightSpec(torch.bfloat16, "cpu"))
     embedding.weight.data = randn(7, 4).bfloat16()
     hidden = randn(2, 4, seed=1).bfloat16()
     assert embedding.logits(hidden).dtype == torch.float32

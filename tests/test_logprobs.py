@@ -65,10 +65,9 @@ def test_how_much_is_held_for_the_backward_pass_does_not_matter(rows):
 
 def compare_interpreted():
     """Run in a process of its own, since Triton decides at its import whether it interprets."""
-    from areno.kernels import logprobs_triton
-    from areno.kernels.logprobs_triton import softmax_statistics
+    from areno.kernels.logprobs import triton
 
-    logprobs_triton._BLOCK = 16
+    triton._BLOCK = 16
     for dtype, tol, keep in ((torch.float32, 2e-5, 0), (torch.float32, 2e-5, 2000), (torch.float16, 2e-2, 10**6)):
         hidden, weight, targets, upstream = inputs(dtype)
         expected = plain(hidden, weight, targets, upstream, 0.7)
@@ -79,7 +78,7 @@ def compare_interpreted():
         for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
             torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
     logits = torch.randn(3, 5)
-    seen = softmax_statistics(logits, torch.tensor([6, 7, 20]), 4, 0.5)  # the last target is another rank's
+    seen = triton.softmax_statistics(logits, torch.tensor([6, 7, 20]), 4, 0.5)  # the last target is another rank's
     best = (logits * 2).amax(-1)
     torch.testing.assert_close(seen[0], best)
     torch.testing.assert_close(
@@ -121,8 +120,8 @@ def test_no_positions_give_empty_results_and_zero_gradients():
 class ThreadRanks:
     """Ranks as threads of one process, with the one collective the head uses."""
 
-    def __init__(self, rank, size, shared):
-        self.rank, self.size, self.shared = rank, size, shared
+    def __init__(self, rank, shared):
+        self.rank, self.shared = rank, shared
 
     def all_reduce(self, x, op=None):
         slots, barrier = self.shared
@@ -146,8 +145,12 @@ def test_divided_and_padded_vocabulary(size, vocab_size):
     def work(rank):
         mine = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
         x = hidden.clone().requires_grad_()
-        tp = ThreadRanks(rank, size, shared)
-        logprobs, entropy = selected_logprobs(x, mine, targets, temperature=0.8, chunk=6, tp=tp, vocab_size=vocab_size)
+        first = min(rank * per_rank, vocab_size)
+        n_valid = min(per_rank, vocab_size - first)
+        all_reduce = ThreadRanks(rank, shared).all_reduce if size > 1 else None
+        logprobs, entropy = selected_logprobs(
+            x, mine[:n_valid], targets, temperature=0.8, chunk=6, first=first, all_reduce=all_reduce
+        )
         grads = torch.autograd.grad((logprobs * upstream).sum(), (x, mine))
         results[rank] = (logprobs.detach(), entropy, *grads)
 
@@ -162,12 +165,6 @@ def test_divided_and_padded_vocabulary(size, vocab_size):
     weight_grad = torch.cat([result[3] for result in results])
     torch.testing.assert_close(weight_grad[:vocab_size], expected[3], atol=1e-10, rtol=1e-10)
     assert not weight_grad[vocab_size:].any()
-
-
-def test_divided_vocabulary_needs_its_size():
-    hidden, weight, targets, _ = inputs()
-    with pytest.raises(ValueError, match="vocab_size"):
-        selected_logprobs(hidden, weight, targets, temperature=1.0, tp=ThreadRanks(0, 2, None))
 
 
 def test_interpreted_kernels_equal_the_full_softmax():
@@ -185,7 +182,7 @@ def test_bf16_products_are_kept_in_fp32_on_cuda(keep_bytes):
     weight.requires_grad_()
     buffer = torch.zeros(V, D, device="cuda")
     logprobs, entropy = selected_logprobs(
-        hidden, weight, targets, temperature=0.6, chunk=9, vocab_size=V, weight_grad=buffer, keep_bytes=keep_bytes
+        hidden, weight, targets, temperature=0.6, chunk=9, weight_grad=buffer, keep_bytes=keep_bytes
     )
     (logprobs * upstream).sum().backward()
     # Only gradients see bf16 rounding.

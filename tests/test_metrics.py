@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
-from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
-from areno.engine.types import TrainSequence
+from areno.api.metrics import accuracy, rollout_metrics, row_metrics, with_prefix
+from areno.tracking.recorder import MetricsRecorder
+from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 
 def sample(n_prompt, logprobs, reward, status="ok", finish_reason="stop"):
@@ -130,6 +130,6 @@ def test_a_recorder_without_places_writes_nothing(tmp_path):
 
 
 def test_module_imports_no_torch():
-    modules = "areno.api.metrics, areno.api.rewards, areno.api.data, areno.api.saver"
+    modules = "areno.api.metrics, areno.rewards.pool, areno.data.sources, areno.checkpoint.saver"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -12,8 +12,9 @@ import torch.multiprocessing as mp
 import transformers
 
 from areno.errors import CheckpointError, ConfigError
+from areno.files.paths import model_of
 from areno.layers.attention import PackedAttend
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
@@ -70,7 +71,7 @@ def random_reference(case: str, folder: Path) -> transformers.PreTrainedModel:
     return reference
 
 
-def load(folder: Path, tp: TensorParallel | None = None) -> Transformer:
+def load(folder: Path, tp: ParallelGroup | None = None) -> Transformer:
     model = build_model(load_config(folder), dtype=torch.float32, device="cpu", tp=tp)
     load_weights(model, folder)
     return model
@@ -291,7 +292,7 @@ def test_a_folder_without_config_or_with_a_broken_one(tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path))
     with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, .*num_key_value_heads=2"):
-        build_model(config, dtype=torch.float32, device="cpu", tp=TensorParallel(rank=0, size=4))
+        build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=4))
 
 
 # --- tensor parallelism ---
@@ -300,7 +301,7 @@ def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None
 def _rank_main(rank: int, rendezvous: str, folders: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    tp = TensorParallel(rank=rank, size=2, group=dist.group.WORLD)
+    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
     for folder in folders:
         _compare_with_one_rank(load(Path(folder)), load(Path(folder), tp), folder)
     dist.destroy_process_group()
@@ -341,3 +342,17 @@ def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.Mon
         saved = transformers.AutoModelForCausalLM.from_pretrained(f"{tmp_path / case}-saved", dtype=torch.float32)
         for name, parameter in reference.state_dict().items():
             torch.testing.assert_close(saved.state_dict()[name], parameter, atol=0, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("key", ["actor.path", "ref.path", "model_path"])
+def test_errors_name_the_setting_that_the_model_comes_from(key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "actor.path"  # a word of the message that is no setting
+    with pytest.raises(CheckpointError) as caught, model_of(key):
+        load_config(folder)
+    expected = f"{folder} does not exist; expected a local model folder or a hub id `owner/name` ({key})"
+    assert str(caught.value) == expected
+    folder.mkdir()
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError) as caught, model_of(key):
+        load_config(folder)
+    assert str(caught.value) == f"{key}: {folder}/config.json holds a list, expected a JSON object"

@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from areno.config.model_roles import MicroBatchSpec
-from areno.engine.train.packing import (
-    micro_batches,
-    optimizer_steps,
-    pack_units,
-    read_rows,
-    split_balanced,
-    units_of,
-)
-from areno.engine.types import TrainSequence
+from areno.config.models import MicroBatchSpec
+from areno.engine.spec import UpdateSpec
+from areno.engine.train.micro_batches import micro_batches, optimizer_steps, share_steps, split_balanced
+from areno.engine.train.packing import pack_rows
+from areno.engine.train.rows import read_rows
 from areno.errors import DataError
+from areno.types import TrainSequence
 
 CPU = torch.device("cpu")
 rng = random.Random(0)
@@ -61,62 +57,78 @@ def test_shares_are_balanced(n):
 
 def test_steps():
     spec = MicroBatchSpec(mini_bs=4)
-    assert optimizer_steps(LENGTHS, spec) == [list(range(57))]
-    parts = optimizer_steps(LENGTHS, spec, n_minibatches=4, seed=3)
+    assert optimizer_steps(LENGTHS, UpdateSpec(spec)) == [list(range(57))]
+    parts = optimizer_steps(LENGTHS, UpdateSpec(spec, n_minibatches=4, seed=3))
     assert flat(parts) == list(range(57))
     assert sorted(len(part) for part in parts) == [14, 14, 14, 15]
-    assert parts == optimizer_steps(LENGTHS, spec, n_minibatches=4, seed=3)
-    assert parts != optimizer_steps(LENGTHS, spec, n_minibatches=4, seed=4)
+    assert parts == optimizer_steps(LENGTHS, UpdateSpec(spec, n_minibatches=4, seed=3))
+    assert parts != optimizer_steps(LENGTHS, UpdateSpec(spec, n_minibatches=4, seed=4))
     assert parts[0] != list(range(15))
-    assert optimizer_steps([1, 1], spec, n_minibatches=3) in ([[0], [1]], [[1], [0]])
-    accumulated = optimizer_steps(LENGTHS, spec, gradient_accumulation_steps=5)
+    assert optimizer_steps([1, 1], UpdateSpec(spec, n_minibatches=3)) in ([[0], [1]], [[1], [0]])
+    accumulated = optimizer_steps(LENGTHS, UpdateSpec(spec, gradient_accumulation_steps=5))
     assert accumulated == [list(range(20)), list(range(20, 40)), list(range(40, 57))]
     with pytest.raises(ValueError, match="not both"):
-        optimizer_steps(LENGTHS, spec, n_minibatches=2, gradient_accumulation_steps=2)
+        optimizer_steps(LENGTHS, UpdateSpec(spec, n_minibatches=2, gradient_accumulation_steps=2))
 
 
-@pytest.mark.parametrize("granularity", [1, 2, 3])
+@pytest.mark.parametrize("rows_per_unit", [1, 2, 3])
 @pytest.mark.parametrize("spec", [MicroBatchSpec(mini_bs=7), MicroBatchSpec(mini_bs=7, max_tokens_per_mb=100)])
-def test_units_are_never_divided(granularity, spec):
+@pytest.mark.parametrize("cut", [{"n_minibatches": 5, "seed": 1}, {"gradient_accumulation_steps": 2}, {}])
+def test_units_are_never_divided(rows_per_unit, spec, cut):
     """Whatever cuts the rows: steps by shuffle or by accumulation, data-parallel shares, micro-batches."""
-    numbers = range(12 * granularity)
-    rows = read_rows([row([1] * LENGTHS[i], [True] * LENGTHS[i], reward=float(i)) for i in numbers], vocab_size=10)
-    units, unit_spec = units_of(rows, granularity, spec)
-    assert unit_spec.mini_bs == {1: 7, 2: 3, 3: 2}[granularity]
-    lengths = [unit.n_tokens for unit in units]
-    assert lengths == [sum(LENGTHS[i : i + granularity]) for i in range(0, 12 * granularity, granularity)]
-    cuts = [{"n_minibatches": 5, "seed": 1}, {"gradient_accumulation_steps": 2}, {}]
-    for how in cuts:
-        seen = []
-        for step in optimizer_steps(lengths, unit_spec, **how):
-            for share in split_balanced([lengths[i] for i in step], 2):
-                mine = [units[step[i]] for i in share]
-                for batch in micro_batches([unit.n_tokens for unit in mine], unit_spec):
-                    _, pack = pack_units([mine[i] for i in batch], 1, 1, CPU)
-                    assert pack.granularity == granularity
-                    assert pack.n_rows % granularity == 0
-                    firsts = pack.rewards.reshape(-1, granularity)
-                    assert torch.equal(firsts, firsts[:, :1] + torch.arange(granularity))
-                    assert all(first % granularity == 0 for first in firsts[:, 0].tolist())
-                    if spec.max_tokens_per_mb is None:
-                        assert pack.n_rows <= max(7, granularity)
-                    seen += pack.rewards.tolist()
-        assert sorted(seen) == list(numbers)
+    numbers = range(12 * rows_per_unit)
+    rows = read_rows([row([1] * (20 + i % 5), [i % 3 == 0] * (20 + i % 5), reward=float(i)) for i in numbers], 10)
+    shares = share_steps(rows, UpdateSpec(spec, rows_per_unit=rows_per_unit, **cut), dp_size=2)
+    seen = []
+    for steps in zip(*shares, strict=True):
+        mine = [row for share in steps for batch in share.micro_batches for row in batch]
+        for share in steps:
+            assert share.step_tokens == sum(row.n_trained for row in mine)
+            assert share.step_rows == sum(row.n_trained > 0 for row in mine)
+            for batch in share.micro_batches:
+                _, pack = packed(batch, rows_per_unit=rows_per_unit)
+                assert pack.rows_per_unit == rows_per_unit
+                assert pack.n_rows % rows_per_unit == 0
+                firsts = pack.rewards.reshape(-1, rows_per_unit)
+                assert torch.equal(firsts, firsts[:, :1] + torch.arange(rows_per_unit))
+                assert all(first % rows_per_unit == 0 for first in firsts[:, 0].tolist())
+                if spec.max_tokens_per_mb is None:
+                    assert pack.n_rows <= {1: 7, 2: 6, 3: 6}[rows_per_unit]
+                seen += pack.rewards.tolist()
+    assert sorted(seen) == list(numbers)
+
+
+def test_each_rank_has_its_own_rows_of_every_step():
+    rows = read_rows([row([1] * LENGTHS[i], [False] * LENGTHS[i], reward=float(i)) for i in range(20)], 10)
+    update = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, seed=3)
+    (alone,), both = share_steps(rows, update), share_steps(rows, update, dp_size=2)
+    assert len(alone) == len(both[0]) == len(both[1]) == 2
+    for whole, *parts in zip(alone, *both, strict=True):
+        theirs = [{row.reward for batch in part.micro_batches for row in batch} for part in parts]
+        assert not theirs[0] & theirs[1]
+        assert theirs[0] | theirs[1] == {row.reward for batch in whole.micro_batches for row in batch}
+        assert {(part.step_tokens, part.step_rows) for part in parts} == {(whole.step_tokens, whole.step_rows)}
+    with pytest.raises(DataError, match=r"has 10 rows for 11 copies.*lower critic\.ppo_n_minibatches"):
+        share_steps(rows, update, dp_size=11, section="critic")
 
 
 def test_a_unit_larger_than_the_micro_batch_is_one():
     rows = read_rows([row([1, 2], [True, False])] * 6, vocab_size=10)
-    units, spec = units_of(rows, 3, MicroBatchSpec(mini_bs=2))
-    assert micro_batches([unit.n_tokens for unit in units], spec) == [[0], [1]]
-    assert micro_batches([unit.n_tokens for unit in units], MicroBatchSpec(max_tokens_per_mb=1)) == [[0], [1]]
+    for spec in (MicroBatchSpec(mini_bs=2), MicroBatchSpec(max_tokens_per_mb=1)):
+        ((step,),) = share_steps(rows, UpdateSpec(spec, rows_per_unit=3))
+        assert step.micro_batches == [rows[:3], rows[3:]]
 
 
 def test_rows_that_do_not_come_out_even():
     rows = read_rows([row([1, 2], [True, False])] * 5, vocab_size=10)
-    with pytest.raises(DataError, match="5 rows, not a multiple of granularity=2"):
-        units_of(rows, 2, MicroBatchSpec())
-    with pytest.raises(DataError, match="granularity is 0"):
-        units_of(rows, 0, MicroBatchSpec())
+    with pytest.raises(DataError, match="5 rows, not a multiple of rows_per_unit=2"):
+        share_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=2))
+    with pytest.raises(DataError, match="rows_per_unit is 0"):
+        share_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=0))
+
+
+def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
+    return pack_rows(rows, step_tokens=step_tokens, step_rows=step_rows, rows_per_unit=rows_per_unit, device=CPU)
 
 
 def row(tokens, mask, **fields):
@@ -148,13 +160,13 @@ def test_tensors():
         vocab_size=10,
     )
     assert [r.n_trained for r in rows] == [2, 0, 2]  # the first token of a row is never trained
-    packed, pack = pack_units(units_of(rows, 1, MicroBatchSpec())[0], 11, 7, CPU)
-    assert packed.tokens_N.tolist() == pack.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
-    assert packed.positions_N.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
-    assert packed.cu_seqlens.tolist() == [0, 3, 5, 9]
-    assert packed.max_len == 4
-    assert (packed.tokens_N.dtype, packed.positions_N.dtype) == (torch.int64, torch.int64)
-    assert packed.cu_seqlens.dtype == torch.int32
+    inputs, pack = packed(rows, 11, 7)
+    assert inputs.tokens_N.tolist() == pack.tokens.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
+    assert inputs.positions_N.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert inputs.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert inputs.max_len == 4
+    assert (inputs.tokens_N.dtype, inputs.positions_N.dtype) == (torch.int64, torch.int64)
+    assert inputs.cu_seqlens.dtype == torch.int32
     assert pack.row_of_token.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
     assert pack.loss_mask.tolist() == [False, True, True, False, False, False, True, False, True]
     assert pack.trained_T.tolist() == [1, 2, 6, 8]
@@ -166,7 +178,7 @@ def test_tensors():
     assert pack.weights.tolist() == [0.0, 1.0, 0.25, 1, 1, 1, 2, 1, 3]
     assert pack.staleness.tolist() == [3, 0, 1]
     assert (pack.weights.dtype, pack.staleness.dtype) == (torch.float32, torch.float32)
-    assert pack.granularity == 1
+    assert pack.rows_per_unit == 1
     assert pack.returns is None
     assert pack.sum_rows(pack.trained(pack.old_logprobs)).tolist() == [-3, 0, -7]
 
@@ -176,7 +188,7 @@ def test_tensors():
     [
         ({"tokens": []}, "row 1: tokens is empty"),
         ({"tokens": None}, "row 1: tokens is empty"),
-        ({"tokens": [1, 99, 2]}, "row 1: tokens holds 99, the model has token ids 0 to 9"),
+        ({"tokens": [1, 99, 2]}, "row 1: tokens holds 99; the model has token ids 0 to 9"),
         ({"tokens": [1, -1, 2]}, "row 1: tokens holds -1"),
         ({"prompt_mask": None}, "row 1: prompt_mask is missing"),
         ({"prompt_mask": [True, False]}, "row 1: prompt_mask has 2 entries, tokens has 3"),
@@ -210,3 +222,17 @@ def test_untrained_tokens_may_hold_anything():
 def test_no_rows():
     with pytest.raises(DataError, match="no rows"):
         read_rows([], vocab_size=10)
+
+
+def test_arrays_are_as_good_as_lists():
+    lists = {"tokens": [1, 2, 3], "prompt_mask": [True, False, False], "logprobs": [0.0, -1.0, -2.5]}
+    arrays = {name: np.array(values) for name, values in lists.items()}
+    (from_lists,), (from_arrays,) = (read_rows([TrainSequence(**fields)], 10) for fields in (lists, arrays))
+    assert np.array_equal(from_lists.tokens, from_arrays.tokens)
+    assert np.array_equal(from_lists.trained, from_arrays.trained)
+    assert np.array_equal(from_lists.fields["old_logprobs"], from_arrays.fields["old_logprobs"])
+
+
+def test_a_row_longer_than_the_context():
+    with pytest.raises(DataError, match="row 0: tokens has 3 tokens, more than the model's context of 2"):
+        read_rows([row([1, 2, 3], [True, True, False])], 10, context_len=2)

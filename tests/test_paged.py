@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from areno.kernels.paged import Batch, decode_attention, decode_attention_reference
+from areno.kernels.paged import PagedBatch, decode_attention, reference
 from tests.interpreted import run_interpreted
 
 SHAPES = [  # query heads, key heads, head dim, page size
@@ -21,7 +21,7 @@ SHAPES = [  # query heads, key heads, head dim, page size
 LENGTHS = [1, 5, 150, 64, 65, 16, 140, 133, 17, 151]
 GROUPS = [((1, 2, 4), 1), ((6, 3), 3), ((7, 9), 8)]
 TEAM = 2
-Case = tuple[Tensor, Tensor, Tensor, Tensor, Batch]
+Case = tuple[Tensor, Tensor, Tensor, Tensor, PagedBatch]
 
 
 def make_case(
@@ -45,35 +45,35 @@ def make_case(
             shared[row] = n_pages * page_size
         teams += [rows[i : i + TEAM] for i in range(0, len(rows), TEAM)]
     # A team of none between the others, as where a batch is filled up.
-    teams_MR = torch.tensor([[-1] * TEAM, *(team + [-1] * (TEAM - len(team)) for team in teams), [-1] * TEAM])
+    prefix_groups_GR = torch.tensor([[-1] * TEAM, *(team + [-1] * (TEAM - len(team)) for team in teams), [-1] * TEAM])
     for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
         for position in range(length - 1):
             page = table[slot, position // page_size]
             pages[:, page, position % page_size] = torch.randn(2, kv_heads, dim, generator=gen)
     q, k, v = (torch.randn(n_rows, n, dim, generator=gen).to(device, dtype) for n in (heads, kv_heads, kv_heads))
-    batch = Batch(
+    batch = PagedBatch(
         table_TW=table.to(device),
         slots_B=slots.to(device),
         lengths_B=torch.tensor(LENGTHS, device=device),
-        shared_B=shared.to(device),
+        shared_lens_B=shared.to(device),
         spans=torch.tensor([512, 512], device=device),
-        teams_MR=teams_MR.to(device),
+        prefix_groups_GR=prefix_groups_GR.to(device),
     )
     return q, k, v, pages.to(device, dtype), batch
 
 
-def without_teams(batch: Batch) -> Batch:
-    return replace(batch, shared_B=torch.zeros_like(batch.shared_B), teams_MR=None)
+def without_teams(batch: PagedBatch) -> PagedBatch:
+    return replace(batch, shared_lens_B=torch.zeros_like(batch.shared_lens_B), prefix_groups_GR=None)
 
 
-def cut_into(batch: Batch, own_span: int, shared_span: int) -> Batch:
+def cut_into(batch: PagedBatch, own_span: int, shared_span: int) -> PagedBatch:
     """With as many splits as these spans take, and one more."""
     splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_span, shared_span))
     spans = torch.tensor([own_span, shared_span], device=batch.spans.device)
     return replace(batch, spans=spans, splits=splits)
 
 
-def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: Batch) -> Tensor:
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch) -> Tensor:
     """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call."""
     out = torch.empty(q.shape, dtype=torch.float64)
     page_size, group = pages.shape[2], q.shape[1] // pages.shape[3]
@@ -110,7 +110,7 @@ def test_new_keys_and_values_go_to_the_last_position_and_nowhere_else() -> None:
 
 def compare_triton(device: str) -> None:
     """Run in a process of its own under the interpreter, which is slow and so gets less, or on the GPU."""
-    from areno.kernels import paged_triton
+    from areno.kernels.paged import triton
 
     on_gpu = device == "cuda"
     for shape in SHAPES if on_gpu else SHAPES[1:3]:
@@ -119,13 +119,13 @@ def compare_triton(device: str) -> None:
             wide = torch.cat((q, k, v), dim=1)  # as a projection leaves them, with strides of their own
             q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
             expected_pages = pages.float()
-            expected = decode_attention_reference(q.float(), k.float(), v.float(), expected_pages, teamed)
+            expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
             batches = [cut_into(teamed, 64, 32), without_teams(teamed)]
             if on_gpu:
                 batches += [teamed, cut_into(without_teams(teamed), 32, 32), cut_into(teamed, 512, 32)]
             for batch in batches:
                 written = pages.clone()
-                got = paged_triton.decode_attention(q, k, v, written, batch)
+                got = triton.decode_attention(q, k, v, written, batch)
                 assert got.dtype == dtype
                 torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
                 assert torch.equal(written.float(), expected_pages)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.batches import dpo_loader, sft_loader
-from areno.api.chat import pair_item
-from areno.api.data import check_rows, load_rows
-from areno.api.row_forms import split_pair
 from areno.config.run import DatasetConfig
+from areno.data.encode import pair_item
+from areno.data.loader import train_row_loader
+from areno.data.row_schema import prompt_and_answers
+from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 
 PREFERENCES = Path(__file__).parents[2] / "shared/data/preference/dpo_en_demo.messages.jsonl"
@@ -58,8 +58,8 @@ EARLIER = [SYSTEM, user("1+1?"), assistant("2"), user("2+2?")]
     ],
 )
 def test_forms_of_a_pair(row, expected):
-    assert split_pair(row) == expected
-    assert check_rows([row], "dpo") == [row]
+    assert prompt_and_answers(row) == expected
+    assert check_dataset([row], "dpo") == [row]
 
 
 HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
@@ -92,7 +92,7 @@ HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
 def test_what_is_no_pair_is_named(tmp_path, row, message):
     good = {"prompt": "x", "chosen": "a", "rejected": "b"}
     with pytest.raises(DataError, match=rf"^train_dataset row 1: .*{message}.*; expected {{prompt, chosen, rejected}}"):
-        check_rows([good, row], "dpo")
+        check_dataset([good, row], "dpo")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=rf"train_dataset\.path: .*rows\.jsonl row 0: .*{message}"):
@@ -110,30 +110,30 @@ def trained_text(tokenizer, sequence):
     return [tokenizer.decode(run) for run in runs]
 
 
-def test_text_answers_end_as_responses_of_supervised_rows_do(qwen3, gpt2):
+def test_text_answers_end_as_responses_of_supervised_rows_do(chatml, plain):
     row = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
-    item = pair_item(gpt2, row, 7)
+    item = pair_item(plain, row, 7)
     assert item.index == 7
-    assert gpt2.decode(item.chosen.tokens) == "hihello<|endoftext|>"
-    assert trained_text(gpt2, item.rejected) == ["no<|endoftext|>"]
-    item = pair_item(qwen3, row, 0)
-    assert qwen3.decode(item.chosen.tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+    assert plain.decode(item.chosen.tokens) == "hihello<|endoftext|>"
+    assert trained_text(plain, item.rejected) == ["no<|endoftext|>"]
+    item = pair_item(chatml, row, 0)
+    assert chatml.decode(item.chosen.tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
     for answer, sequence in (("hello", item.chosen), ("no", item.rejected)):
-        [batch] = sft_loader(
-            [{"prompt": "hi", "response": answer}], qwen3, DatasetConfig(path="rows", batch_size=1)
+        [batch] = train_row_loader(
+            "sft", [{"prompt": "hi", "response": answer}], chatml, DatasetConfig(path="rows", batch_size=1)
         ).batches()
         assert batch.items == [sequence]
 
 
-def test_only_turns_after_the_shared_messages_are_trained_on(qwen3, tokenizer_of):
+def test_only_turns_after_the_shared_messages_are_trained_on(chatml, tokenizer_of):
     row = {"chosen": [*EARLIER, assistant("4")], "rejected": [*EARLIER, assistant("5"), user("No."), assistant("6")]}
-    marking = tokenizer_of("qwen3")  # a template that itself marks what the assistant says
+    marking = tokenizer_of("tiny")  # a template that itself marks what the assistant says
     marking.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    for tokenizer in (qwen3, marking):
+    for tokenizer in (chatml, marking):
         item = pair_item(tokenizer, row, 0)
         chosen, rejected = trained_text(tokenizer, item.chosen), trained_text(tokenizer, item.rejected)
         assert [text.split("</think>\n\n")[-1] for text in chosen] == ["4<|im_end|>"]
@@ -143,39 +143,39 @@ def test_only_turns_after_the_shared_messages_are_trained_on(qwen3, tokenizer_of
         assert "Be brief." in tokenizer.decode(item.chosen.tokens[:first])
 
 
-def test_a_prompt_of_one_text_is_one_user_message(qwen3):
-    as_text = pair_item(qwen3, {"prompt": "hi", "chosen": [assistant("a")], "rejected": [assistant("b")]}, 0)
-    as_list = pair_item(qwen3, {"chosen": [user("hi"), assistant("a")], "rejected": [user("hi"), assistant("b")]}, 0)
+def test_a_prompt_of_one_text_is_one_user_message(chatml):
+    as_text = pair_item(chatml, {"prompt": "hi", "chosen": [assistant("a")], "rejected": [assistant("b")]}, 0)
+    as_list = pair_item(chatml, {"chosen": [user("hi"), assistant("a")], "rejected": [user("hi"), assistant("b")]}, 0)
     assert as_text == as_list
 
 
-def test_messages_need_a_template(gpt2):
+def test_messages_need_a_template(plain):
     rows = [{"chosen": HI, "rejected": [HI[0], assistant("b")]}]
     with pytest.raises(DataError, match="rows row 0: messages need a tokenizer with a chat template"):
-        dpo_loader(rows, gpt2, DatasetConfig(path="rows", batch_size=1))
+        train_row_loader("dpo", rows, plain, DatasetConfig(path="rows", batch_size=1))
 
 
-def test_real_pairs(qwen3):
+def test_real_pairs(chatml):
     if not PREFERENCES.is_file():
         pytest.skip(f"{PREFERENCES} is not there")
     rows = load_rows(DatasetConfig(path=str(PREFERENCES)), "dpo")
     for index in range(0, len(rows), 10):
-        item = pair_item(qwen3, rows[index], index)
+        item = pair_item(chatml, rows[index], index)
         for name, sequence in (("chosen", item.chosen), ("rejected", item.rejected)):
-            [text] = trained_text(qwen3, sequence)
+            [text] = trained_text(chatml, sequence)
             answer = rows[index][name][0]["content"]
             assert text.removeprefix("<think>\n\n</think>\n\n") == f"{answer}<|im_end|>"
 
 
-def test_the_longer_row_decides_whether_a_pair_fits(gpt2, caplog):
+def test_the_longer_row_decides_whether_a_pair_fits(plain, caplog):
     rows = [{"prompt": "x", "chosen": "a " * n, "rejected": "b " * m} for n, m in ((3, 4), (40, 2), (2, 40), (5, 5))]
     config = DatasetConfig(path="rows", batch_size=2, max_length=20, shuffle=False)
-    [batch] = dpo_loader(rows, gpt2, config).batches()
+    [batch] = train_row_loader("dpo", rows, plain, config).batches()
     assert [item.index for item in batch.items] == [0, 3]
     assert batch.skipped_long == 2
     assert all(len(item.tokens) == max(len(item.chosen.tokens), len(item.rejected.tokens)) for item in batch.items)
     assert "such rows are skipped and counted" in caplog.text
-    assert [item.index for item in dpo_loader(rows, gpt2, config).items()] == [0, 3]
+    assert [item.index for item in train_row_loader("dpo", rows, plain, config).items()] == [0, 3]
 
 
 # Rows that a script holds --------------------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ class Indexed:
         return self._rows[index]
 
 
-def test_rows_of_a_script(gpt2):
+def test_rows_of_a_script(plain):
     import datasets
 
     given = [{"prompt": f"{n}", "response": "x"} for n in range(3)]
     for rows in (given, tuple(given), Indexed(given), datasets.Dataset.from_list(given)):
-        assert check_rows(rows, "sft") is rows
-        [batch] = sft_loader(rows, gpt2, DatasetConfig(batch_size=3)).batches()
+        assert check_dataset(rows, "sft") is rows
+        [batch] = train_row_loader("sft", rows, plain, DatasetConfig(batch_size=3)).batches()
         assert len(batch) == 3
 
 
@@ -217,17 +217,17 @@ def test_rows_of_a_script(gpt2):
 )
 def test_what_are_no_rows_of_a_script(rows, message):
     with pytest.raises(DataError, match=message):
-        check_rows(rows, "sft")
+        check_dataset(rows, "sft")
 
 
-def test_messages_about_a_script_s_rows_name_no_path(gpt2):
+def test_messages_about_a_script_s_rows_name_no_path(plain):
     config = DatasetConfig(batch_size=2, max_length=4)
     with pytest.raises(DataError, match=r"^train_dataset row 0: messages need a tokenizer with a chat template"):
-        sft_loader([{"messages": HI}] * 2, gpt2, config)
+        train_row_loader("sft", [{"messages": HI}] * 2, plain, config)
     long = [{"prompt": "x " * 9, "response": "y"}] * 2
     with pytest.raises(DataError, match=r"^train_dataset: every row of the data given has more than 4 tokens"):
-        list(sft_loader(long, gpt2, config).batches())
+        list(train_row_loader("sft", long, plain, config).batches())
     with pytest.raises(DataError, match=r"^train_dataset\.batch_size: is 2, but the data given has only 1 usable"):
-        sft_loader(long[:1], gpt2, config)
+        train_row_loader("sft", long[:1], plain, config)
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing; set it, or hand rows to the trainer"):
         load_rows(config, "sft")

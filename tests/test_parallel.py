@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_engine import MIXED, finish, logprobs_of, model_folder, request, rollout, spec, tokens_of, train_rows
+from tiny_engine import MIXED, finish, logprobs_of, model_folder, request, rollout, scored, spec, tokens_of, train_rows
 
-from areno.config.model_roles import MicroBatchSpec
+from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec, RolloutStats
-from areno.engine.types import TrainSequence
+from areno.engine.spec import RolloutSpec, RolloutStats, UpdateSpec
 from areno.errors import DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.types import TrainSequence
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
 LONG = 120  # tokens: enough for the driver to do something meanwhile
@@ -42,9 +42,9 @@ def two(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
 
 def test_scoring_and_sampling_are_those_of_one_rank(folder: Path, two: Engine) -> None:
     with Engine(spec(folder), "inline") as one:
-        for row, expected in zip(two.logprobs("actor", ROWS), one.logprobs("actor", ROWS), strict=True):
+        for row, expected in zip(scored(two, "actor", ROWS), scored(one, "actor", ROWS), strict=True):
             assert row == pytest.approx(expected, abs=1e-4)
-        assert two.logprobs("actor", ROWS[:1]) == [pytest.approx(one.logprobs("actor", ROWS[:1])[0], abs=1e-4)]
+        assert scored(two, "actor", ROWS[:1]) == [pytest.approx(scored(one, "actor", ROWS[:1])[0], abs=1e-4)]
         expected, outputs = rollout(one), rollout(two)
         assert dataclasses.replace(two.info, memory_gib=0.0) == dataclasses.replace(one.info, memory_gib=0.0)
     assert tokens_of(outputs) == tokens_of(expected)
@@ -57,16 +57,16 @@ def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path)
         requests = [item for item in MIXED if item.params.temperature == 1]
         rows = train_rows(rollout(one, requests), requests)
         for _ in range(2):
-            how: dict[str, Any] = {"mb_spec": MicroBatchSpec(max_tokens_per_mb=60), "n_minibatches": 2, "seed": 3}
-            stats = two.train(rows, partial(grpo_loss_fn, clip_eps=0.2), **how)
-            expected = one.train(rows, partial(grpo_loss_fn, clip_eps=0.2), **how)
+            update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=60), n_minibatches=2, seed=3)
+            stats = two.train(rows, partial(grpo_loss_fn, clip_eps=0.2), update)
+            expected = one.train(rows, partial(grpo_loss_fn, clip_eps=0.2), update)
             assert stats.keys() == expected.keys()
             for name in stats.keys() - {"memory_gib", "step_train_time_s"}:
                 # A vocabulary that the ranks do not divide is padded, and the padding counts as zeros.
                 close = 2e-3 if name == "grad_zero_frac" else 1e-4
                 assert stats[name] == pytest.approx(expected[name], rel=1e-3, abs=close), name
         assert stats["grad_norm"] > 0
-        for row, wanted in zip(two.logprobs("actor", ROWS), one.logprobs("actor", ROWS), strict=True):
+        for row, wanted in zip(scored(two, "actor", ROWS), scored(one, "actor", ROWS), strict=True):
             assert row == pytest.approx(wanted, abs=1e-3)
         for engine, name in ((one, "one"), (two, "two")):
             engine.save(str(tmp_path / name))
@@ -106,13 +106,13 @@ def test_requests_are_spread_over_the_model_copies(two: Engine) -> None:
 
 
 def test_an_error_of_all_ranks_leaves_the_engine_whole(two: Engine) -> None:
-    expected = two.logprobs("actor", ROWS)
+    expected = scored(two, "actor", ROWS)
     for _ in range(2):
         with pytest.raises(DataError, match="row 0: tokens is empty"):
             two.train([TrainSequence([], [])] * 2, sft_loss_fn)
         with pytest.raises(EngineError, match="ValueError: everywhere"):
             two.train([TrainSequence([True, False], [3, 4])] * 2, _raises)
-    assert two.logprobs("actor", ROWS) == expected
+    assert scored(two, "actor", ROWS) == expected
 
 
 def _raises(*_: Any) -> Any:
@@ -143,7 +143,7 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
         with pytest.raises(EngineError, match="worker 1 failed: ValueError: here only"):
             engine.train([TrainSequence([True, False], [3, 4])] * 2, raises_on_one)
         with pytest.raises(EngineError, match="the engine is closed"):
-            engine.logprobs("actor", ROWS)
+            scored(engine, "actor", ROWS)
         assert time.monotonic() - started < 10
 
 

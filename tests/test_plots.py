@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
-from areno.api.metrics import MetricsRecorder
-from areno.config.compose import load
+from areno.launch.compose import load
+from areno.tracking.recorder import MetricsRecorder
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT, CURVES = DOCS / "plots.py", DOCS / "algorithm_curves.py"
@@ -38,6 +38,14 @@ def test_image_of_two_seeds(tmp_path):
     assert 2_000 < image.stat().st_size < 60_000
 
 
+def test_scalar_that_is_not_there(tmp_path):
+    with MetricsRecorder(None, tmp_path / "run/logs/metrics.jsonl") as recorder:
+        recorder.record(1, {"train/loss": -1.0})
+    done = draw(tmp_path / "x.png", "None", f"reward={tmp_path}/run@train/los")
+    assert done.returncode == 2
+    assert "has no scalar train/los; it has train/loss" in done.stderr
+
+
 def test_run_that_is_not_there(tmp_path):
     done = draw(tmp_path / "x.png", "None", f"reward={tmp_path}/nothing")
     assert done.returncode == 2
@@ -59,11 +67,11 @@ def algorithm_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, list
 def test_curves_of_two_algorithms(tmp_path):
     for name, factor in (("GRPO", 1.0), ("Truncated-IS", 0.5)):
         run_dir = tmp_path / "algorithms" / name
-        (run_dir / "checkpoints/latest").mkdir(parents=True)
         with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
             for step in range(1, 9):
                 recorder.record(step, {"rollout/rewards_mean": factor * step / 8, "time/step": 0.5})
             recorder.record(8, {"eval/accuracy": 0.75})
+        (run_dir / "logs/run.log").write_text("12:00:00 done: 8 steps in 4 s\n")
     (tmp_path / "algorithms/PPO").mkdir()  # still on its way
     image = tmp_path / "images/algorithms.png"
     done = curves("draw", tmp_path, image)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import subprocess
@@ -22,11 +21,7 @@ from safetensors.torch import load_file
 
 import areno
 from areno.api import get_algorithm
-from areno.config import command
-from areno.config.command import Recipe
-from areno.config.compose import load
-from areno.config.experiments import GRPOConfig, PPOActorConfig, PPOConfig
-from areno.config.model_roles import CriticConfig, NormConfig, OptimizerConfig, RefConfig, TokenPolicyConfig
+from areno.config.models import CriticConfig, NormConfig, OptimizerConfig, RefConfig, TokenPolicyConfig
 from areno.config.run import (
     ClusterConfig,
     DatasetConfig,
@@ -36,14 +31,16 @@ from areno.config.run import (
     RewardConfig,
     SaverConfig,
 )
-from areno.engine.types import TrainSequence
 from areno.errors import ConfigError
+from areno.launch import command
+from areno.launch.compose import load
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.ppo import PPOActorConfig, PPOConfig
+from areno.tracking.reader import RunReader
+from areno.types import TrainSequence
 
 PROBLEMS = [{"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a in (17, 28, 39, 46) for b in (5, 27)]
 TEMPERATURE = 2.0  # completions that differ, also in length
-
-
-pytestmark = pytest.mark.usefixtures("log_restored")
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +206,7 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
 
 
 def scalars_of(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return RunReader(run_dir).records()
 
 
 def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, Path]) -> None:
@@ -385,7 +382,7 @@ def fails(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> 
     small = ["train_dataset.batch_size=4", "total_train_steps=1", "reward.workers=1", "critic.ppo_n_minibatches=1"]
     small += ["engine.device=cpu", f"cluster.fileroot={folder / 'out'}"]
     try:
-        code = command.run(Recipe.of(get_algorithm("ppo"), "python -m areno.recipes.ppo"), [*small, *overrides])
+        code = command.run(get_algorithm("ppo"), "python -m areno.recipes.ppo", [*small, *overrides])
     except SystemExit as end:
         code = int(end.code or 0)
     error = capsys.readouterr().err
@@ -401,11 +398,11 @@ def fails(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> 
     [
         (["ref=null", "actor.kl_ctl=0.1"], r"actor.kl_ctl: is 0.1, but there is no reference model; add ref=default"),
         (["ref=default", "actor.kl_ctl=0"], r"ref: is loaded but not used, since actor.kl_ctl is 0"),
-        (["reward.fn=null"], r"reward.fn: missing \(file.py\[:function\] or a built-in: math\); or set reward.path"),
-        (["reward.offload=true"], r"reward.offload: is true, but reward.path names no model"),
+        (["reward.fn=null"], r"reward.fn: missing \(file.py\[:function\] or the built-in math\); or set reward.path"),
+        (["reward.offload=true"], r"reward.offload: is true, but reward.path is null, so there is no reward model"),
         (["critic.ppo_n_minibatches=3"], r"critic.ppo_n_minibatches: is 3, which does not divide the 4 rows"),
         (["actor.gae_lambda=1.5"], r"actor.gae_lambda: is 1.5; it must be"),
-        (["actor.adv_norm.mean_leave1out=true"], r"actor.adv_norm.mean_leave1out: is for samples"),
+        (["actor.adv_norm.mean_leave1out=true"], r"actor.adv_norm.mean_leave1out: needs one advantage per sample"),
         (["critic.warmup_step=3"], r"critic.warmup_step: unknown key; did you mean critic.warmup_steps\?"),
         (["critic=null"], r"critic: is null"),
     ],
@@ -462,7 +459,7 @@ def test_rows_and_functions_of_a_script(tmp_path: Path, loop: str, kind: str) ->
         result = trainer.fit()
         again = trainer.evaluate()
     [folder] = (tmp_path / "script").iterdir()  # made and described without a word about it
-    assert json.loads((folder / "versions.json").read_text())["areno"] == areno.__version__
+    assert RunReader(folder).versions["areno"] == areno.__version__
     accuracies = [row["eval/accuracy"] for row in scalars_of(folder) if "eval/accuracy" in row]
     assert len(accuracies) == 3
     assert accuracies[1] == accuracies[2] == result == again["accuracy"]
@@ -475,7 +472,7 @@ def test_what_a_script_forgets(tmp_path: Path) -> None:
         areno.PPOTrainer(ppo_config(tmp_path, **without_reference()), reward_fn=digits)
     with pytest.raises(ConfigError, match=r"reward\.fn: is null, and no function was given; set it, or pass reward_fn"):
         areno.PPOTrainer(ppo_config(tmp_path, **without_reference()), train_dataset=PROBLEMS)
-    with pytest.raises(ConfigError, match="mean_leave1out: is for samples"):
+    with pytest.raises(ConfigError, match="mean_leave1out: needs one advantage per sample"):
         ppo_config(tmp_path, **without_reference(adv_norm=NormConfig(mean_level="batch", mean_leave1out=True)))
     assert not list(tmp_path.iterdir())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_engine import model_folder
 
-from areno.engine.process import dumps, hidden_main
+from areno.engine.processes.child import dumps, without_main_module
 
 TESTS = Path(__file__).parent
 
@@ -25,7 +25,7 @@ import sys
 print("script runs", flush=True)
 
 from areno.engine.engine import Engine
-from areno.engine.types import TrainSequence
+from areno.types import TrainSequence
 from areno.loss_fns.sft import sft_loss_fn
 from tiny_engine import spec
 
@@ -50,7 +50,7 @@ with Engine(spec(sys.argv[1]), workers="spawn") as engine:
 BUSY = """
 import sys, time
 from areno.engine.engine import Engine
-from areno.engine.types import TrainSequence
+from areno.types import TrainSequence
 from tiny_engine import ROLLOUT, request, spec
 
 def sleepy(*_):
@@ -151,10 +151,11 @@ def test_a_killed_driver_leaves_nobody(folder: Path, work: str) -> None:
         assert ends_within(pid, 5)
 
 
-def test_main_is_hidden_and_shown_again() -> None:
+def test_main_is_hidden_and_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__file__", __file__, raising=False)  # a parallel test run has none
     file, module_spec = main.__file__, main.__spec__
-    with contextlib.suppress(KeyError), hidden_main():
+    with contextlib.suppress(KeyError), without_main_module():
         assert main.__file__ is None
         assert main.__spec__ is None
         raise KeyError

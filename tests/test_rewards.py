@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.rewards import RewardPool
-from areno.api.types import PromptItem, RewardRecord, RolloutSequence
 from areno.config.run import RewardConfig
 from areno.errors import ArenoError, ConfigError
+from areno.rewards.pool import RewardPool
+from areno.types import PromptItem, RewardRecord, RolloutSequence
 
 REWARD = """
 import asyncio, os, signal, subprocess, sys, time
@@ -160,7 +160,7 @@ def test_async_calls_run_together(reward_file):
 
 
 def test_async_timeouts(reward_file, monkeypatch):
-    monkeypatch.setattr("areno.api.rewards._ASYNC_SPARE_S", 0.2)
+    monkeypatch.setattr("areno.rewards.pool._ASYNC_SPARE_S", 0.2)
     with pool_of(f"{reward_file}:judge", timeout_s=0.6) as pool:
         outcomes = pool.score(records("a", "hang", "bb", "block", "ccc"))
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "timeout", "ok"]
@@ -212,7 +212,7 @@ def test_bad_reward_file_is_found_at_the_start(tmp_path, source, suffix, message
 def test_import_that_hangs(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("areno.api.rewards.IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr("areno.rewards.pool.IMPORT_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match="importing it took more than"), pool_of(path) as pool:
         pool.wait_ready()
 
@@ -250,8 +250,8 @@ def test_processes_ignore_interrupts_and_import_no_torch(tmp_path):
 def test_processes_end_with_a_killed_driver(reward_file, action, tmp_path):
     script = f"""
 import sys, time
-from areno.api.rewards import RewardPool
-from areno.api.types import RewardRecord
+from areno.rewards.pool import RewardPool
+from areno.types import RewardRecord
 from areno.config.run import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()

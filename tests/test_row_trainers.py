@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,12 +9,7 @@ import pytest
 import torch
 
 import areno
-from areno.api.loop import Stopwatch
-from areno.api.types import SequenceBatch
-from areno.config.compose import load
-from areno.config.experiments import DPOActorConfig, DPOConfig, SFTConfig
-from areno.config.model_roles import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
-from areno.config.paths import find_file
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
 from areno.config.run import (
     ClusterConfig,
     DatasetConfig,
@@ -25,7 +19,13 @@ from areno.config.run import (
     ValidDatasetConfig,
 )
 from areno.errors import ConfigError, DataError
+from areno.files.paths import find_file
+from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
+from areno.recipes.dpo import DPOActorConfig, DPOConfig
+from areno.recipes.sft import SFTConfig
+from areno.tracking.reader import RunReader
+from areno.types import SequenceBatch
 
 MODEL = str(find_file("examples/quickstart/model"))
 PAIRS = [
@@ -57,11 +57,7 @@ def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
 
 
 def scalars(run_dir: Path) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for line in (run_dir / "logs" / "metrics.jsonl").read_text().splitlines():
-        for name, value in json.loads(line).items():
-            found.setdefault(name, []).append(value)
-    return found
+    return {name: series.values for name, series in RunReader(run_dir).metrics().items()}
 
 
 def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
@@ -100,7 +96,7 @@ def test_dpo_of_a_script(tmp_path):
         assert len(trainer.ref_scores) == 25 * 16
         again = trainer.evaluate()
     [run_dir] = (tmp_path / "rows").iterdir()
-    assert json.loads((run_dir / "versions.json").read_text())["areno"] == areno.__version__
+    assert RunReader(run_dir).versions["areno"] == areno.__version__
     assert (run_dir / "checkpoints" / "latest" / "config.json").is_file()
     found = scalars(run_dir)
     assert found["eval/accuracy"][0] == 0.5  # the actor is its own reference
@@ -210,7 +206,7 @@ def test_only_pairs_that_are_trained_on_are_scored(tmp_path, limits, n_scored):
 def test_without_evaluation_the_result_is_that_of_the_last_steps(tmp_path):
     with areno.DPOTrainer(dpo_config(tmp_path, total_train_steps=7), train_dataset=PAIRS) as trainer:
         result = trainer.fit()
-        accuracies = [stats["accuracy"] for stats in trainer.trained]
+        accuracies = scalars(trainer.run.folder)["train/accuracy"]
     assert len(accuracies) == 7
     assert result == pytest.approx(sum(accuracies[-5:]) / 5)
 
@@ -222,7 +218,8 @@ def test_the_loop_does_not_depend_on_how_pairs_are_cut(tmp_path):
         config = dpo_config(tmp_path, actor={"mb_spec": MicroBatchSpec(**mb_spec)}, total_train_steps=3)
         with areno.DPOTrainer(config, train_dataset=PAIRS) as trainer:
             trainer.fit()
-            found.append([(stats["loss"], stats["grad_norm"], stats["margin"]) for stats in trainer.trained])
+            told = scalars(trainer.run.folder)
+            found.append([told[f"train/{name}"] for name in ("loss", "grad_norm", "margin")])
     for other in found[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
@@ -234,8 +231,9 @@ def test_two_ranks_train_as_one(tmp_path):
         config = dpo_config(tmp_path, total_train_steps=4, engine=EngineConfig(device="cpu", world_size=world_size))
         with areno.DPOTrainer(config, train_dataset=PAIRS, valid_dataset=PAIRS[:3]) as trainer:
             trainer.fit()
-            steps = [[stats[name] for name in ("loss", "grad_norm", "margin")] for stats in trainer.trained]
-            found.append([*steps, [trainer.evaluated[-1][name] for name in ("loss", "accuracy", "margin")]])
+            told = scalars(trainer.run.folder)
+            steps = zip(*(told[f"train/{name}"] for name in ("loss", "grad_norm", "margin")), strict=True)
+            found.append([*steps, [told[f"eval/{name}"][-1] for name in ("loss", "accuracy", "margin")]])
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), atol=1e-5, rtol=1e-4)
 
 
@@ -243,7 +241,7 @@ def test_settings_of_dpo_that_do_not_fit(tmp_path):
     for actor, message in (
         ({"beta": 0.0}, "beta: is 0.0; it must be more than 0"),
         ({"label_smoothing": 0.5}, "label_smoothing: is 0.5; it must be less than 0.5"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: is 0.1, which loss_type=ipo has no use for"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "label_smoothing: is 0.1, but loss_type=ipo does not use it"),
         ({"loss_type": "hinge"}, "loss_type: is 'hinge'; expected one of 'sigmoid', 'ipo'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -264,7 +262,8 @@ def test_quickstart_learns_what_is_preferred(tmp_path, seed):
     config = load(DPOConfig, "quickstart_dpo", [f"seed={seed}", f"cluster.fileroot={tmp_path}"])
     with areno.DPOTrainer(config) as trainer:
         assert trainer.fit() >= 0.98
-        before, after = trainer.evaluated[0], trainer.evaluated[-1]
+        told = scalars(trainer.run.folder)
+    before, after = ({name: told[f"eval/{name}"][i] for name in ("accuracy", "ranking_accuracy")} for i in (0, -1))
     assert before["accuracy"] == 0.5
     assert before["ranking_accuracy"] < 0.15
     assert after["ranking_accuracy"] >= 0.98
@@ -292,7 +291,7 @@ def test_packed_rows_have_the_loss_of_rows_one_by_one(tmp_path):
         config = sft_config(tmp_path, MicroBatchSpec(**mb_spec), total_train_steps=2)
         with areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS) as trainer:
             last = trainer.fit()
-            losses = [stats["loss"] for stats in trainer.trained]
+            losses = scalars(trainer.run.folder)["train/loss"]
         assert losses[0] == pytest.approx(expected, abs=1e-5)
         assert last == losses[-1] < losses[0]
         steps.append(losses)
@@ -338,6 +337,6 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
         [logprobs] = trainer.trainer.score_logprobs("actor", [row.tokens], 1.0)
         measured = trainer.measure(iter([SequenceBatch(items=[row])]))["loss"]
-        trained = trainer.train([row], sft_loss_fn, Stopwatch())["loss"]
+        trained = trainer.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
     assert trained == pytest.approx(measured, abs=1e-5)

@@ -7,12 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from areno.api.rows import (
+from areno.api.trainers.collect import first_groups, has_signal, n_groups
+from areno.api.trainers.rows import (
     correct_rows,
     critic_advantages,
-    first_groups,
-    group_ids,
-    n_groups,
     needs_proximal,
     outcome_advantages,
     policy_rows,
@@ -20,22 +18,23 @@ from areno.api.rows import (
     set_trained,
     token_rewards,
     trained,
-    with_a_difference,
 )
-from areno.api.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
-from areno.config.experiments import PPOActorConfig
-from areno.config.model_roles import NormConfig, PolicyConfig, RejectionSamplingConfig
-from areno.engine.types import TrainSequence
+from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfig
 from areno.errors import DataError
+from areno.recipes.ppo import PPOActorConfig
+from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 
-def sample(item: PromptItem, reward: float | None, tokens: list[int], finish: str = "stop") -> ScoredSample:
+def sample(
+    item: PromptItem, reward: float | None, tokens: list[int], finish: str = "stop", group: int = 0
+) -> ScoredSample:
     status = "timeout" if reward is None else "ok"
     return ScoredSample(
         item=item,
         sequence=RolloutSequence(resp_tokens=tokens, resp_logprobs=[-0.5 * t for t in tokens], finish_reason=finish),  # type: ignore[arg-type]
         completion="",
         outcome=RewardOutcome(reward, status),  # type: ignore[arg-type]
+        group=group,
     )
 
 
@@ -52,23 +51,24 @@ def row(logprobs: list[float], reward: float = 0.0, mask: list[bool] | None = No
     return TrainSequence(tokens=[1] * len(logprobs), prompt_mask=mask, logprobs=logprobs, reward=reward, **fields)
 
 
-def test_groups_are_the_samples_of_a_prompt_even_of_a_row_drawn_twice() -> None:
-    one, same_row = prompt(), prompt()
-    samples = [sample(one, 0.0, [3]), sample(one, 1.0, [4]), sample(same_row, 1.0, [5]), sample(same_row, 1.0, [6])]
+def test_groups_have_a_number_also_those_of_a_prompt_that_is_sampled_twice() -> None:
+    drawn = prompt()
+    samples = [sample(drawn, 0.0, [3]), sample(drawn, 1.0, [4])]
+    samples += [sample(drawn, 1.0, [5], group=1), sample(drawn, 1.0, [6], group=1)]
     rows = policy_rows(samples, sample_rewards(samples, actor(), 8), eos_token_id=9)
-    advantages = outcome_advantages(rows, group_ids(samples), actor())
+    advantages = outcome_advantages(rows, [sample.group for sample in samples], actor())
     np.testing.assert_allclose(np.concatenate(advantages), [-1, 1, 0, 0], atol=1e-5)
 
 
 def test_rows_hold_prompt_and_response_aligned() -> None:
     samples = [sample(prompt(), 1.0, [5, 6])]
     [made] = policy_rows(samples, [0.25], eos_token_id=9)
-    assert made.tokens == [1, 2, 5, 6]
-    assert made.prompt_mask == [True, True, False, False]
-    assert made.logprobs == [0.0, 0.0, -2.5, -3.0]
+    np.testing.assert_array_equal(made.tokens, [1, 2, 5, 6])
+    np.testing.assert_array_equal(made.prompt_mask, [True, True, False, False])
+    np.testing.assert_array_equal(made.logprobs, [0.0, 0.0, -2.5, -3.0])
     assert made.reward == 0.25
     set_trained([made], "advantages", [np.array([2.0, 3.0])])
-    assert made.advantages == [0.0, 0.0, 2.0, 3.0]
+    np.testing.assert_array_equal(made.advantages, [0.0, 0.0, 2.0, 3.0])
     np.testing.assert_array_equal(trained([made], "logprobs")[0], [-2.5, -3.0])
 
 
@@ -92,24 +92,19 @@ def test_truncated_samples_are_left_out_of_training_but_not_of_the_group() -> No
     item = prompt()
     samples = [sample(item, 1.0, [3, 4]), sample(item, 0.0, [5, 6], finish="length")]
     rows = policy_rows(samples, [1.0, 0.0], eos_token_id=9, drop_truncated=True)
-    assert rows[1].prompt_mask == [True] * 4
-    kept, dropped = outcome_advantages(rows, group_ids(samples), actor())
+    assert list(rows[1].prompt_mask) == [True] * 4
+    kept, dropped = outcome_advantages(rows, [0, 0], actor())
     np.testing.assert_allclose(kept, [1, 1], atol=1e-5)  # without the other it would be 0
     assert dropped.size == 0
 
 
-def test_dynamic_sampling_keeps_groups_with_a_difference() -> None:
-    mixed, same, unknown, late = (prompt() for _ in range(4))
-    samples = [
-        *(sample(mixed, r, [3]) for r in (0.0, 1.0)),
-        *(sample(same, 1.0, [3]) for _ in range(2)),
-        *(sample(unknown, r, [3]) for r in (None, 1.0)),
-        *(sample(late, r, [3]) for r in (None, 1.0, 2.0)),
-    ]
-    kept = with_a_difference(samples)
-    assert {id(s.item) for s in kept} == {id(mixed), id(late)}
-    assert n_groups(kept) == 2
-    assert [s.item for s in first_groups(kept, 1)] == [mixed, mixed]
+def test_dynamic_sampling_keeps_groups_whose_rewards_differ() -> None:
+    rewards = [(0.0, 1.0), (1.0, 1.0), (None, 1.0), (None, 1.0, 2.0)]
+    samples = [sample(prompt(), r, [3], group=group) for group, of_group in enumerate(rewards) for r in of_group]
+    signal = has_signal(samples)
+    assert {s.group for s, kept in zip(samples, signal, strict=True) if kept} == {0, 3}
+    assert (n_groups(samples), n_groups(samples, signal)) == (4, 2)
+    np.testing.assert_array_equal(np.flatnonzero(first_groups(samples, signal, 1)), [0, 1])
 
 
 def test_rewards_are_shaped_in_the_order_of_the_settings() -> None:
@@ -192,7 +187,7 @@ def test_recomputed_logprobs_keep_the_prompt_at_zero_and_tell_the_difference() -
     assert needs_proximal(config)
     made = row([0.0, -1.0, -2.0])
     told = correct_rows([made], [[-9.0, -1.5, -1.75]], config)
-    assert made.logprobs == [0.0, -1.5, -1.75]
+    np.testing.assert_array_equal(made.logprobs, [0.0, -1.5, -1.75])
     assert made.weights is None
     assert told == pytest.approx({"logp_diff_mean": 0.125, "logp_abs_diff_mean": 0.375, "logp_abs_diff_max": 0.5})
 
@@ -201,22 +196,22 @@ def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:
     limits = RejectionSamplingConfig(level="token", action="mask", upper=2.0)
     made = row([0.0, -1.0, -2.0, -1.0])
     told = correct_rows([made], [[0.0, -0.5, 0.0, -1.0]], actor(use_decoupled_loss=True, rejection_sampling=limits))
-    assert made.logprobs == [0.0, -0.5, 0.0, -1.0]
-    assert made.prompt_mask == [True, False, True, False]  # e^2 is more than 2
+    np.testing.assert_array_equal(made.logprobs, [0.0, -0.5, 0.0, -1.0])
+    np.testing.assert_array_equal(made.prompt_mask, [True, False, True, False])  # e^2 is more than 2
     assert made.weights == pytest.approx([0.0, math.exp(0.5), 0.0, 1.0])
     assert told["rejected_frac"] == pytest.approx(1 / 3)
     made = row([0.0, -1.0, -2.0])
     correct_rows([made], [[0.0, -0.5, 0.0]], actor(use_decoupled_loss=True))
-    assert made.prompt_mask == [True, False, False]
+    np.testing.assert_array_equal(made.prompt_mask, [True, False, False])
     assert made.weights == pytest.approx([0.0, math.exp(0.5), math.exp(2.0)])
 
 
 def test_m2po_takes_the_weight_of_the_farthest_tokens_and_leaves_the_ratio_to_the_sampling_policy() -> None:
     made = row([0.0, -1.0, -2.0], advantages=[0.0, 1.0, 1.0])
     told = correct_rows([made], [[0.0, -0.9, 0.0]], actor(m2_threshold=0.04))
-    assert made.logprobs == [0.0, -1.0, -2.0]
-    assert made.weights == [0.0, 1.0, 0.0]
-    assert made.prompt_mask == [True, False, False]
+    np.testing.assert_array_equal(made.logprobs, [0.0, -1.0, -2.0])
+    np.testing.assert_array_equal(made.weights, [0.0, 1.0, 0.0])
+    np.testing.assert_array_equal(made.prompt_mask, [True, False, False])
     assert told["m2_masked_frac"] == 0.5
 
 

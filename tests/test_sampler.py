@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.sampler import Sampler
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.types import GenerationRequest, SamplingParams
-from areno.kernels.sampling import sample_key, sample_tokens, uniform
+from areno.engine.decoder.slot_sampler import SlotSampler
+from areno.kernels.sampling.reference import sample_key, sample_tokens, uniform
+from areno.types import GenerationRequest, SamplingParams
 from tests.interpreted import run_interpreted
 
 
@@ -152,6 +152,13 @@ def test_truncation_keeps_the_right_tokens_in_proportion(top_k: int | None, top_
     torch.testing.assert_close(logprobs.double(), probs.log()[tokens], atol=2e-6, rtol=0)  # before truncation
 
 
+def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
+    logits = torch.tensor([3.0, 2.9, 2.8, 2.7, *[2.6] * 60]).expand(100, -1)
+    assert set(draw(logits, grid(100), top_k=4, top_p=0.5)[0].tolist()) == {0, 1}
+    assert set(draw(logits, grid(100), top_k=4, top_p=1.0)[0].tolist()) == {0, 1, 2, 3}
+    assert len(set(draw(logits, grid(100), top_p=0.5)[0].tolist())) > 20
+
+
 def test_rows_without_truncation_draw_the_same_beside_rows_with_it() -> None:
     logits = torch.randn(64, 90, generator=torch.Generator().manual_seed(2))
     alone, _ = draw(logits, grid(64))
@@ -195,20 +202,22 @@ def test_settings_travel_to_their_slots() -> None:
         made.slot = slot
         return made
 
-    sampler = Sampler(4, torch.device("cpu"))
+    slot_sampler = SlotSampler(5, 300, torch.device("cpu"))
     hot = sequence(2, sample_key(7, 1), SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
     cold = sequence(0, -3, SamplingParams(temperature=0.0))
-    sampler.assign(torch.from_numpy(Sampler.pack([hot, cold])))
-    settings = sampler.settings
+    best = sequence(3, 9, SamplingParams(greedy=True, temperature=0.4, top_k=5))
+    slot_sampler.assign(torch.from_numpy(SlotSampler.pack([hot, cold, best])))
+    settings = slot_sampler.tensors
     assert settings.key[[2, 0]].tolist() == [sample_key(7, 1), -3]
-    assert settings.temperature[[2, 0]].tolist() == pytest.approx([0.3, 1.0])
-    assert settings.top_k[[2, 0]].tolist() == [5, -1]
+    # The log-probability of a greedy draw is at its temperature; only temperature 0 stands for 1.
+    assert settings.temperature[[2, 0, 3]].tolist() == pytest.approx([0.3, 1.0, 0.4])
+    assert settings.top_k[[2, 0, 3]].tolist() == [5, -1, -1]
     assert settings.top_p[[2, 0]].tolist() == pytest.approx([0.9, 1.0])
-    assert settings.greedy.tolist() == [True, False, False, False]
+    assert settings.greedy.tolist() == [True, False, False, True, False]
 
 
-def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[Sampler, Tensor]:
-    """A sampler with row i's settings in some slot, and the slots."""
+def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[SlotSampler, Tensor]:
+    """SlotSampler with those of row i in some slot, and the slots."""
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[: len(params)]
     sequences = []
     for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True)):
@@ -217,14 +226,14 @@ def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[
             request=request, sample=0, key=sample_key(11, i), max_new=1, stop_ids=frozenset(), tokens=[1], slot=slot
         )
         sequences.append(made)
-    sampler = Sampler(slots, torch.device(device))
-    sampler.assign(torch.from_numpy(Sampler.pack(sequences)).to(device))
-    return sampler, order.to(device)
+    slot_sampler = SlotSampler(slots, 300, torch.device(device))
+    slot_sampler.assign(torch.from_numpy(SlotSampler.pack(sequences)).to(device))
+    return slot_sampler, order.to(device)
 
 
 def compare_triton(device: str) -> None:
     """The kernels against `sample_tokens`, on the CPU. Run in a process of its own where interpreted."""
-    from areno.kernels.sampling_triton import sample_slots as by_triton
+    from areno.kernels.sampling.triton import sample_slots as by_triton
 
     on_gpu = device == "cuda"
     plain = [
@@ -241,6 +250,7 @@ def compare_triton(device: str) -> None:
         SamplingParams(top_p=1e-6),
         SamplingParams(top_k=10_000_000),
         SamplingParams(top_p=0.999),
+        SamplingParams(top_k=9, top_p=0.5, temperature=30.0),  # the share is of nine nearly equal tokens
     ]
     cases = [(plain, 300, 64), (plain + cut, 300, 64)]
     if on_gpu:
@@ -250,14 +260,16 @@ def compare_triton(device: str) -> None:
         logits = torch.randn(len(rows), vocab, generator=gen) * 3
         logits[1::3] = (logits[1::3] * 2).round() / 2  # equals at the border of what is kept
         logits[2::5, vocab // 2 :] = -torch.inf
-        sampler, slots = settings_of(len(rows) + 2, rows, device)
-        settings = settings_of(len(rows) + 2, rows, "cpu")[0].settings
+        slot_sampler, slots = settings_of(len(rows) + 2, rows, device)
+        settings = settings_of(len(rows) + 2, rows, "cpu")[0].tensors
         filtered = len(rows) > len(plain) and any(row in cut for row in rows)
         strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
         n_different = 0
         for position in range(20 if on_gpu else 3):
             positions = torch.arange(len(rows)) * 3 + position
-            got = by_triton(strided, slots, positions.to(device), sampler.settings, filtered=filtered, span=span).cpu()
+            got = by_triton(
+                strided, slots, positions.to(device), slot_sampler.tensors, filtered=filtered, span=span
+            ).cpu()
             expected = sample_tokens(
                 logits,
                 settings.temperature[slots.cpu()],
@@ -266,7 +278,7 @@ def compare_triton(device: str) -> None:
                 top_k_B=settings.top_k[slots.cpu()] if filtered else None,
                 top_p_B=settings.top_p[slots.cpu()] if filtered else None,
             )
-            assert torch.equal(sampler.settings.last_token[slots].cpu(), got[0].long())
+            assert torch.equal(slot_sampler.tensors.last_token[slots].cpu(), got[0].long())
             same = got[0] == expected[0].double()
             torch.testing.assert_close(got[1][same], expected[1][same].double(), atol=1e-5, rtol=0)
             n_different += int((~same).sum())
@@ -274,7 +286,7 @@ def compare_triton(device: str) -> None:
         for poison in (torch.nan, torch.inf):
             poisoned = strided.clone()
             poisoned[0, vocab - 1] = poison
-            got = by_triton(poisoned, slots, slots, sampler.settings, filtered=filtered, span=span)
+            got = by_triton(poisoned, slots, slots, slot_sampler.tensors, filtered=filtered, span=span)
             assert got[1].isnan().tolist() == [True] + [False] * (len(rows) - 1)
             assert ((got[0] >= 0) & (got[0] < vocab)).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.saver import Saver, Trigger
+from areno.checkpoint.saver import Saver
+from areno.checkpoint.trigger import Trigger
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
-from areno.errors import CheckpointError, EngineError
+from areno.errors import CheckpointError, EngineError, Key
 
 
 def write_model(folder: Path) -> None:
@@ -24,8 +26,9 @@ def write_model(folder: Path) -> None:
 
 def test_trigger_by_steps_epochs_and_seconds():
     def due_at(config, asked):
-        trigger = Trigger(config, now=0.0)
-        return [i for i, (step, ended, now) in enumerate(asked) if trigger.due(step, ended, now)]
+        times = iter([0.0, *(now for _, _, now in asked)])
+        trigger = Trigger(config, lambda: next(times))
+        return [i for i, (step, ended, _) in enumerate(asked) if trigger.due(step, ended)]
 
     steps = [(step, step % 4 == 0, 10.0 * step) for step in range(1, 13)]
     assert due_at(FrequencyConfig(), steps) == []
@@ -76,6 +79,11 @@ def test_saving_a_step_again_replaces_it(tmp_path):
             "saver.path.*No space",
         ),
         (CheckpointError("cannot write model.safetensors: disk full"), CheckpointError, "saver.path.*disk full"),
+        (
+            CheckpointError("no room in {}; set {}", "there", Key("saver.path")),
+            CheckpointError,
+            "^no room in there; set saver.path$",
+        ),
         (EngineError("a worker died"), EngineError, "^a worker died$"),
         (KeyboardInterrupt(), KeyboardInterrupt, None),
         (ValueError("a bug"), ValueError, "^a bug$"),
@@ -94,6 +102,69 @@ def test_failure_leaves_nothing_half(tmp_path, error, raised, message):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001"]
     assert os.readlink(tmp_path / "latest") == "step-000001"
     assert saver.saved_step == 1
+
+
+def test_an_old_checkpoint_stays_until_the_new_one_is_in_place(tmp_path, monkeypatch):
+    saver = Saver(SaverConfig(), tmp_path)
+    saver.save(lambda folder: (folder / "old").write_text("old"), 1)
+    rename = Path.rename
+
+    def fail_between(self, target):
+        if self.name.startswith(".tmp-step"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_between)
+    with pytest.raises(CheckpointError, match=r"saver\.path: .*Input/output error"):
+        saver.save(lambda folder: (folder / "new").write_text("new"), 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001"]
+    assert (tmp_path / "latest/old").read_text() == "old"
+
+
+def test_an_old_checkpoint_goes_when_the_new_one_is_on_the_disk(tmp_path, monkeypatch):
+    saver = Saver(SaverConfig(), tmp_path)
+    saver.save(lambda folder: (folder / "old").write_text("old"), 1)
+    there = []
+
+    def sync(path):
+        if (tmp_path / "step-000001/new").exists():
+            there.append((tmp_path / ".old-step-000001/old").exists())
+
+    monkeypatch.setattr("areno.files.durable.sync", sync)
+    saver.save(lambda folder: (folder / "new").write_text("new"), 1)
+    assert there[0]
+    assert not (tmp_path / ".old-step-000001").exists()
+
+
+@pytest.mark.parametrize("left", [".old-step-000001", ".tmp-step-000001"])
+def test_what_a_crash_left_is_not_in_the_way(tmp_path, left):
+    saver = Saver(SaverConfig(), tmp_path)
+    for text in ("one", "two"):
+        saver.save(lambda folder, text=text: (folder / "weights").write_text(text), 1)
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "weights").write_text("half")
+    assert (tmp_path / "step-000001/weights").read_text() == "two"
+
+
+def test_states_go_on_where_they_were():
+    config = FrequencyConfig(freq_epochs=2, freq_secs=100.0)
+    times = iter([0.0, 40.0, 60.0])
+    later = iter([5000.0, 5000.0, 5039.0, 5040.0, 5041.0])
+    before, after = Trigger(config, lambda: next(times)), Trigger(config, lambda: next(later))
+    assert not before.due(1, epoch_ended=True)
+    after.load_state_dict(before.state_dict())
+    assert not after.due(2)
+    assert after.due(3), "60 seconds before, 40 after"
+    assert after.due(4, epoch_ended=True), "the second epoch"
+
+
+def test_a_saver_goes_on_where_it_was(tmp_path):
+    saver, resumed = (Saver(SaverConfig(freq_epochs=2), tmp_path) for _ in range(2))
+    saver.due(7, epoch_ended=True)
+    saver.save(write_model, 7)
+    resumed.load_state_dict(json.loads(json.dumps(saver.state_dict())))
+    assert resumed.saved_step == 7
+    assert resumed.due(8, epoch_ended=True)
 
 
 def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
@@ -135,7 +206,7 @@ def test_killed_while_saving(tmp_path):
     script = f"""
 import time
 from pathlib import Path
-from areno.api.saver import Saver
+from areno.checkpoint.saver import Saver
 from areno.config.run import SaverConfig
 def write(folder):
     (folder / "half").write_text("x")

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from areno.engine.decoder.blocks import BlockManager
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.scheduler import Plan, Scheduler
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.types import GenerationRequest, SamplingParams
+from areno.types import GenerationRequest, SamplingParams
 
 
 def make_request(request_id: int, n_prompt: int, n_samples: int = 1, max_new: int = 4) -> list[Sequence]:
@@ -42,7 +42,7 @@ def arrive(scheduler: Scheduler, plan: Plan) -> list[Sequence]:
     """What the decoder does with the tokens of a step; here token 7 for everybody."""
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
-        sequence.accept(7, -1.0, None)
+        sequence.accept(7, -1.0, 0, None)
         scheduler.register(sequence, len(sequence.tokens) - 1)
     scheduler.remove_finished()
     return sequences
@@ -146,6 +146,23 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
     assert [len(sequence.logprobs) for sequence in (old, young, waiting)] == [6, 6, 4]
 
 
+def test_nobody_is_admitted_into_the_blocks_that_the_running_need_next() -> None:
+    scheduler = make_scheduler(n_blocks=7)
+    (first,), (second,), (waiting,) = make_request(1, 4, max_new=6), make_request(2, 4, max_new=6), make_request(3, 8)
+    add(scheduler, [first], [second])
+    for _ in range(2):
+        arrive(scheduler, scheduler.schedule())
+    assert scheduler.blocks.n_available == 3
+    add(scheduler, [waiting])
+    while not (first.finish_reason and second.finish_reason):
+        plan = scheduler.schedule()
+        assert plan.chunks == []  # 2 of the 3 blocks would leave one for the two that run
+        arrive(scheduler, plan)
+    assert scheduler.n_preemptions == 0
+    (chunk,) = scheduler.schedule().chunks
+    assert chunk.prefill.leader is waiting
+
+
 def test_the_last_token_by_length_needs_no_further_step_or_block() -> None:
     scheduler = make_scheduler(n_blocks=2)
     (sequence,) = make_request(1, 4, max_new=5)
@@ -210,6 +227,6 @@ def arrive_unfinished(scheduler: Scheduler, plan: Plan) -> None:
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
         if sequence.finish_reason is None:
-            sequence.accept(7, -1.0, None)
+            sequence.accept(7, -1.0, 0, None)
             scheduler.register(sequence, len(sequence.tokens) - 1)
     scheduler.remove_finished()

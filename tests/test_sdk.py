@@ -214,8 +214,8 @@ def test_construction_loads_nothing() -> None:
 
 
 def test_runtime_keys_are_those_of_recipes() -> None:
-    from areno.api.backend import RuntimeConfig
-    from areno.config.model_roles import MicroBatchSpec, ModelConfig
+    from areno.api.inputs.backend import RuntimeConfig
+    from areno.config.models import MicroBatchSpec, ModelConfig
     from areno.config.run import EngineConfig, RolloutConfig
 
     theirs: dict[str, Any] = {}
@@ -329,7 +329,7 @@ def test_drop_rollout_state_and_cache_settings_reach_the_engine(monkeypatch: pyt
         monkeypatch.setattr(trainer.engine, "begin_rollout", lambda spec: (specs.append(spec), begin(spec)))
         sampled(trainer)
     assert dropped == [True]
-    assert (specs[0].max_kv_tokens, specs[0].max_prefill_tokens) == (999, 77)
+    assert (specs[0].decoder.max_kv_tokens, specs[0].decoder.max_prefill_tokens) == (999, 77)
 
 
 def test_a_long_rollout_is_followed_in_the_log(
@@ -462,7 +462,7 @@ def test_metrics_of_a_script(tmp_path: Path) -> None:
 
 
 def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
-    from areno.api.roles import role_specs
+    from areno.api.inputs.roles import script_roles
 
     judge = tmp_path / "judge"
     judge.mkdir()
@@ -475,7 +475,7 @@ def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
         ModelRole("judge", str(judge), False),
         ModelRole("value", MODEL, True),
     ]
-    specs = role_specs({role.name: role for role in roles}, trainer.engine.spec)
+    specs = script_roles({role.name: role for role in roles}, trainer.engine.spec)
     assert {name: (spec.head, spec.needs_head) for name, spec in specs.items()} == {
         "ref": ("lm", False),
         "critic": ("value", False),

@@ -12,7 +12,7 @@ import pytest
 from sdk_script import MODEL, SAMPLING, loss, made, plain_rows, sampled, session
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
-from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError
+from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError, Key, keys_renamed
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_what_only_the_machine_can_tell_is_said_by_init(model: str, config: Aren
 def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from areno.api.build import find_devices
+    from areno.api.inputs.plan import find_devices
     from areno.config.run import EngineConfig
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -111,17 +111,24 @@ def test_a_model_that_does_not_divide_names_the_argument() -> None:
 
 
 def test_settings_in_messages_become_arguments() -> None:
-    from areno.api.backend import in_arguments
+    from areno.api.inputs.backend import argument_of
 
-    with pytest.raises(EngineError) as caught, in_arguments():
-        raise EngineError(
-            "lower rollout.mem_fraction or gconfig.max_new_tokens; set critic.gradient_checkpointing=true, "
-            "actor.mb_spec.max_tokens_per_mb=4, actor.optimizer.lr or saver.path; see /tmp/actor.path/config.json."
-        )
+    settings = [
+        "rollout.mem_fraction",
+        "gconfig.max_new_tokens",
+        "critic.gradient_checkpointing",
+        "actor.mb_spec.max_tokens_per_mb",
+        "actor.optimizer.lr",
+        "saver.path",
+        "engine.tp_size",
+        "critic.path",
+    ]
+    with pytest.raises(EngineError) as caught, keys_renamed(argument_of):
+        raise EngineError("lower {}; see /tmp/actor.path/config.json" + " {}" * 7, *map(Key, settings))
     assert str(caught.value) == (
-        "lower custom_config.runtime.mem_fraction or SamplingParams.max_new_tokens; set "
-        "custom_config.runtime.gradient_checkpointing=true, custom_config.runtime.max_tokens_per_mb=4, "
-        "custom_config.optimizer.lr or path; see /tmp/actor.path/config.json."
+        "lower custom_config.runtime.mem_fraction; see /tmp/actor.path/config.json SamplingParams.max_new_tokens "
+        "custom_config.runtime.gradient_checkpointing custom_config.runtime.max_tokens_per_mb "
+        "custom_config.optimizer.lr path custom_config.tp_size critic.path"
     )
 
 
@@ -211,7 +218,7 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
         (lambda t: t.rollout_token_batch([], 1, SAMPLING), "prompt_tokens is empty"),
         (lambda t: t.rollout_token_batch([4, 5], 1, SAMPLING), "prompt_tokens\\[0\\] is the number 4"),
         (lambda t: t.rollout_token_batch(["1+1="], 1, SAMPLING), "prompt_tokens\\[0\\] is a string"),
-        (lambda t: t.rollout_token_batch([[4], []], 1, SAMPLING), "prompt_tokens\\[1\\] has no tokens"),
+        (lambda t: t.rollout_token_batch([[4], []], 1, SAMPLING), "prompt_tokens\\[1\\] is empty"),
         (
             lambda t: t.rollout_token_batch([[4, 5.5]], 1, SAMPLING),
             "prompt_tokens\\[0\\] holds 5.5; token ids are ints",
@@ -223,13 +230,25 @@ def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
         (lambda t: t.rollout_token_batch([[4]], 1, {"top_k": 1}), "sampling_params is a dict"),
         (
             lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(stop="\n")),  # type: ignore[arg-type]
-            "SamplingParams.stop is '\\\\n'; a list",
+            "SamplingParams.stop: is '\\\\n'; a list",
         ),
-        (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(temperature="1")), "SamplingParams.temperature"),  # type: ignore[arg-type]
-        (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(greedy="no")), "SamplingParams.greedy is 'no'; True"),  # type: ignore[arg-type]
+        (
+            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(temperature="1")),  # type: ignore[arg-type]
+            "SamplingParams.temperature: is '1'",
+        ),
+        (
+            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(greedy="no")),  # type: ignore[arg-type]
+            "SamplingParams.greedy: is 'no'; true or false",
+        ),
         (lambda t: t.rollout_token_batch([[4]], 1, SAMPLING, seed=1.5), "seed: is 1.5; a whole number is expected"),
-        (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(top_p=2.0)), "top_p is 2.0; .*SamplingParams.top_p"),
-        (lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(max_new_tokens=0)), "max_new_tokens is 0"),
+        (
+            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(top_p=2.0)),
+            "SamplingParams.top_p: is 2.0; it must be at most 1",
+        ),
+        (
+            lambda t: t.rollout_token_batch([[4]], 1, SamplingParams(max_new_tokens=0)),
+            "SamplingParams.max_new_tokens: is 0; it must be more than 0",
+        ),
         (lambda t: t.rollout_token_batch([[4] * 128], 1, SAMPLING), "no room for a completion in a context of 128"),
         (lambda t: t.rollout_token_batch([[4] * 9], 1, SamplingParams(max_prompt_len=8)), "more than max_prompt_len=8"),
     ],
@@ -266,16 +285,16 @@ def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, h
         ([], "batch_data is empty"),
         (plain_rows()[0], "batch_data is a TrainSequence; a list"),
         ([{"tokens": [4]}], "batch_data\\[0\\] is a dict; an areno.TrainSequence"),
-        (plain_rows(tokens=None), "batch_data\\[1\\] has no tokens"),
-        (plain_rows(tokens=[]), "batch_data\\[1\\]: tokens has no tokens"),
-        (plain_rows(tokens=[4, 5, 6, 99]), "batch_data\\[1\\]: tokens holds 99"),
+        (plain_rows(tokens=None), "row 1: tokens is empty"),
+        (plain_rows(tokens=[]), "row 1: tokens is empty"),
+        (plain_rows(tokens=[4, 5, 6, 99]), "row 1: tokens holds 99"),
         (
             plain_rows(tokens=[4] * 129),
-            "batch_data\\[1\\]: tokens has 129 tokens, more than the model's context of 128",
+            "row 1: tokens has 129 tokens, more than the model's context of 128",
         ),
-        (plain_rows(tokens=["4", "5", "6", "1"]), "batch_data\\[1\\]: tokens holds '4'; token ids are ints"),
-        (plain_rows(advantages=1.0), "batch_data\\[1\\]: advantages is 1.0; a list"),
-        (plain_rows(reward=None), "batch_data\\[1\\]: reward is None; a number"),
+        (plain_rows(tokens=["4", "5", "6", "1"]), "row 1: tokens holds '4'; token ids are ints"),
+        (plain_rows(advantages=1.0), "row 1: advantages is 1.0; a list"),
+        (plain_rows(reward=None), "row 1: reward is None; a number"),
         (plain_rows(prompt_mask=None), "row 1: prompt_mask is missing"),
         (plain_rows(prompt_mask=[True, False]), "row 1: prompt_mask has 2 entries, tokens has 4"),
         (plain_rows(logprobs=[0.0] * 5), "row 1: logprobs has 5 entries, tokens has 4"),
@@ -286,7 +305,7 @@ def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, h
         (plain_rows(prompt_mask=["True", "True", "False", "False"]), "row 1: prompt_mask holds something else than"),
         (plain_rows(prompt_mask=[True, None, False, False]), "row 1: prompt_mask holds something else than"),
         (plain_rows(prompt_mask=[[True], [True], [False], [False, False]]), "row 1: prompt_mask holds something else"),
-        (plain_rows(staleness=-1), "batch_data\\[1\\]: staleness is -1; a whole number of at least 0"),
+        (plain_rows(staleness=-1), "row 1: staleness is -1; a whole number of at least 0"),
     ],
 )
 def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> None:
@@ -304,7 +323,7 @@ def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> No
         ({"loss_fn": "gspo"}, "loss_fn: is a str; a function is expected"),
         ({"temperature": 0}, "temperature: is 0; a number above 0"),
         ({"seed": -1}, "seed: is -1; a whole number of at least 0"),
-        ({"granularity": 1.5}, "granularity: is 1.5; a whole number of at least 1"),
+        ({"rows_per_unit": 1.5}, "rows_per_unit: is 1.5; a whole number of at least 1"),
         ({"mb_spec": 4}, "mb_spec: is a int; a MicroBatchSpec is expected"),
     ],
 )

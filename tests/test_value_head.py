@@ -13,10 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_models import CASES, SHAPE, packed, random_reference, random_rows
 
-from areno.config.model_roles import MicroBatchSpec
+from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
@@ -38,7 +38,7 @@ def random_classifier(case: str, folder: Path, num_labels: int = 1, **extra: obj
     return reference
 
 
-def load(folder: Path, tp: TensorParallel | None = None) -> Transformer:
+def load(folder: Path, tp: ParallelGroup | None = None) -> Transformer:
     model = build_model(load_config(folder, "value"), dtype=torch.float32, device="cpu", tp=tp)
     load_weights(model, folder)
     return model
@@ -204,7 +204,7 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
 def _rank_main(rank: int, rendezvous: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    tp = TensorParallel(rank=rank, size=2, group=dist.group.WORLD)
+    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
     alone, model = load(folder), load(folder, tp)
     rows = random_rows(101, (5, 9))
     weights = torch.randn(14, generator=torch.Generator().manual_seed(2))

@@ -19,15 +19,12 @@ import torch
 from policy_runs import MODEL, Played, classifier, groups, other_actor, play, trained
 from test_algorithms_doc import commands
 
-from areno.api import policy_run
-from areno.engine.types import TrainSequence
+from areno.api.trainers import update
 from areno.loss_fns import grpo_loss_fn
+from areno.types import TrainSequence
 
 Variant = Callable[..., Played]
 MOVING = ["actor.ppo_n_minibatches=8", "actor.optimizer.lr=1e-2", "total_train_steps=1"]  # ratios leave 1
-
-
-pytestmark = pytest.mark.usefixtures("log_restored_by_module")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def _player(recipe: str, folder: Path, reward_model: Path, *settings: str) -> Va
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come with log-probabilities of a policy two steps old: the sampling one's with noise."""
-    rows_of, draw = policy_run.policy_rows, np.random.default_rng(0)
+    rows_of, draw = update.policy_rows, np.random.default_rng(0)
 
     def policy_rows(*args: Any, **how: Any) -> list[TrainSequence]:
         rows = rows_of(*args, **how)
@@ -85,7 +82,7 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
             row.staleness = 2
         return rows
 
-    monkeypatch.setattr(policy_run, "policy_rows", policy_rows)
+    monkeypatch.setattr(update, "policy_rows", policy_rows)
 
 
 def rewards(rows: Sequence[TrainSequence]) -> list[float]:
@@ -439,7 +436,7 @@ WIDE = ["actor.eps_clip=1.0", "actor.eps_clip_higher=1e6"]  # the bare ratio
 
 def spied(rows_of: list[list[np.ndarray]]) -> Any:
     """Keeps (behaviour, proximal) log-probabilities of the trained tokens at the moment of correction."""
-    correct = policy_run.correct_rows
+    correct = update.correct_rows
 
     def correct_rows(rows: Sequence[TrainSequence], prox: Sequence[Sequence[float]], actor: Any) -> dict[str, float]:
         for row, new in zip(rows, prox, strict=True):
@@ -454,7 +451,7 @@ def spied(rows_of: list[list[np.ndarray]]) -> Any:
 def before(stale: None, monkeypatch: pytest.MonkeyPatch) -> list[list[np.ndarray]]:
     """[behaviour, proximal] of each row of one step, for runs of one step."""
     found: list[list[np.ndarray]] = []
-    monkeypatch.setattr(policy_run, "correct_rows", spied(found))
+    monkeypatch.setattr(update, "correct_rows", spied(found))
     return found
 
 

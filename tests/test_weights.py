@@ -276,3 +276,22 @@ def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"owner/never-downloaded .*ConnectionError.*actor\.path="):
         hub.resolve("owner/never-downloaded")
     assert time.monotonic() - start < 5
+
+
+def test_saved_files_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "in")
+    model = load(tmp_path / "in")
+    synced: dict[int, int] = {}  # inode -> size when it was synced
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced[found.st_ino] = found.st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    save_weights(model, tmp_path / "out", max_shard_bytes=10_000)
+    files = list((tmp_path / "out").iterdir())
+    assert len(files) > 3
+    assert all(synced[file.stat().st_ino] == file.stat().st_size for file in files)
+    assert (tmp_path / "out").stat().st_ino in synced

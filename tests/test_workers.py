@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import MIXED, ROLLOUT, model_folder, request, spec
+from tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
 from torch import Tensor
 
-from areno.config.model_roles import MicroBatchSpec
-from areno.engine.spec import EngineSpec
-from areno.engine.types import GenerationOutput, TrainSequence
-from areno.engine.workers import InlineGroup, SpawnedGroup, WorkerGroup, _Command, _fill, _pack, start_workers
+from areno.config.models import MicroBatchSpec
+from areno.engine.processes.workers import InlineGroup, SpawnedGroup, WorkerGroup, _Command, _fill, _pack, start_workers
+from areno.engine.spec import EngineSpec, UpdateSpec
+from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.rows import read_rows
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
+from areno.types import GenerationOutput, TrainSequence
 
 WHOLE = MicroBatchSpec(mini_bs=16)
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])]
@@ -41,7 +43,9 @@ def group(folder: Path) -> Iterator[SpawnedGroup]:
 
 
 def train(group: WorkerGroup, loss_fn: Any) -> dict[str, float]:
-    return group.call("train", "actor", ROWS, loss_fn, mb_spec=WHOLE)[0]
+    update = UpdateSpec(WHOLE)
+    (steps,) = share_steps(read_rows(ROWS, VOCAB), update)
+    return group.call("train", "actor", steps, loss_fn, update)[0]
 
 
 def poll(group: WorkerGroup, n: int) -> list[GenerationOutput]:
@@ -110,8 +114,8 @@ def test_errors_in_user_code_come_with_their_traceback(group: SpawnedGroup) -> N
 
 def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup) -> None:
     group.call("begin_rollout", ROLLOUT)
-    group.cast(0, "submit", [request(0), request(1, max_new_tokens=0)])
-    with pytest.raises(EngineError, match="request 1 cannot be served: max_new_tokens is 0"):
+    group.cast(0, "submit", [request(0), request(1, n_samples=0)])
+    with pytest.raises(EngineError, match="request 1 cannot be served: n_samples is 0"):
         poll(group, 2)
     assert [output.request_id for output in poll(group, 1)] == [0]
     group.call("end_rollout")
@@ -120,7 +124,7 @@ def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup)
 
 def test_late_answers_to_a_failed_command_are_dropped(group: SpawnedGroup) -> None:
     pid = group.call("ping")
-    group._send(0, _Command("no_such_method", _pack("", (), {}), group._last_id))  # answered under the next id
+    group._send(0, _Command("no_such_method", _pack("", ()), group._last_id))  # answered under the next id
     assert group.call("ping") == pid
     assert group.poll(0.0) == []
 
@@ -137,7 +141,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.generated_tokens == sum(len(output.tokens) for output in finished)
         each.call("end_rollout")
-        assert each.call_each("logprobs", [("actor", [[3, 4]], 1.0)], mb_spec=WHOLE)[0][0][0] == 0.0
+        assert each.call_each("logprobs", [("actor", [[3, 4]], 1.0, WHOLE)])[0][0][0] == 0.0
     assert outputs[0] == outputs[1]
     inline.close()
     with pytest.raises(EngineError, match="the engine is closed"):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.config.model_roles import OptimizerConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RolloutSpec
-from areno.engine.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
+from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
+from areno.engine.train.backend import TrainBackend
+from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.rows import read_rows
+from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
 
 VOCAB, EOS, CONTEXT = 64, 1, 512
 ROLLOUT = RolloutSpec(max_running=16, max_len=96)
@@ -106,6 +109,26 @@ def train_rows(outputs: Outputs, requests: Iterable[GenerationRequest] = MIXED) 
                 )
             )
     return rows
+
+
+def train_on(
+    backend: TrainBackend, rows: Sequence[TrainSequence], loss_fn: Any, mb_spec: MicroBatchSpec, **how: Any
+) -> dict[str, float]:
+    """What Engine.train does, with the backend of one rank."""
+    update = UpdateSpec(mb_spec, **how)
+    checked = read_rows(rows, backend.model.config.vocab_size)
+    shares = share_steps(checked, update, backend.dp.size, backend.section)
+    return backend.train(shares[backend.dp.rank], loss_fn, update)
+
+
+def scored(engine: Engine, role: str, token_rows: Any, temperature: float = 1.0) -> list[list[float]]:
+    """Log-probabilities as lists, which compare by ==."""
+    return [row.tolist() for row in engine.logprobs(role, token_rows, temperature)]
+
+
+def values(engine: Engine, role: str, token_rows: Any) -> list[list[float]]:
+    """Values as lists, which compare by ==."""
+    return [row.tolist() for row in engine.values(role, token_rows)]
 
 
 def tokens_of(outputs: Outputs) -> dict[int, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""Numbers of a run: what they are (rollout/*), and where they go (TensorBoard and a JSON-lines file).
+"""The rollout/* numbers of a step, from its samples or its rows.
 
 rollout/accuracy is the share of scored samples whose reward is at least 1.0, the value that stands for a right answer;
 partial credit below it does not count.
@@ -6,24 +6,13 @@ partial credit below it does not count.
 
 from __future__ import annotations
 
-import errno
-import io
-import json
 import math
-import os
-import socket
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from areno.api.types import ScoredSample
-from areno.engine.types import TrainSequence
-from areno.errors import ArenoError
+from areno.tracking.stopwatch import Stopwatch
+from areno.types import ScoredSample, TrainSequence
 
 _RIGHT = 1.0 - 1e-6
 
@@ -117,6 +106,20 @@ def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
     return float(np.mean(np.asarray(rewards) >= _RIGHT)) if len(rewards) else math.nan
 
 
+def step_times(clock: Stopwatch) -> dict[str, float]:
+    """The seconds of a step that stand among its training statistics."""
+    return {
+        "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
+        "step_train_time_s": clock.seconds.get("train", 0.0),
+        "step_e2e_time_s": clock.total,
+    }
+
+
+def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, float]:
+    """The train/* scalars of a step, from its statistics, and the time/* ones."""
+    return with_prefix("train", stats) | with_prefix("time", {**clock.seconds, "step": clock.total})
+
+
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
     """`{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
@@ -125,105 +128,3 @@ def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
 def _moments(name: str, values: Sequence[float] | np.ndarray, wanted: Sequence[str]) -> dict[str, float]:
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}_{what}": float(getattr(array, what)()) for what in wanted} if len(array) else {}
-
-
-class MetricsRecorder:
-    """Writes scalars. path: folder for TensorBoard event files; jsonl: file that gets one line for each call; None =
-    not.
-
-    Every line of the file is {"step", "time" (seconds since 1970), and the scalars}; what is not finite is written as
-    null. Files come into being with the first scalars. ArenoError, naming the setting, where they cannot be written.
-    """
-
-    def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
-        self._events: _GrowingFile | None = None
-        self._lines: _GrowingFile | None = None
-        if path is not None:
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-            self._events = _GrowingFile(Path(path).expanduser() / name, "stats_logger.tensorboard.path")
-        if jsonl is not None:
-            self._lines = _GrowingFile(Path(jsonl), "cluster.fileroot")
-
-    def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of a step, named <namespace>/<name>, and make them visible at once."""
-        now = time.time()
-        if self._events is not None:
-            if not self._events.size:
-                self._events.append(_event(now, file_version="brain.Event:2"))
-            self._events.append(_event(now, step, scalars))
-        if self._lines is not None:
-            finite = {name: float(value) if math.isfinite(value) else None for name, value in scalars.items()}
-            line = json.dumps({"step": step, "time": round(now, 3), **finite}) + "\n"
-            self._lines.append(line.encode())
-
-    def close(self) -> None:
-        """Close the files. Calling it again does nothing."""
-        for file in (self._events, self._lines):
-            if file is not None:
-                file.close()
-        self._events = self._lines = None
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class _GrowingFile:
-    """A file that grows by whole records: of one that the disk has no room for, nothing stays. `key`: its setting."""
-
-    def __init__(self, path: Path, key: str):
-        self.path, self.key = path, key
-        self.size = 0  # bytes
-        self._file: Any = None
-        with self._explained():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(path.parent, os.W_OK):
-                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def append(self, record: bytes) -> None:
-        with self._explained():
-            if self._file is None:
-                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by close()
-                self.size = self._file.tell()
-            try:
-                rest = memoryview(record)
-                while rest:
-                    rest = rest[self._file.write(rest) :]
-            except OSError:
-                self._file.truncate(self.size)
-                raise
-            self.size += len(record)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ArenoError(
-                f"{self.key}: {self.path} cannot be written: {error.strerror}; free space there or set another folder"
-            ) from error
-
-
-def _event(now: float, step: int = 0, scalars: Mapping[str, float] | None = None, file_version: str = "") -> bytes:
-    """A record of a TensorBoard event file. Its own writer has a thread, in which errors are lost."""
-    from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]  # protobuf makes it
-    from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    if file_version:
-        event = Event(wall_time=now, file_version=file_version)
-    else:
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in (scalars or {}).items()]
-        event = Event(wall_time=now, step=step, summary=Summary(value=values))
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(event.SerializeToString())
-    return buffer.getvalue()

@@ -5,43 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
 
-from areno.api.types import RolloutResult, RolloutSequence
+from areno.api.inputs.arguments import check_count
+from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import RolloutSpec, RolloutStats
-from areno.engine.types import GenerationOutput, GenerationRequest, SamplingParams
 from areno.errors import ArenoError, EngineError
+from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
 _SHORTEST = 128  # tokens a cache is made for at least: growing it later would take its CUDA graphs along
 
 
-class CacheSettings(Protocol):
-    """How a session's KV cache is made: fields of RolloutConfig, or of RuntimeConfig."""
-
-    max_prefill_tokens: int
-    mem_fraction: float
-    max_kv_tokens: int | None
-    eager_decode: bool
-
-
-def cache_spec(cache: CacheSettings, *, max_running: int, max_len: int) -> RolloutSpec:
-    """One rollout phase with these settings; see RolloutSpec."""
-    return RolloutSpec(
-        max_running=max_running,
-        max_len=max_len,
-        max_prefill_tokens=cache.max_prefill_tokens,
-        mem_fraction=cache.mem_fraction,
-        max_kv_tokens=cache.max_kv_tokens,
-        eager_decode=cache.eager_decode,
-    )
-
-
 class Sessions:
-    """The rollout sessions of one Trainer, of which at most one is open."""
+    """The rollout sessions of one Trainer, of which at most one is open.
 
-    def __init__(self, engine: Engine, cache: CacheSettings):
-        self.engine, self.cache = engine, cache
+    decoder: memory and speed of the decoder. max_len: see TrainerPlan. drop: free the KV cache at the end of a session.
+    """
+
+    def __init__(self, engine: Engine, decoder: DecoderConfig, *, max_len: int | None = None, drop: bool = False):
+        self.engine, self.decoder, self.max_len, self.drop = engine, decoder, max_len, drop
         self.open: RolloutSession | None = None
         self.longest = _SHORTEST  # tokens of the longest sequence that a session was made ready for
         self._interrupted = False
@@ -78,30 +60,43 @@ class Sessions:
 class RolloutSession:
     """One stretch of rollout, as an async or a plain context manager; made by Trainer.rollout_session.
 
-    spec: the cache to decode with; None has it made by `prepare`, of the size that the prompts turn out to need.
-    max_running: samples decoded at once, over all ranks, where there is no spec. drop: free the cache at the end.
+    max_running: samples decoded at once, over all ranks.
     However the block is left, by an error or a cancelled task, too, the Trainer can be used afterwards.
     """
 
-    def __init__(self, sessions: Sessions, *, spec: RolloutSpec | None = None, max_running: int = 0, drop: bool):
-        self._sessions, self._spec, self._max_running, self._drop = sessions, spec, max_running, drop
+    def __init__(self, sessions: Sessions, max_running: int):
+        self._sessions, self._max_running = sessions, max_running
         self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
 
     def prepare(self, n_tokens: int) -> None:
-        """Make the engine ready for sequences of up to `n_tokens` tokens, prompt and completion."""
+        """Make the engine ready for sequences of up to `n_tokens` tokens, prompt and completion.
+
+        More than the model's context counts as the context. Raises ConfigError unless n_tokens is a whole number above
+        0, EngineError outside the session's `with` block, and where a larger cache would end a stream that is read.
+        """
+        check_count("n_tokens", n_tokens)
+        if self._sessions.open is not self:
+            raise EngineError("prepare was called outside the `with` block of its rollout session")
+        self._make_room(n_tokens)
+
+    def _make_room(self, n_tokens: int) -> None:
         sessions = self._sessions
-        spec = self._spec
-        if spec is None:
-            if n_tokens > sessions.longest:
-                roomy = 1 << (n_tokens - 1).bit_length()
-                sessions.longest = max(n_tokens, min(roomy, sessions.engine.info.context_len))
-            spec = cache_spec(sessions.cache, max_running=self._max_running, max_len=sessions.longest)
+        longest, context_len = sessions.longest, sessions.engine.info.context_len
+        if n_tokens > longest:
+            longest = max(longest, min(1 << (n_tokens - 1).bit_length(), context_len))
+        spec = RolloutSpec(max_running=self._max_running, max_len=sessions.max_len or longest, decoder=sessions.decoder)
         if self._running_spec == spec:
             return
         if self._running_spec is not None:
+            if sessions.engine.is_streaming:
+                raise EngineError(
+                    f"{n_tokens} tokens need a larger cache, and making it would end the streams that are open; "
+                    "call session.prepare with the longest length before the first stream"
+                )
             self._running_spec = None
             sessions.engine.end_rollout()
         sessions.engine.begin_rollout(spec)
+        sessions.longest = longest
         self._running_spec = spec
 
     def generate(
@@ -127,7 +122,7 @@ class RolloutSession:
         ]
         limit = min(params.max_context_len or engine.info.context_len, engine.info.context_len)
         longest = max(len(request.prompt) for request in requests) + params.max_new_tokens
-        self.prepare(min(longest, limit))
+        self._make_room(min(longest, limit))
 
         def progress_unless_cancelled(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
             raise_if_cancelled()
@@ -137,12 +132,7 @@ class RolloutSession:
         return [
             RolloutResult(
                 prompt_tokens=request.prompt,
-                sequences=[
-                    RolloutSequence(
-                        resp_tokens=output.tokens, resp_logprobs=output.logprobs, finish_reason=output.finish_reason
-                    )
-                    for output in outputs[request.request_id]
-                ],
+                sequences=[_rollout_sequence(output) for output in outputs[request.request_id]],
             )
             for request in requests
         ]
@@ -153,9 +143,9 @@ class RolloutSession:
             raise EngineError("a rollout session is already open; leave its `with` block before opening another")
         sessions.settle()
         sessions.open = self
-        if self._spec is not None:
+        if sessions.max_len is not None:
             try:
-                self.prepare(0)
+                self._make_room(0)
             except BaseException:
                 sessions.open = None
                 raise
@@ -171,9 +161,9 @@ class RolloutSession:
             sessions.leave_as_it_is()
         elif error is not None:
             with contextlib.suppress(ArenoError):  # where workers are gone, the first error tells why
-                sessions.engine.end_rollout(self._drop)
+                sessions.engine.end_rollout(sessions.drop)
         else:
-            sessions.engine.end_rollout(self._drop)
+            sessions.engine.end_rollout(sessions.drop)
 
     async def __aenter__(self) -> RolloutSession:
         # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.
@@ -193,3 +183,13 @@ def raise_if_cancelled() -> None:
     cancelling = getattr(task, "cancelling", None)  # Python 3.11; before, Ctrl-C raises KeyboardInterrupt at once
     if cancelling is not None and cancelling():
         raise asyncio.CancelledError
+
+
+def _rollout_sequence(output: GenerationOutput) -> RolloutSequence:
+    assert output.finish_reason is not None, "a partial output of a request that does not stream"
+    return RolloutSequence(
+        resp_tokens=output.tokens,
+        resp_logprobs=output.logprobs,
+        resp_versions=output.versions,
+        finish_reason=output.finish_reason,
+    )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from areno.api.batches import BatchLoader
-from areno.api.loop import Stopwatch
-from areno.api.metrics import MetricsRecorder, row_metrics, with_prefix
-from areno.api.types import PromptBatch, PromptItem
-from areno.engine.types import TrainSequence
+from areno.api.metrics import row_metrics, step_scalars, step_times
+from areno.data.loader import BatchLoader
+from areno.tracking.recorder import MetricsRecorder
+from areno.tracking.stopwatch import Stopwatch
+from areno.types import PromptBatch, PromptItem, TrainSequence
 
 
 class StepLog:
     """Steps as a script makes them. A step is a round in which no model is trained twice; steps count from 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Stopwatch):
+        self.clock = clock  # of the phases since the policy was last trained
         self.recorder: MetricsRecorder | None = None  # None: nothing is written
-        self.watch = Stopwatch()  # phases since the policy was last trained
         self._step = 1
         self._trained: set[str] = set()  # models trained in it
         self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
@@ -45,11 +45,9 @@ class StepLog:
         if role != "actor":
             scalars = {f"train/{role}_{name}": value for name, value in stats.items()}
         else:
-            watch, self.watch = self.watch, Stopwatch()
-            stats["step_rollout_time_s"] = watch.seconds.get("rollout", 0.0)
-            stats["step_train_time_s"] = watch.seconds["train"]
-            stats["step_e2e_time_s"] = watch.total
-            scalars = with_prefix("train", stats) | with_prefix("time", {**watch.seconds, "step": watch.total})
+            stats |= step_times(self.clock)
+            scalars = step_scalars(stats, self.clock)
+            self.clock.reset()
             if self.recorder is not None:
                 scalars |= row_metrics(rows) | self._skipped_scalars()
         if self.recorder is not None:
@@ -62,9 +60,3 @@ class StepLog:
         now, total = self._skipped
         self._skipped = 0, total
         return {"rollout/skipped_long": float(now), "rollout/total_skipped_long": float(total)}
-
-    def close(self) -> None:
-        """Close the files. Calling it again does nothing."""
-        if self.recorder is not None:
-            self.recorder.close()
-        self.recorder = None

@@ -6,15 +6,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.api.backend import Areno, ArenoConfig, in_arguments, read_arguments
-from areno.api.batches import dataset_loader
-from areno.api.chat import encode_generation_prompt
-from areno.api.checks import (
+from areno.api.inputs.arguments import (
     check_count,
     check_positive,
     check_prompts,
@@ -22,23 +18,26 @@ from areno.api.checks import (
     check_sampling,
     check_token_rows,
 )
-from areno.api.console import setup_logging
-from areno.api.loop import RolloutProgress
-from areno.api.metrics import MetricsRecorder
-from areno.api.saver import explained, write_whole
+from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
+from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
 from areno.api.session import RolloutSession, Sessions
 from areno.api.step_log import StepLog
-from areno.api.types import ModelRole, PromptBatch, RolloutResult
-from areno.config.model_roles import MicroBatchSpec
+from areno.config.experiments import ExperimentConfig, LossFn
+from areno.config.models import MicroBatchSpec
+from areno.data.encode import encode_generation_prompt
+from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec
-from areno.engine.types import SamplingParams, TrainSequence
-from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem
-from areno.models.companions import GENERATION, TOKENIZER
+from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
+from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
+from areno.files.durable import as_checkpoint_error, write_whole
+from areno.models.companions import is_replaceable
+from areno.tracking.progress import RolloutProgress
+from areno.tracking.recorder import MetricsRecorder
+from areno.tracking.run_log import RunLog
+from areno.tracking.stopwatch import Stopwatch
+from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, TrainSequence
 
 logger = logging.getLogger("areno")
-
-LossFn = Callable[..., Any]  # (pack: DataPack, logprobs or values: Tensor) -> (loss, stats), see areno.loss_fns
 
 
 class Trainer:
@@ -59,49 +58,66 @@ class Trainer:
         custom_config: ArenoConfig | None = None,
         metrics_log_dir: str | None = None,
     ):
-        self._settings = read_arguments(world_size, model_path, backend_type, custom_config, metrics_log_dir)
-        self._runtime = self._settings.custom_config.runtime
-        self._wording: Callable[[], AbstractContextManager[None]] = in_arguments
+        settings = read_arguments(world_size, model_path, backend_type, custom_config, metrics_log_dir)
+        self._begin(lambda: plan_of_arguments(settings), argument_of, settings.metrics_log_dir)
+        self._max_tokens_per_mb = settings.custom_config.runtime.max_tokens_per_mb
+
+    @classmethod
+    def from_config(cls, config: ExperimentConfig) -> Trainer:
+        """The Trainer of an experiment's configuration, before init(). Its errors name the configuration's keys.
+
+        Reads the model's config.json and the tokenizer. ConfigError names every setting that does not fit the model or
+        the machine; CheckpointError for a folder that is no model.
+        """
+        return cls.from_plan(plan_of_experiment(config))
+
+    @classmethod
+    def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
+        """The Trainer of a plan, before init(). clock: of a loop, which then keeps the records of the steps itself."""
+        trainer = cls.__new__(cls)
+        trainer._begin(lambda: plan, None, None, clock)
+        trainer._max_tokens_per_mb = plan.spec.mb_spec.max_tokens_per_mb
+        return trainer
+
+    def _begin(
+        self,
+        open_plan: Callable[[], TrainerPlan],
+        rename: Rename | None,
+        metrics_log_dir: str | None,
+        clock: Stopwatch | None = None,
+    ) -> None:
+        """rename: setting -> argument of the script, for errors; None keeps the settings."""
+        self._open_plan, self._metrics_log_dir = open_plan, metrics_log_dir
+        self._named = contextlib.nullcontext if rename is None else partial(keys_renamed, rename)
         self._engine: Engine | None = None
         self._closed = False
-        self._log = StepLog()
+        self._resources = contextlib.ExitStack()
+        self.clock = Stopwatch() if clock is None else clock
+        self._steps = StepLog(self.clock) if clock is None else None
         self._rollouts = 0  # that chose their own seed
         self._temperature = 1.0  # of the last rollout
 
-    @classmethod
-    def from_spec(cls, spec: EngineSpec, tokenizer: Any, *, workers: str = "auto") -> Trainer:
-        """A Trainer of an engine that a recipe describes: initialised, its errors naming the recipe's settings."""
-        runtime = {"seed": spec.seed, "max_tokens_per_mb": spec.mb_spec.max_tokens_per_mb}
-        config = ArenoConfig(tp_size=spec.tp_size, optimizer=spec.optimizer, runtime=runtime)
-        trainer = cls(spec.world_size, spec.model_path, custom_config=config)
-        trainer._wording = contextlib.nullcontext
-        trainer._adopt(Engine(spec, workers), tokenizer)
-        return trainer
-
     def init(self) -> None:
-        """Load the tokenizer, start the workers and load the model. To be called once, before anything else.
+        """Load the tokenizer, start the workers and load the model. Call it once, before anything else.
 
         Raises ConfigError for what does not fit model or machine, CheckpointError for a path that is no model.
         """
+        from areno.kernels.attention import BACKENDS  # imports torch
+
         self._refuse_closed()
         if self._engine is not None:
             raise EngineError("init() was called before; call it once, and make a new Trainer for another model")
-        if not logger.hasHandlers():  # a script that set up no logging would see nothing of what areno says
-            setup_logging()
-        with in_arguments():
-            if self._settings.metrics_log_dir is not None:
-                self._log.recorder = MetricsRecorder(self._settings.metrics_log_dir)
-            self._adopt(*Areno(self._settings).start())
-
-    def _adopt(self, engine: Engine, tokenizer: Any) -> None:
-        from areno.kernels.attention import BACKENDS  # imports torch
-
-        self._engine, self._tokenizer = engine, tokenizer
-        self._sessions = Sessions(engine, self._runtime)
-        info = engine.info
+        self._resources.enter_context(RunLog())  # without it, a script that set up no logging would see nothing
+        with self._named():
+            if self._steps is not None and self._metrics_log_dir is not None:
+                self._steps.recorder = self._resources.enter_context(MetricsRecorder(self._metrics_log_dir))
+            self._plan = plan = self._open_plan()
+            engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
+        self._sessions = Sessions(engine, plan.decoder, max_len=plan.max_len, drop=plan.drop_rollout_state)
+        self._engine, self._tokenizer = engine, plan.tokenizer
         logger.info(
-            "model: %.1fM parameters, %s on %s, attention by %s", info.n_params / 1e6, info.dtype,
-            ", ".join(engine.spec.devices), BACKENDS[info.attn_backend],
+            "model: %.1fM parameters, %s on %s, attention by %s", engine.info.n_params / 1e6, engine.info.dtype,
+            ", ".join(plan.spec.devices), BACKENDS[engine.info.attn_backend],
         )  # fmt: skip
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -143,16 +159,19 @@ class Trainer:
         messages. Rows of more than `max_prompt_tokens` tokens, chat template included, are skipped and counted.
         Raises DataError naming the row.
         """
-        loader = dataset_loader(
+        check_count("batch_size", batch_size)
+        check_count("max_prompt_tokens", max_prompt_tokens)
+        loader = given_prompt_loader(
             dataset,
             self.get_tokenizer(),
             batch_size=batch_size,
             max_prompt_tokens=max_prompt_tokens,
             prompt_key=prompt_key,
             solutions_key=solutions_key,
-            enable_thinking=self._runtime.enable_thinking,
+            enable_thinking=self._plan.enable_thinking,
         )
-        return self._log.counting_skipped(loader)
+        batches: Iterator[Any] = loader.batches()
+        return batches if self._steps is None else self._steps.counting_skipped(loader)
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -165,29 +184,22 @@ class Trainer:
         timeout_s: float = 300.0,
         proxy: bool = True,
     ) -> RolloutSession:
-        """The border of rollout, as an async context manager; rollouts are drawn inside of it, with proxy=False.
+        """A rollout session, as an async or a plain context manager. Samples can only be drawn inside a session.
 
         sampling_params: defaults for requests that bring none of their own. max_running_prompts: samples decoded at
-        once; None is that of ArenoConfig. proxy: serve the model to agents; not available yet, and loss_mask_policy
-        and timeout_s, which are for agents, have no use without it.
+        once; None takes that of ArenoConfig. proxy: serve the model to agents. It is not available yet, so pass
+        proxy=False; loss_mask_policy and timeout_s are for agents.
         """
         _ = self.engine
         if proxy:
-            raise ArenoError("the OpenAI-compatible proxy is not available yet; pass proxy=False and draw samples by "
-                             "rollout_batch or rollout_token_batch")  # fmt: skip
+            hint = "pass proxy=False and draw samples by rollout_batch or rollout_token_batch"
+            raise ArenoError(f"the OpenAI-compatible proxy is not available yet; {hint}")
         if loss_mask_policy is not None:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
         check_sampling(1, sampling_params)
-        running = self._settings.custom_config.max_running_prompts
         if max_running_prompts is not None:
             check_count("max_running_prompts", max_running_prompts)
-            running = max_running_prompts
-        return RolloutSession(self._sessions, max_running=running, drop=self._runtime.drop_rollout_state)
-
-    def rollout_phase(self, spec: RolloutSpec, *, drop: bool = False) -> RolloutSession:
-        """The session of a loop, a plain context manager: with a cache as `spec` says, freed at the end if `drop`."""
-        _ = self.engine
-        return RolloutSession(self._sessions, spec=spec, drop=drop)
+        return RolloutSession(self._sessions, max_running_prompts or self._plan.max_running)
 
     def rollout_batch(
         self,
@@ -205,7 +217,7 @@ class Trainer:
         _ = self.engine
         self._sessions.need("rollout_batch")
         check_prompts(prompts)
-        thinking = self._runtime.enable_thinking
+        thinking = self._plan.enable_thinking
         rows = [encode_generation_prompt(self._tokenizer, prompt, thinking) for prompt in prompts]
         return self.rollout_token_batch(rows, n_samples, sampling_params, seed=seed, on_progress=on_progress)
 
@@ -233,15 +245,14 @@ class Trainer:
         else:
             self._rollouts += 1
             seed = engine.spec.seed * 1_000_003 + self._rollouts
-        report = contextlib.nullcontext(on_progress) if on_progress else self._progress(len(prompt_tokens), n_samples)
-        with self._wording(), self._log.watch.phase("rollout"), report as say:
+        report: Any = contextlib.nullcontext(on_progress)
+        if on_progress is None:
+            copies, interval_s = engine.spec.dp_size, self._plan.progress_interval_s
+            report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
+        with self._named(), self.clock.phase("rollout"), report as say:
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say)
         self._temperature = sampling_params.temperature or 1.0  # 0 is greedy, with log-probabilities at 1
         return results
-
-    def _progress(self, n_prompts: int, n_samples: int) -> RolloutProgress:
-        interval_s = self._settings.custom_config.decode_progress_interval_s
-        return RolloutProgress("rollout", n_prompts, n_samples, self.engine.spec.dp_size, interval_s=interval_s)
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -256,7 +267,7 @@ class Trainer:
         n_minibatches: int = 1,
         temperature: float | None = None,
         seed: int = 0,
-        granularity: int = 1,
+        rows_per_unit: int = 1,
     ) -> dict[str, float]:
         """One optimizer step of the policy on rows, and its statistics (docs/sdk.md says what each of them is).
 
@@ -264,21 +275,14 @@ class Trainer:
         pass, where neither mb_spec nor the max_tokens_per_mb of ArenoConfig.runtime decides. The result does not depend
         on either. gradient_accumulation_steps: an optimizer step after each so many forward passes; None makes one
         step of all rows. n_minibatches: so many steps, each on its part of the rows, which `seed` shuffles.
-        temperature: the one the rows were sampled at; None is that of this Trainer's last rollout. granularity: so
+        temperature: the one the rows were sampled at; None is that of this Trainer's last rollout. rows_per_unit: so
         many adjacent rows are never separated. Raises DataError for rows of the wrong form.
         """
-        return self._train(
-            "actor",
-            batch_data,
-            loss_fn,
-            mini_bs=mini_bs,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            mb_spec=mb_spec,
-            n_minibatches=n_minibatches,
-            temperature=self._temperature if temperature is None else temperature,
-            seed=seed,
-            granularity=granularity,
+        temperature = self._temperature if temperature is None else temperature
+        update = self._update(
+            mini_bs, mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed, rows_per_unit
         )
+        return self._train("actor", batch_data, loss_fn, update)
 
     def train_values(
         self,
@@ -304,38 +308,23 @@ class Trainer:
             raise EngineError("train_values is for a role with values, such as a critic; the actor is trained by train")
         check_positive("cliprange_value", cliprange_value)
         check_positive("value_loss_coef", value_loss_coef)
-        return self._train(
-            role,
-            batch_data,
-            partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef),
-            mini_bs=mini_bs,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            mb_spec=mb_spec,
-            n_minibatches=n_minibatches,
-            temperature=1.0,
-            seed=seed,
-            granularity=1,
-        )
+        loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
+        update = self._update(mini_bs, mb_spec, n_minibatches, gradient_accumulation_steps, 1.0, seed)
+        return self._train(role, batch_data, loss_fn, update)
 
-    def _train(
+    def _update(
         self,
-        role: str,
-        rows: Sequence[TrainSequence],
-        loss_fn: LossFn,
-        *,
         mini_bs: int,
-        gradient_accumulation_steps: int | None,
         mb_spec: MicroBatchSpec | None,
         n_minibatches: int,
+        gradient_accumulation_steps: int | None,
         temperature: float,
         seed: int,
-        granularity: int,
-    ) -> dict[str, float]:
-        engine = self.engine
-        self._sessions.refuse("train" if role == "actor" else "train_values")
-        check_rows(rows, engine.info.vocab_size, engine.info.context_len)
+        rows_per_unit: int = 1,
+    ) -> UpdateSpec:
+        """The arguments of a training call, checked."""
         check_count("n_minibatches", n_minibatches)
-        check_count("granularity", granularity)
+        check_count("rows_per_unit", rows_per_unit)
         check_count("seed", seed, least=0)
         check_positive("temperature", temperature)
         if gradient_accumulation_steps is not None:
@@ -343,27 +332,24 @@ class Trainer:
         if n_minibatches > 1 and gradient_accumulation_steps is not None:
             both = f"is {n_minibatches}, and gradient_accumulation_steps is {gradient_accumulation_steps}"
             raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
+        if mb_spec is None:
+            mb_spec = MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self._max_tokens_per_mb)
+        elif not isinstance(mb_spec, MicroBatchSpec):
+            raise ConfigError([Problem("mb_spec", f"is a {type(mb_spec).__name__}; a MicroBatchSpec is expected")])
+        return UpdateSpec(
+            mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed=seed, rows_per_unit=rows_per_unit
+        )
+
+    def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
+        engine = self.engine
+        self._sessions.refuse("train" if role == "actor" else "train_values")
+        check_rows(rows)
         if not callable(loss_fn):
             raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
-        if mb_spec is not None and not isinstance(mb_spec, MicroBatchSpec):
-            raise ConfigError([Problem("mb_spec", f"is a {type(mb_spec).__name__}; a MicroBatchSpec is expected")])
-        if mb_spec is None:
-            budget = self._runtime.max_tokens_per_mb
-            mb_spec = MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
-        with self._wording():
-            with self._log.watch.phase("train" if role == "actor" else f"train_{role}"):
-                stats = engine.train(
-                    rows,
-                    loss_fn,
-                    role=role,
-                    mb_spec=mb_spec,
-                    gradient_accumulation_steps=gradient_accumulation_steps,
-                    n_minibatches=n_minibatches,
-                    temperature=temperature,
-                    seed=seed,
-                    granularity=granularity,
-                )
-            return self._log.trained(role, rows, stats)
+        with self._named():
+            with self.clock.phase("train" if role == "actor" else f"train_{role}"):
+                stats = engine.train(rows, loss_fn, update, role)
+            return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
     # -- models beside the policy ----------------------------------------------------------------------------------
 
@@ -372,12 +358,12 @@ class Trainer:
 
         EngineError where a loaded role is asked for in another form; release it first. See docs/sdk.md for the names.
         """
-        from areno.api.roles import role_specs
+        from areno.api.inputs.roles import script_roles
 
         engine = self.engine
         self._sessions.refuse("ensure_roles")
-        with self._wording():
-            engine.ensure_roles(role_specs(roles, engine.spec))
+        with self._named():
+            engine.ensure_roles(script_roles(roles, engine.spec))
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role."""
@@ -399,15 +385,17 @@ class Trainer:
         """
         temperature = self._temperature if temperature is None else temperature
         check_positive("temperature", temperature)
-        return self._score(
+        scored = self._score(
             "score_logprobs", token_rows, lambda engine: engine.logprobs(role, token_rows, temperature, mb_spec)
         )
+        return [row.tolist() for row in scored]
 
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
         """A critic's value of the state before every token; the first of a row has 0.0."""
-        return self._score("score_values", token_rows, lambda engine: engine.values(role, token_rows, mb_spec))
+        scored = self._score("score_values", token_rows, lambda engine: engine.values(role, token_rows, mb_spec))
+        return [row.tolist() for row in scored]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
@@ -418,11 +406,10 @@ class Trainer:
     def _score(self, what: str, token_rows: Any, score: Callable[[Engine], list[Any]]) -> list[Any]:
         engine = self.engine
         self._sessions.refuse(what)
-        info = engine.info
-        check_token_rows(token_rows, "token_rows", info.vocab_size, context_len=info.context_len, may_be_empty=True)
+        check_token_rows(token_rows, "token_rows", may_be_empty=True)
         if not token_rows:
             return []
-        with self._wording(), self._log.watch.phase("score"):
+        with self._named(), self.clock.phase("score"):
             return score(engine)
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -437,39 +424,27 @@ class Trainer:
         if not isinstance(path, (str, Path)) or not str(path).strip():
             raise ConfigError([Problem("path", f"is {path!r}; the name of a folder is expected")])
         final = Path(os.path.abspath(Path(path).expanduser()))
-        if final.exists() and not _is_replaceable(final):
+        if final.exists() and not is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")
-        with explained(final, "hold the checkpoint", "path"):
+        with as_checkpoint_error(final, "hold the checkpoint", "path"):
             write_whole(final, self.write_checkpoint)
         logger.info("checkpoint saved: %s", path)
         return str(path)
 
     def write_checkpoint(self, folder: str | Path, role: str = "actor") -> None:
-        """Write a role as a Hugging Face folder, file by file; for one who makes that whole or not at all."""
+        """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole."""
         engine = self.engine
         self._sessions.refuse("save_checkpoint")
-        with self._wording():
+        with self._named():
             engine.save(str(folder), role)
 
     def close(self) -> None:
         """Free the devices, end the workers, close the metrics. Calling it again does nothing."""
-        self._closed = True
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-        self._log.close()
+        self._closed, self._engine = True, None
+        self._resources.close()
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """Whether what stands there is an empty folder, or a model's files and nothing else that could be of value."""
-    if not folder.is_dir():
-        return False
-    names = {entry.name for entry in folder.iterdir()}
-    others = {name for name in names - {"config.json", *TOKENIZER, *GENERATION} if ".safetensors" not in name}
-    return not names or ("config.json" in names and not others)

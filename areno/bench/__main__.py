@@ -20,13 +20,13 @@ import torch
 
 from areno.bench.arguments import Settings, parse
 from areno.bench.device import device_name, measured_rates
-from areno.bench.floors import Cost
 from areno.bench.ours import run_ours
 from areno.bench.report import page, record
 from areno.bench.shapes import model_folder
 from areno.bench.timing import tell
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.models.config import TransformerConfig
+from areno.models.cost import Cost
 from areno.models.registry import load_config
 
 

@@ -11,7 +11,6 @@ from typing import Literal, NoReturn, cast
 import torch
 
 from areno.bench.work import Work
-from areno.config.model_roles import OptimizerConfig
 from areno.errors import ConfigError, Problem
 
 Kind = Literal["rollout", "train", "step", "logprob"]
@@ -28,7 +27,7 @@ class Settings:
     device: str
     dtype: str
     repeats: int
-    optimizer: str
+    optimizer: Literal["adam", "adam_8bit"]
     recompute: bool
     tokens_per_mb: int
     max_prefill_tokens: int
@@ -66,7 +65,12 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
     add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
     add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
-    add("--no-recompute", action="store_true", help="keep all activations; else what there is memory for")
+    add(
+        "--no-recompute",
+        dest="recompute",
+        action="store_false",
+        help="keep all activations; else what there is memory for",
+    )
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
@@ -85,8 +89,6 @@ def _checked(args: argparse.Namespace) -> Settings:
     problems = _device_problems(args.device)
     if args.profile and not cuda:
         problems.append(Problem("--profile", f"traces a CUDA device, and --device is {args.device}"))
-    if args.optimizer != "adam" and "type" not in {field.name for field in dataclasses.fields(OptimizerConfig)}:
-        problems.append(Problem("--optimizer", f"{args.optimizer} is not in this version; use adam"))
     if "vllm" in against and kind != "rollout":
         problems.append(Problem("--against", f"vllm does rollout only, not {kind}"))
     if "vllm" in against and args.device != "cuda:0":
@@ -106,24 +108,13 @@ def _checked(args: argparse.Namespace) -> Settings:
         work = Work.fixed(args.prompts or 32, args.samples or 8, args.prompt_len, args.new_tokens)
     if problems:
         raise ConfigError(problems[:1])
-    return Settings(
-        kind=kind,
-        shape=args.shape,
-        work=work,
-        device=args.device,
-        dtype=args.dtype or ("bfloat16" if cuda else "float32"),
-        repeats=args.repeats,
-        optimizer=args.optimizer,
-        recompute=not args.no_recompute,
-        tokens_per_mb=args.tokens_per_mb,
-        max_prefill_tokens=args.max_prefill_tokens,
-        mem_fraction=args.mem_fraction,
-        eager_decode=args.eager_decode,
-        against=against,
-        against_repeats=args.against_repeats,
-        profile=args.profile,
-        json=args.json,
-    )
+    values = vars(args) | {
+        "kind": kind,
+        "work": work,
+        "dtype": args.dtype or ("bfloat16" if cuda else "float32"),
+        "against": against,
+    }
+    return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 
 def _device_problems(device: str) -> list[Problem]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.bench.work import Work
-from areno.models.config import TransformerConfig
+from areno.models.cost import Cost, forward_flops, pairs, train_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,40 +26,6 @@ class Rates:
     def seconds(self, n_bytes: float, flops: float) -> float:
         """Moving and multiplying may overlap."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What one token costs in a model. itemsize: bytes of a weight, and of a cached key or value."""
-
-    n_params: int
-    body_params: int  # multiplied with every token
-    head_params: int  # multiplied with tokens whose successor matters
-    kv_bytes: int  # of one token, all layers
-    attn_flops: int  # of one query with one key, all layers and heads, forward
-    itemsize: int
-
-    @staticmethod
-    def of(config: TransformerConfig, itemsize: int) -> Cost:
-        """From the shape alone."""
-        size, inner, n_layers = config.hidden_size, config.intermediate_size, config.num_layers
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        layer = size * (q_size + 2 * kv_size) + q_size * size + 3 * size * inner + 2 * size
-        layer += (q_size + 2 * kv_size) * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
-        layer += 2 * config.head_dim * config.qk_norm
-        body, table = n_layers * layer + size, config.vocab_size * size
-        return Cost(
-            n_params=body + table * (1 if config.tie_word_embeddings else 2),
-            body_params=body,
-            head_params=table,
-            kv_bytes=2 * n_layers * kv_size * itemsize,
-            attn_flops=4 * n_layers * q_size,
-            itemsize=itemsize,
-        )
-
-    @property
-    def active_params(self) -> int:
-        return self.body_params + self.head_params
 
 
 def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool) -> float:
@@ -86,25 +52,6 @@ def prefill_s(cost: Cost, work: Work, rates: Rates) -> float:
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * pairs(work.prompt_lens)
     return rates.seconds(cost.active_params * cost.itemsize + cost.kv_bytes * n_tokens, flops)
-
-
-def forward_flops(cost: Cost, row_lens: list[int], head_tokens: int | None = None) -> float:
-    """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
-    n_tokens = sum(row_lens)
-    head_tokens = n_tokens if head_tokens is None else head_tokens
-    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
-    return flops + cost.attn_flops * pairs(row_lens)
-
-
-def train_flops(cost: Cost, row_lens: list[int], head_tokens: int | None = None) -> float:
-    """Of training on rows: the backward pass multiplies twice what the forward pass does."""
-    return 3.0 * forward_flops(cost, row_lens, head_tokens)
-
-
-def pairs(row_lens: list[int] | tuple[int, ...]) -> float:
-    """(query, key) pairs of causal attention."""
-    lens = np.array(row_lens, np.float64)
-    return float((lens * (lens + 1) / 2).sum())
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str) -> dict[str, float]:

@@ -11,15 +11,16 @@ from typing import Any
 
 from areno.bench.arguments import Settings
 from areno.bench.device import MemoryWatch
-from areno.bench.floors import Cost
 from areno.bench.profile import busy_s, idle_share, phase_table, traced
 from areno.bench.timing import Timed, measure, tell
 from areno.bench.work import Work, row
-from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RolloutSpec
-from areno.engine.types import GenerationRequest, SamplingParams, TrainSequence
 from areno.loss_fns import gspo_loss_fn
+from areno.models.cost import Cost
+from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 class Ours:
@@ -36,7 +37,7 @@ class Ours:
                 devices=[settings.device],
                 dtype=settings.dtype,
                 random_init=random_init,
-                optimizer=_optimizer(settings) if settings.trains else None,
+                optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
                 gradient_checkpointing=settings.recompute,
             ),
@@ -67,9 +68,11 @@ class Ours:
             RolloutSpec(
                 max_running=settings.work.n_rows,
                 max_len=max(settings.work.row_lens),
-                max_prefill_tokens=settings.max_prefill_tokens,
-                mem_fraction=settings.mem_fraction,
-                eager_decode=settings.eager_decode,
+                decoder=DecoderConfig(
+                    max_prefill_tokens=settings.max_prefill_tokens,
+                    mem_fraction=settings.mem_fraction,
+                    eager_decode=settings.eager_decode,
+                ),
             )
         )
         self.kv_tokens = limits.kv_tokens
@@ -100,7 +103,7 @@ class Ours:
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
         """Under the actor."""
-        return self.engine.logprobs("actor", [item.tokens or [] for item in rows])
+        return [row.tolist() for row in self.engine.logprobs("actor", [item.tokens or [] for item in rows])]
 
 
 def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
@@ -124,11 +127,6 @@ def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> 
     if watch.peak_gib is not None:
         figures["peak_device_gib"] = watch.peak_gib
     return figures
-
-
-def _optimizer(settings: Settings) -> OptimizerConfig:
-    kind: dict[str, Any] = {} if settings.optimizer == "adam" else {"type": settings.optimizer}
-    return OptimizerConfig(lr=1e-6, **kind)
 
 
 def _memory(ours: Ours, timed: Timed, cost: Cost) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Where the time of a phase goes on the device: kernels by group, the longest of them, and how long the device idled.
 
 Only device activity is traced, no Python or torch operators, so that the host is slowed down little. The groups go by
-the kernels' names: those of our own by the file they are in, others as CUDA, cuBLAS, cuDNN and torch call theirs.
+the kernels' names: those of our own by the folder they are in, others as CUDA, cuBLAS, cuDNN and torch call theirs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from areno.errors import EngineError
 
 T = TypeVar("T")
 
-# Files of areno/kernels -> what their kernels do.
-OWN_FILES = {
-    "paged_triton": "attention",
-    "fused_triton": "norm/rope/activation",
-    "logprobs_triton": "head",
-    "sampling_triton": "sampling",
-    "adam_triton": "optimizer",
+# Folders of areno/kernels -> what their Triton kernels do.
+OWN_FOLDERS = {
+    "paged": "attention",
+    "elementwise": "norm/rope/activation",
+    "logprobs": "head",
+    "sampling": "sampling",
+    "adam": "optimizer",
 }
 # The first pattern that is found in the lower-case name decides.
 _GROUPS: tuple[tuple[str, str], ...] = (
@@ -66,8 +66,9 @@ def _own_kernels() -> dict[str, str]:
     folder = Path(kernels.__file__ or "").parent
     return {
         kernel: group
-        for file, group in OWN_FILES.items()
-        for kernel in re.findall(r"^def (\w+)\(", (folder / f"{file}.py").read_text(encoding="utf-8"), re.M)
+        for name, group in OWN_FOLDERS.items()
+        for file in (folder / name).glob("triton*.py")
+        for kernel in re.findall(r"^def (\w+)\(", file.read_text(encoding="utf-8"), re.M)
     }
 
 

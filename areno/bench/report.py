@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from areno.bench.arguments import Settings
-from areno.bench.floors import Cost, Rates, floors
+from areno.bench.floors import Rates, floors
+from areno.models.cost import Cost
 
 _PHASES = ("rollout", "train", "logprob", "step")
+_SHOWN = ["tokens_per_mb", "recompute", "optimizer", "max_prefill_tokens", "mem_fraction", "eager_decode", "repeats"]
 
 
 def record(
@@ -23,6 +26,7 @@ def record(
         for name, other in results.items()
         if name != "areno"
     }
+    values = dataclasses.asdict(settings)
     return {
         "kind": settings.kind,
         "shape": settings.shape,
@@ -30,15 +34,7 @@ def record(
         "device": settings.device,
         "device_name": device,
         "dtype": settings.dtype,
-        "settings": {
-            "tokens_per_mb": settings.tokens_per_mb,
-            "recompute": settings.recompute,
-            "optimizer": settings.optimizer,
-            "max_prefill_tokens": settings.max_prefill_tokens,
-            "mem_fraction": settings.mem_fraction,
-            "eager_decode": settings.eager_decode,
-            "repeats": settings.repeats,
-        },
+        "settings": {name: values[name] for name in _SHOWN},
         "versions": versions,
         "params": cost.n_params,
         "kv_bytes_per_token": cost.kv_bytes,

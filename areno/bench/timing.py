@@ -11,7 +11,7 @@ from typing import Protocol
 
 from areno.bench.arguments import Kind
 from areno.bench.work import Work
-from areno.engine.types import TrainSequence
+from areno.types import TrainSequence
 
 
 class Contender(Protocol):

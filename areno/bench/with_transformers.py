@@ -21,8 +21,8 @@ from areno.bench.arguments import Settings
 from areno.bench.device import synchronize
 from areno.bench.timing import measure, tell
 from areno.bench.work import Work, row
-from areno.engine.types import TrainSequence
 from areno.errors import EngineError
+from areno.types import TrainSequence
 
 T = TypeVar("T")
 _MOST_TOKENS = 8192  # of a micro-batch, at the start: its logits in float32 take 5 GB with a vocabulary of 150,000
@@ -119,7 +119,7 @@ class WithTransformers:
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
-        n_trained = sum((item.prompt_mask or []).count(False) for item in rows)
+        n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
         for start in range(0, len(rows), self.rows_at_once):
             piece = rows[start : start + self.rows_at_once]
             logprobs_RT = self._row_logprobs(piece)
@@ -156,7 +156,7 @@ class WithTransformers:
         mask = None
         if min(lens) < width:
             mask = (torch.arange(width) < torch.tensor(lens)[:, None]).long().to(self.device)
-        prompt_len = 1 if all_tokens else min((item.prompt_mask or []).count(True) for item in rows)
+        prompt_len = 1 if all_tokens else min(list(item.prompt_mask or []).count(True) for item in rows)
         keep = width - prompt_len + 1  # the logits of token t are at t - 1
         logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         targets = ids[:, prompt_len:, None]

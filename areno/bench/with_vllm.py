@@ -9,9 +9,9 @@ from typing import Any
 from areno.bench.arguments import Settings
 from areno.bench.timing import measure, tell
 from areno.bench.work import Work, row
-from areno.engine.types import TrainSequence
 from areno.errors import EngineError
 from areno.models.registry import load_config
+from areno.types import TrainSequence
 
 
 class WithVllm:

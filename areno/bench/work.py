@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areno.engine.types import TrainSequence
+from areno.types import TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)

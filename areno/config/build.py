@@ -1,4 +1,4 @@
-"""Plain dictionaries to configuration dataclasses and back; everything that is wrong is reported at once."""
+"""Turns plain dictionaries into configuration dataclasses and back. It reports all problems at once."""
 
 from __future__ import annotations
 
@@ -7,107 +7,105 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from areno.config.fields import Section, View, settings
-from areno.config.values import Mismatch, show
-from areno.errors import ConfigError, Problem
+from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, settings
+from areno.config.values import InvalidValue, show
+from areno.errors import ConfigError, Problem, question
 
 T = TypeVar("T", bound=Section)
 
-MISSING = "missing"  # what the message of a required key without a value begins with
-
 
 def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) -> T:
-    """The configuration that `data` (nested mappings, lists and scalars) describes; absent keys take their defaults.
+    """Make a configuration of `data`: nested mappings, lists and scalars. Absent keys take their defaults.
 
-    `found` are problems that the caller met already. Raises one ConfigError that lists every problem: unknown,
-    missing and mistyped keys, values out of bounds and rules between fields, each with its full dotted key.
+    found: problems that the caller has found before. Raises one ConfigError that lists every problem with its full
+    dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
     """
     problems = list(found)
-    view = _examine(cls, data, "", problems, list(keys(cls)))
+    config = _examine(cls, data, None, "", problems, list(keys(cls)))
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    return view.build()
+    return config
 
 
 def to_dict(config: Section) -> dict[str, Any]:
     """The plain nested dictionary that `build` turns into an equal configuration."""
-    return dataclasses.asdict(config)  # type: ignore[call-overload]
+    return dataclasses.asdict(config)
 
 
 def keys(cls: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section, sections before what they hold."""
+    """Every dotted key of a section. A nested section comes before its own keys."""
     for name, setting in settings(cls).items():
         yield prefix + name
         if setting.section:
             yield from keys(setting.section, f"{prefix}{name}.")
 
 
-def twin(cls: type[Section], missing: str = "???") -> dict[str, Any]:
-    """The section as a plain dictionary of its defaults; what is required and has none is `missing`."""
-    values: dict[str, Any] = {}
-    for name, setting in settings(cls).items():
-        if setting.required:
-            values[name] = twin(setting.section, missing) if setting.section else missing
-        else:
-            default = setting.default()
-            values[name] = to_dict(default) if isinstance(default, Section) else default
-    return values
+def with_defaults(cls: type[Section], data: Mapping[Any, Any], section: Section | None = None) -> dict[Any, Any]:
+    """`data` in the order of the fields, with the defaults that it leaves out; keys that do not belong come last.
 
-
-def complete(cls: type[Section], data: Mapping[Any, Any], missing: str = "???") -> dict[Any, Any]:
-    """`data` in the order of the fields, with the defaults that it leaves out; keys that do not belong come last."""
+    A required value that is left out is "???". section: the default of this section, where there is one.
+    """
     values: dict[Any, Any] = {}
-    blank = twin(cls, missing)
     for name, setting in settings(cls).items():
-        value = data.get(name, blank[name])
+        default = setting.default_in(section)
+        inner = default if isinstance(default, Section) else None
+        value = data.get(name, {} if setting.section and default is not None else default)
         if setting.section and isinstance(value, Mapping):
-            value = complete(setting.section, value, missing)
-        values[name] = value
+            value = with_defaults(setting.section, value, inner)
+        values[name] = "???" if value is REQUIRED else value
     return values | {key: value for key, value in data.items() if key not in values}
 
 
 def _examine(
-    cls: type[Section], data: Mapping[Any, Any], prefix: str, problems: list[Problem], all_keys: list[str]
-) -> View:
-    """Check one section and those in it; what is wrong goes to `problems`, what is right into the view."""
+    cls: type[T],
+    data: Mapping[Any, Any],
+    default: Section | None,
+    prefix: str,
+    problems: list[Problem],
+    all_keys: list[str],
+) -> T:
+    """One section and those in it; what is wrong goes to `problems`, and the section is then a partial one.
+
+    default: the default of this section, where there is one; it has the values that `data` leaves out.
+    """
     known: dict[str, Any] = {}
     fields = settings(cls)
+    before = len(problems)
     for key in data:
         if key not in fields:
             problems.append(Problem(f"{prefix}{key}", f"unknown key{_suggest(str(key), prefix, fields, all_keys)}"))
     for name, setting in fields.items():
-        key = prefix + name
+        key, value = prefix + name, setting.default_in(default)
         if setting.required and setting.optional and name in data and data[name] is None:
-            problems.append(Problem(key, f"{MISSING} ({setting.help})"))
+            problems.append(Missing(key, f"missing ({setting.help})"))
         elif name in data and not (setting.section and isinstance(data[name], Mapping)):
             try:
                 known[name] = setting.convert(data[name])
-            except Mismatch as mismatch:
-                expected = (
-                    f"is {show(data[name])}; a section is expected, with keys {', '.join(_names(setting.section))}"
-                )
-                problems.append(Problem(key, expected if setting.section else str(mismatch)))
-        elif setting.section and (name in data or setting.required):
-            # A required section that is absent is looked into all the same: its required keys are what is missing.
-            known[name] = _examine(setting.section, data.get(name, {}), f"{key}.", problems, all_keys)
-        elif setting.required:
-            problems.append(Problem(key, f"{MISSING} ({setting.help})"))
+            except InvalidValue as error:
+                text = str(error)
+                if setting.section:
+                    inside = ", ".join(settings(setting.section))
+                    text = f"is {show(data[name])}; a section is expected, with keys {inside}"
+                problems.append(Problem(key, text))
+        elif setting.section and (name in data or value is not None):
+            # A section that is absent is looked into all the same: its required keys are what is missing.
+            inner = value if isinstance(value, Section) else None
+            known[name] = _examine(setting.section, data.get(name, {}), inner, f"{key}.", problems, all_keys)
+        elif value is REQUIRED:
+            problems.append(Missing(key, f"missing ({setting.help})"))
         else:
-            known[name] = setting.default()
-    view = View(cls, known)
-    problems += [problem.under(prefix[:-1]) if prefix else problem for problem in view.problems(files=True)]
-    return view
-
-
-def _names(cls: type[Section] | None) -> list[str]:
-    return list(settings(cls)) if cls else []
+            known[name] = value
+    section = partial_section(cls, known)
+    found = problems_between(section, in_build=True)
+    problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
+    return section if len(problems) > before else cls(**known)
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Near names in the same section first, else the same or a near name in another."""
-    close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2, cutoff=0.6)]
+    """Names like `key` in the same section; if there are none, the same or a similar name in other sections."""
+    close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}
         names = [key] if key in leaves else difflib.get_close_matches(key, sorted(leaves), n=1, cutoff=0.75)
         close = [full for full in all_keys if full.rsplit(".", 1)[-1] in names]
-    return f"; did you mean {' or '.join(close[:3])}?" if close else ""
+    return question(close[:3])

@@ -1,21 +1,13 @@
-"""One dataclass for each algorithm: everything a run of it can be told. No torch in here."""
+"""Settings of a whole run, one class for each loop. Each recipe adds its own settings. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from areno.config.fields import Section, check, knob, settings
-from areno.config.model_roles import (
-    CriticConfig,
-    ModelConfig,
-    NormConfig,
-    PolicyConfig,
-    RefConfig,
-    ScoringRefConfig,
-    TokenPolicyConfig,
-)
+from areno.config.fields import Section, check, forbid, setting
+from areno.config.models import CriticConfig, ModelConfig, PolicyConfig, RefConfig, ScoringRefConfig
 from areno.config.run import (
     ClusterConfig,
     DatasetConfig,
@@ -28,27 +20,33 @@ from areno.config.run import (
     StatsLoggerConfig,
     ValidDatasetConfig,
 )
-from areno.errors import Problem
+from areno.errors import ConfigError, Problem
+
+LossFn = Callable[..., Any]
+"""(pack, logprobs) -> (loss, stats), see areno.loss_fns."""
 
 
 @dataclass(kw_only=True)
 class ExperimentConfig(Section):
-    """What every run has."""
+    """Settings of every run. The dataclass of a recipe also defines the loss that its settings describe."""
 
-    experiment_name: str = knob(help="names the run's folder")
-    trial_name: str | None = knob(None, help="names the run's folder within the experiment; null = the time it started")
-    seed: int = knob(1, help="of data order, sampling and random weights", ge=0)
-    total_train_epochs: int = knob(10, help="passes over the training data", gt=0, flag="--epochs")
-    total_train_steps: int | None = knob(None, help="stop after so many steps", gt=0, flag="--max-steps")
-    total_train_n_seqs: int | None = knob(None, help="stop after so many training rows", gt=0)
-    tokenizer_path: str | None = knob(None, help="tokenizer folder or hub id; null = actor.path")
-    engine: EngineConfig = knob(factory=EngineConfig, help="devices and processes")
-    train_dataset: DatasetConfig = knob(factory=DatasetConfig, help="training data", needed=True)
-    valid_dataset: ValidDatasetConfig | None = knob(None, help="evaluation data; null = no evaluation")
-    saver: SaverConfig = knob(factory=SaverConfig, help="checkpoints")
-    evaluator: EvaluatorConfig = knob(factory=EvaluatorConfig, help="evaluation")
-    stats_logger: StatsLoggerConfig = knob(factory=StatsLoggerConfig, help="metrics")
-    cluster: ClusterConfig = knob(factory=ClusterConfig, help="output folder")
+    experiment_name: str = setting(help="Name of the experiment's folder, which holds its runs")
+    trial_name: str | None = setting(
+        None, help="Name of the run's folder in the folder of the experiment. null: the start time"
+    )
+    seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
+    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0, flag="--epochs")
+    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
+    total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
+    tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
+    actor: ModelConfig = setting(help="The model that is trained")
+    engine: EngineConfig = setting(factory=EngineConfig, help="Devices and processes")
+    train_dataset: DatasetConfig = setting(factory=DatasetConfig, help="Training data", required_in_build=True)
+    valid_dataset: ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
+    saver: SaverConfig = setting(factory=SaverConfig, help="Checkpoints")
+    evaluator: EvaluatorConfig = setting(factory=EvaluatorConfig, help="Evaluation")
+    stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
+    cluster: ClusterConfig = setting(factory=ClusterConfig, help="Output folder")
 
     @check
     def experiment_name_is_a_folder_name(self) -> Iterator[Problem]:
@@ -59,206 +57,129 @@ class ExperimentConfig(Section):
         if self.trial_name is not None:
             yield from _folder_name("trial_name", self.trial_name)
 
+    def loss_fn(self) -> LossFn:
+        """The loss function that the settings describe. Raises ConfigError if the class defines none."""
+        raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
+
 
 def _folder_name(key: str, value: str) -> Iterator[Problem]:
     if not value.strip() or "/" in value or "\0" in value or value in (".", ".."):
-        yield Problem(key, f"is {value!r}; a folder name without '/' is needed")
+        yield Problem(key, f"is {value!r}; a folder name without '/' is expected")
 
 
 @dataclass(kw_only=True)
-class SFTConfig(ExperimentConfig):
-    """Supervised fine-tuning."""
-
-    actor: ModelConfig = knob(help="the trained model")
+class SupervisedExperimentConfig(ExperimentConfig):
+    """Training on demonstrations."""
 
 
 @dataclass(kw_only=True)
-class DPOActorConfig(ModelConfig):
-    """The actor of DPO, with the settings of its loss."""
+class PreferenceExperimentConfig(ExperimentConfig):
+    """Settings of training on pairs of a preferred and a rejected answer."""
 
-    beta: float = knob(
-        0.1, help="how dear it is to move away from ref: factor on the margin (ipo: tau)", gt=0, flag="--dpo-beta"
-    )
-    loss_type: Literal["sigmoid", "ipo"] = knob(
-        "sigmoid", help="DPO (2305.18290 eq. 7), or IPO (2310.12036 eq. 17, log-probabilities averaged over tokens)"
-    )
-    label_smoothing: float = knob(
-        0.0, help="probability that chosen and rejected are swapped (conservative DPO); sigmoid only", ge=0, lt=0.5
-    )
-
-    @check
-    def smoothing_has_a_loss(self) -> Iterator[Problem]:
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            yield Problem(
-                "label_smoothing",
-                f"is {self.label_smoothing}, which loss_type={self.loss_type} has no use for; set it to 0",
-            )
-
-
-@dataclass(kw_only=True)
-class DPOConfig(ExperimentConfig):
-    """Direct Preference Optimization, on pairs of answers."""
-
-    actor: DPOActorConfig = knob(help="the trained model")
-    ref: ScoringRefConfig = knob(
-        factory=ScoringRefConfig, help="frozen reference: it scores every pair once, before training"
+    ref: ScoringRefConfig = setting(
+        factory=ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
 
 @dataclass(kw_only=True)
 class PolicyExperimentConfig(ExperimentConfig):
-    """What GRPO, GSPO and their relatives share: sample a group, score it, update the policy."""
+    """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
-    actor: PolicyConfig = knob(help="the policy")
-    ref: RefConfig | None = knob(None, help="frozen reference for the KL loss; null = none")
-    gconfig: GenerationConfig = knob(factory=GenerationConfig, help="sampling in training")
-    eval_gconfig: GenerationConfig | None = knob(None, help="sampling in evaluation; null = gconfig")
-    rollout: RolloutConfig = knob(factory=RolloutConfig, help="decoder")
-    reward: RewardConfig = knob(factory=RewardConfig, help="reward function and reward model", needed=True)
-    dynamic_bs: bool = knob(
-        False, help="train on fewer prompts where rollout.dynamic_sampling drops some, instead of sampling others"
+    actor: PolicyConfig = setting(help="The policy")
+    ref: RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
+    eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
+    rollout: RolloutConfig = setting(factory=RolloutConfig, help="Decoder")
+    reward: RewardConfig = setting(
+        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
+    dynamic_bs: bool = setting(
+        False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
+    )
+
+    def advantages(self, rows: Any, groups: Any) -> Any:
+        """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""
+        raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
     @check
     def groups_are_groups(self) -> Iterator[Problem]:
         norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
         if self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms):
             yield Problem(
-                "gconfig.n_samples", f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples a prompt"
+                "gconfig.n_samples",
+                f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt",
             )
 
-    @check
-    def samples_can_differ(self) -> Iterator[Problem]:
-        if self.rollout.dynamic_sampling and self.gconfig.n_samples < 2:
-            yield Problem(
-                "rollout.dynamic_sampling", "drops groups without a difference; with gconfig.n_samples=1 that is all"
-            )
+    @forbid(
+        "rollout.dynamic_sampling",
+        "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
+    )
+    def samples_that_cannot_differ(self) -> bool:
+        return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
 
-    @check
-    def greedy_samples_are_not_repeated(self) -> Iterator[Problem]:
-        if self.gconfig.greedy and self.gconfig.n_samples > 1:
-            yield Problem(
-                "gconfig.greedy",
-                f"is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) are the same; "
-                "set it to false (eval_gconfig has its own)",
-            )
+    @forbid(
+        "gconfig.greedy",
+        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal; set it to "
+        "false (eval_gconfig has a setting of its own)",
+    )
+    def repeated_greedy_samples(self) -> bool:
+        return self.gconfig.greedy and self.gconfig.n_samples > 1
 
-    @check
-    def rounds_are_sampled(self) -> Iterator[Problem]:
-        rounds = self.rollout.max_sampling_rounds
-        if self.dynamic_bs and rounds != settings(RolloutConfig)["max_sampling_rounds"].default():
-            yield Problem("rollout.max_sampling_rounds", f"is {rounds}, but with dynamic_bs=true there is one")
+    @forbid(
+        "rollout.max_sampling_rounds",
+        "is {self.rollout.max_sampling_rounds}, but dynamic_bs=true samples only one round",
+    )
+    def rounds_that_are_not_sampled(self) -> bool:
+        return self.dynamic_bs and not self.rollout.is_default("max_sampling_rounds")
 
-    @check
-    def smaller_batches_have_a_cause(self) -> Iterator[Problem]:
-        if self.dynamic_bs and not self.rollout.dynamic_sampling:
-            yield Problem("dynamic_bs", "is true, but nothing is dropped; set rollout.dynamic_sampling=true too")
+    @forbid("dynamic_bs", "is true, but no prompts are dropped; also set rollout.dynamic_sampling=true")
+    def smaller_batches_without_cause(self) -> bool:
+        return self.dynamic_bs and not self.rollout.dynamic_sampling
 
-    @check
-    def overlong_zone_fits(self) -> Iterator[Problem]:
-        tokens, longest = self.actor.overlong_tokens, self.gconfig.max_new_tokens
-        if tokens is not None and tokens > longest:
-            yield Problem("actor.overlong_tokens", f"is {tokens}, more than gconfig.max_new_tokens={longest}; lower it")
+    @forbid(
+        "actor.overlong_tokens",
+        "is {self.actor.overlong_tokens}, more than gconfig.max_new_tokens={self.gconfig.max_new_tokens}; lower it",
+    )
+    def overlong_zone_too_large(self) -> bool:
+        return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
 
-    @check
-    def minibatches_divide_the_batch(self) -> Iterator[Problem]:
-        rows = self.train_dataset.batch_size * self.gconfig.n_samples
-        if rows % self.actor.ppo_n_minibatches:
-            yield Problem(
-                "actor.ppo_n_minibatches",
-                f"is {self.actor.ppo_n_minibatches}, which does not divide the {rows} rows of a step "
-                "(train_dataset.batch_size * gconfig.n_samples)",
-            )
+    @property
+    def rows_per_step(self) -> int:
+        """The rows of a full batch."""
+        return self.train_dataset.batch_size * self.gconfig.n_samples
+
+    @forbid(
+        "actor.ppo_n_minibatches",
+        "is {self.actor.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
+        "(train_dataset.batch_size * gconfig.n_samples)",
+    )
+    def uneven_minibatches(self) -> bool:
+        return self.rows_per_step % self.actor.ppo_n_minibatches != 0
 
 
 @dataclass(kw_only=True)
 class KLExperimentConfig(PolicyExperimentConfig):
-    """Policy experiments whose only use of a reference is the KL to it."""
+    """Policy experiments that use the reference only for the KL to it."""
 
-    @check
-    def kl_has_a_reference(self) -> Iterator[Problem]:
-        if self.actor.kl_ctl > 0 and self.ref is None:
-            yield Problem("actor.kl_ctl", f"is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
+    @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
+    def kl_without_reference(self) -> bool:
+        return self.actor.kl_ctl > 0 and self.ref is None
 
-    @check
-    def reference_is_used(self) -> Iterator[Problem]:
-        if self.ref is not None and self.actor.kl_ctl == 0:
-            yield Problem("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
+    @forbid("ref", "is loaded but not used, since actor.kl_ctl is 0; set actor.kl_ctl or ref=null")
+    def unused_reference(self) -> bool:
+        return self.ref is not None and self.actor.kl_ctl == 0
 
 
 @dataclass(kw_only=True)
-class GSPOActorConfig(PolicyConfig):
-    """The actor of GSPO (2507.18071): the ratio is that of the whole sequence, so its clip is far smaller."""
+class CriticExperimentConfig(KLExperimentConfig):
+    """Policy experiments with a critic."""
 
-    eps_clip: float = knob(3e-4, help="sequence-ratio clip: 1 - eps_clip .. 1 + eps_clip", gt=0, flag="--gspo-clip-eps")
+    critic: CriticConfig = setting(factory=CriticConfig, help="The value function")
 
-    @check
-    def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
-        if self.prox_logp_method == "loglinear":
-            yield Problem(
-                "prox_logp_method", "is loglinear, which is for token ratios; use recompute, or the grpo recipe"
-            )
-
-
-@dataclass(kw_only=True)
-class GRPOConfig(KLExperimentConfig):
-    """Group Relative Policy Optimization, token ratios."""
-
-    actor: TokenPolicyConfig = knob(help="the policy")
-
-
-@dataclass(kw_only=True)
-class GSPOConfig(KLExperimentConfig):
-    """Group Sequence Policy Optimization, sequence ratios."""
-
-    actor: GSPOActorConfig = knob(help="the policy")
-
-
-@dataclass(kw_only=True)
-class PPOActorConfig(TokenPolicyConfig):
-    """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
-
-    c_clip: float | None = knob(
-        3.0, help="dual clip (1912.09729): bound on the loss of negative advantages, > 1", gt=1, flag="--clip-ratio-c"
+    @forbid(
+        "critic.ppo_n_minibatches",
+        "is {self.critic.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
+        "(train_dataset.batch_size * gconfig.n_samples)",
     )
-    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = knob(
-        "token_mean", help="how token losses become one number: GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)"
-    )
-    kl_ctl: float = knob(0.001, help="coefficient of the KL to ref; 0 = off", ge=0, flag="--kl-loss-coef")
-    adv_norm: NormConfig | None = knob(
-        factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
-        help="of the advantages of response tokens (whitening); null = leave them",
-    )
-    discount: float = knob(1.0, help="of later rewards, for each token", gt=0, le=1, flag="--gamma")
-    gae_lambda: float = knob(0.95, help="GAE: 0 trusts the critic, 1 the rewards", ge=0, le=1, flag="--lam")
-
-    @check
-    def leave_one_out_is_for_samples(self) -> Iterator[Problem]:
-        if self.adv_norm is not None and self.adv_norm.mean_leave1out:
-            yield Problem("adv_norm.mean_leave1out", "is for samples; the advantages of PPO are those of tokens")
-
-    @check
-    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
-        if self.c_clip != settings(PPOActorConfig)["c_clip"].default():  # the default is nobody's wish
-            yield from TokenPolicyConfig.dual_clip_has_a_clip(self)
-
-
-@dataclass(kw_only=True)
-class PPOConfig(KLExperimentConfig):
-    """Proximal Policy Optimization, with a critic."""
-
-    actor: PPOActorConfig = knob(help="the policy")
-    ref: RefConfig | None = knob(
-        factory=RefConfig, help="frozen reference for the KL; null = none, with actor.kl_ctl=0"
-    )
-    critic: CriticConfig = knob(factory=CriticConfig, help="the value function")
-
-    @check
-    def critic_minibatches_divide_the_batch(self) -> Iterator[Problem]:
-        rows = self.train_dataset.batch_size * self.gconfig.n_samples
-        if rows % self.critic.ppo_n_minibatches:
-            yield Problem(
-                "critic.ppo_n_minibatches",
-                f"is {self.critic.ppo_n_minibatches}, which does not divide the {rows} rows of a step "
-                "(train_dataset.batch_size * gconfig.n_samples)",
-            )
+    def uneven_critic_minibatches(self) -> bool:
+        return self.rows_per_step % self.critic.ppo_n_minibatches != 0

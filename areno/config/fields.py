@@ -1,28 +1,34 @@
-"""A configuration field: a dataclass field with help text, bounds and the flag of `areno train` it becomes."""
+"""Sections of the configuration, the settings they are made of and the checks between them.
+
+A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text and bounds; `check`
+marks a method as a rule between fields; `settings(cls)` lists what is known about the fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from areno.config.values import Mismatch, convert, spelling
+from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem
 
 _MISSING = dataclasses.MISSING
+REQUIRED: Any = object()
+"""The default of a setting that has none."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "ge": ("at least", lambda value, bound: value >= bound),
-    "gt": ("more than", lambda value, bound: value > bound),
-    "le": ("at most", lambda value, bound: value <= bound),
-    "lt": ("less than", lambda value, bound: value < bound),
+    "ge": ("at least", operator.ge),
+    "gt": ("more than", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("less than", operator.lt),
 }
-_Check = TypeVar("_Check", bound=Callable[[Any], Iterator[Problem]])
+T = TypeVar("T", bound="Section")
 
 
-def knob(
+def setting(
     default: Any = _MISSING,
     *,
     help: str,
@@ -32,40 +38,66 @@ def knob(
     le: float | None = None,
     lt: float | None = None,
     flag: str | None = None,
-    needed: bool = False,
+    required_in_build: bool = False,
 ) -> Any:
     """Declare one setting. Without `default` and `factory` it is required.
 
-    ge, gt, le, lt bound a number (None values are not compared). Choices come from a `Literal` type. needed: required
-    of a run that is described by files, but not of a script, which may hand over the thing itself (rows, a function).
+    ge, gt, le, lt: bounds of a number; null is not compared. A `Literal` type declares choices.
+    flag: the name of the setting as an option of a command without configuration files.
+    required_in_build: `build` requires a value, but the dataclass does not. A run that is described by files needs to
+    name its data; a script may hand over the rows themselves.
     """
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "lt": lt, "flag": flag, "needed": needed}
-    kwargs: dict[str, Any] = {"metadata": metadata, "kw_only": True}
-    if default is not _MISSING:
-        kwargs["default"] = default
-    if factory is not _MISSING:
-        kwargs["default_factory"] = factory
-    return dataclasses.field(**kwargs)
+    bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
+    metadata = {"help": help, "flag": flag, "required_in_build": required_in_build, "bounds": bounds}
+    return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
-def check(method: _Check) -> _Check:
-    """Mark a method of a Section as a cross-field check: it yields problems whose keys are relative to the section.
+class Missing(Problem):
+    """A required value is not given."""
 
-    Each check looks at one rule, because one that meets a value which is itself wrong is left out of the report.
+
+class Check:
+    """A rule between the fields of a section: a method that yields problems, whose keys are relative to the section."""
+
+    def __init__(self, rule: Callable[[Any], Iterator[Problem]], in_build_only: bool):
+        self.rule, self.in_build_only = rule, in_build_only
+
+    def __get__(self, section: Section | None, cls: type[Section]) -> Any:
+        return self.rule.__get__(section, cls)
+
+
+def check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
+    """Mark a method of a Section as a Check.
+
+    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
     """
-    method.is_check = True  # type: ignore[attr-defined]
-    return method
+    return Check(rule, in_build_only=False)
 
 
-def file_check(method: _Check) -> _Check:
-    """Like check, for a rule that only a run described by files must keep: see `needed` in knob."""
-    method.is_file_check = True  # type: ignore[attr-defined]
-    return method
+def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], Check]:
+    """Mark a method of a Section that tells whether its values are in a forbidden state: a Check with one problem.
+
+    text: the problem, where `{self.name}` stands for the value of a field.
+    """
+
+    def mark(is_forbidden: Callable[[Any], bool]) -> Check:
+        def rule(section: Any) -> Iterator[Problem]:
+            if is_forbidden(section):
+                yield Problem(key, text.format(self=section))
+
+        return check(rule)
+
+    return mark
+
+
+def build_check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
+    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
+    return Check(rule, in_build_only=True)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known about one field. `section` is the dataclass a nested section is made of."""
+    """What is known about one field. section: the dataclass that the field holds, where it is a nested section."""
 
     name: str
     hint: Any
@@ -82,14 +114,23 @@ class Setting:
         """The type in words, bounds included: `int, more than 0, or null`."""
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
+    def default_in(self, section: Section | None) -> Any:
+        """The value where nothing is given; REQUIRED where one must be.
+
+        section: the instance that the default of the section around this setting makes. Its value may differ from the
+        default of the field. None: there is no such instance, so the field's own default counts.
+        """
+        value = self.default() if section is None else vars(section)[self.name]
+        return REQUIRED if self.required and (value is _MISSING or value is None) else value
+
     def convert(self, value: Any) -> Any:
-        """`value` in the field's type. Raises Mismatch where that cannot be."""
+        """`value` in the field's type. Raises InvalidValue where that cannot be."""
         value = convert(value, self.hint)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             for name, bound in self.bounds.items():
                 words, holds = _BOUNDS[name]
                 if not holds(value, bound):
-                    raise Mismatch(f"is {value!r}; it must be {words} {bound}")
+                    raise InvalidValue(f"is {value!r}; it must be {words} {bound}")
         return value
 
 
@@ -98,79 +139,79 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     """The fields of a section in the order they are declared."""
     hints = get_type_hints(cls)
     found = {}
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         hint = hints[field.name]
         arms = get_args(hint) or (hint,)
         has_default = field.default is not _MISSING or field.default_factory is not _MISSING
-        required = field.metadata["needed"] or not has_default
         found[field.name] = Setting(
             name=field.name,
             hint=hint,
             help=field.metadata["help"],
             flag=field.metadata["flag"],
-            required=required,
+            required=field.metadata["required_in_build"] or not has_default,
             default=field.default_factory
             if field.default_factory is not _MISSING
             else lambda field=field: field.default,
-            bounds={name: field.metadata[name] for name in _BOUNDS if field.metadata[name] is not None},
+            bounds=field.metadata["bounds"],
             section=next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None),
             optional=type(None) in arms,
         )
     return found
 
 
+@dataclass
 class Section:
-    """Base of every configuration dataclass: values are checked when it is built, whoever builds it."""
+    """Base of every configuration dataclass. Its values are checked when it is made, whoever makes it."""
 
     def __post_init__(self) -> None:
-        found, known = [], {}
-        for name, setting in settings(type(self)).items():
+        problems, known = [], {}
+        for name, field in settings(type(self)).items():
             try:
-                known[name] = setting.convert(getattr(self, name))
-                setattr(self, name, known[name])
-            except Mismatch as mismatch:
-                found.append(Problem(name, str(mismatch)))
-        found += View(type(self), known).problems()
-        if found:
-            raise ConfigError(found)
+                known[name] = field.convert(vars(self)[name])
+            except InvalidValue as error:
+                problems.append(Problem(name, str(error)))
+        vars(self).update(known)
+        problems += problems_between(partial_section(type(self), known))
+        if problems:
+            raise ConfigError(problems)
+
+    def is_default(self, name: str) -> bool:
+        """Whether the setting `name` has the default of its field."""
+        if name not in vars(self):
+            raise _UnknownValue(name)
+        return vars(self)[name] == settings(type(self))[name].default()
 
 
-class _Unknown(Exception):
+class _UnknownValue(Exception):
     """A check read a value that is missing or wrong."""
 
 
-class View:
-    """A section of which some values may be unknown, as its checks see it.
+def _unknown(section: Section) -> Any:
+    raise _UnknownValue
 
-    It stands in for the dataclass, which cannot exist while one of its values is wrong, so that the rules that do
-    not need that value still report.
+
+def partial_section(cls: type[T], known: dict[str, Any]) -> T:
+    """A `cls` with the values `known` and no others, whose values are not checked. To read another stops a check.
+
+    It stands in for the dataclass, which cannot be made while one of its values is wrong, so that the checks that do
+    not read that value still report.
     """
+    unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
+    section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
+    vars(section).update(known)
+    return section
 
-    def __init__(self, cls: type[Section], known: dict[str, Any]):
-        self._cls = cls
-        self._known = known
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._known:
-            return self._known[name]
-        if name in settings(self._cls):
-            raise _Unknown(name)
-        return inspect.getattr_static(self._cls, name).__get__(self, self._cls)
-
-    def problems(self, files: bool = False) -> list[Problem]:
-        """What the section's own checks find; nested sections have theirs. files: those of `file_check` too."""
-        found = []
-        names = dict.fromkeys(name for base in reversed(self._cls.__mro__) for name in vars(base))
-        for name in names:
-            method = getattr(self._cls, name)
-            if getattr(method, "is_check", False) or (files and getattr(method, "is_file_check", False)):
-                try:
-                    found += list(method(self))
-                except _Unknown:
-                    continue
-        return found
-
-    def build(self) -> Any:
-        """The dataclass itself. Only where no problem was found."""
-        values = {name: value.build() if isinstance(value, View) else value for name, value in self._known.items()}
-        return self._cls(**values)
+def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
+    """What the checks of a section find. Nested sections have checks of their own, which are not run."""
+    attributes: dict[str, Any] = {}
+    for base in reversed(type(section).__mro__):
+        attributes |= vars(base)  # a method that is overridden keeps its place
+    found = []
+    for attribute in attributes.values():
+        if isinstance(attribute, Check) and (in_build or not attribute.in_build_only):
+            try:
+                found += list(attribute.rule(section))
+            except _UnknownValue:
+                continue
+    return found

@@ -1,4 +1,4 @@
-"""What surrounds the models of a run: data, sampling, rollout, reward, saving, logging, devices. No torch in here."""
+"""Settings beside the models: data, sampling, rollout, reward, saving, logging, devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, file_check, knob, settings
-from areno.errors import Problem
+from areno.config.fields import Missing, Section, build_check, check, forbid, setting, settings
+from areno.errors import Key, Problem
 
 
 @dataclass(kw_only=True)
 class DatasetConfig(Section):
-    """Where rows come from and how many go into a step."""
+    """Where rows come from, and how many a step uses."""
 
-    path: str | None = knob(
+    path: str | None = setting(
         None,
-        help="json, jsonl, parquet, csv, tsv or arrow file, save_to_disk folder, or hub name repo[:config[:split]]",
+        help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
+        "repo[:config[:split]]",
         flag="--dataset-path",
-        needed=True,
+        required_in_build=True,
     )
-    loader: str | None = knob(
+    loader: str | None = setting(
         None,
-        help="file.py[:function]; load_dataset(path, split) returns the rows",
+        help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows",
         flag="--dataset-loader-fn",
     )
-    split: str = knob("train", help="split, where the source has several")
-    batch_size: int = knob(32, help="prompts (RL) or rows (SFT) for each step", gt=0, flag="--batch-size")
-    shuffle: bool = knob(True, help="new order every epoch, from seed")
-    drop_last: bool = knob(True, help="leave out the last batch of an epoch if it is not full")
-    max_length: int = knob(
+    split: str = setting("train", help="Split to read, if the source has several")
+    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
+    shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
+    drop_last: bool = setting(True, help="Skip the last batch of an epoch if it is not full")
+    max_length: int = setting(
         1024,
-        help="longest prompt (RL) or row (SFT) in tokens; longer ones are skipped and counted",
+        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted",
         gt=0,
         flag="--max-prompt-tokens",
     )
@@ -39,199 +40,241 @@ class DatasetConfig(Section):
 
 @dataclass(kw_only=True)
 class ValidDatasetConfig(DatasetConfig):
-    """Rows for evaluation: read in order, all of them."""
+    """Rows for evaluation. By default all of them are read, in order."""
 
-    split: str = knob("test", help="split, where the source has several")
-    shuffle: bool = knob(False, help="new order every time, from seed")
-    drop_last: bool = knob(False, help="leave out the last batch if it is not full")
+    split: str = setting("test", help="Split to read, if the source has several")
+    shuffle: bool = setting(False, help="Use a new order in every evaluation, drawn with seed")
+    drop_last: bool = setting(False, help="Skip the last batch if it is not full")
 
 
 @dataclass(kw_only=True)
-class GenerationConfig(Section):
-    """How completions are drawn."""
+class SamplingConfig(Section):
+    """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
 
-    n_samples: int = knob(8, help="completions for each prompt", gt=0, flag="--n-samples")
-    max_new_tokens: int = knob(3071, help="longest completion in tokens", gt=0, flag="--max-new-tokens")
-    min_new_tokens: int = knob(0, help="no end of sequence before this many tokens", ge=0)
-    max_tokens: int | None = knob(
-        None, help="longest prompt plus completion in tokens; null = the model's limit", gt=0, flag="--max-context-len"
+    greedy: bool = setting(False, help="Always take the most likely token", flag="--greedy")
+    top_p: float = setting(
+        1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
     )
-    temperature: float = knob(1.0, help="softmax temperature, in sampling and in training", gt=0, flag="--temperature")
-    top_k: int = knob(-1, help="keep the k most likely tokens; -1 = all", ge=-1, flag="--top-k")
-    top_p: float = knob(1.0, help="keep the most likely tokens of this total probability", gt=0, le=1, flag="--top-p")
-    greedy: bool = knob(False, help="always the most likely token", flag="--greedy")
-    stop: list[str] | None = knob(None, help="strings that end a completion")
-    stop_token_ids: list[int] | None = knob(None, help="token ids that end a completion, beside the model's own")
-    ignore_eos: bool = knob(False, help="go on to max_new_tokens")
-    skip_special_tokens: bool = knob(True, help="leave special tokens out of the text that rewards and logs see")
+    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, flag="--top-k")
+    max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0)
+    min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
+    temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", ge=0)
+    frequency_penalty: float = setting(
+        0.0,
+        help="Lower a token's logit by this for each time that the completion has it already. Not part of logprobs",
+        ge=-2,
+        le=2,
+    )
+    stop: list[str] | None = setting(None, help="Strings that end a completion")
+    stop_token_ids: list[int] | None = setting(
+        None, help="Token ids that end a completion, in addition to those of the model"
+    )
+    ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
+    skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
 
-    @check
-    def prompts_have_room(self) -> Iterator[Problem]:
-        if self.max_tokens is not None and self.max_tokens <= self.max_new_tokens:
-            yield Problem(
-                "max_tokens",
-                f"is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
-            )
+    @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
+    def shortest_above_longest(self) -> bool:
+        return self.min_new_tokens > self.max_new_tokens
 
-    @check
-    def shortest_below_longest(self) -> Iterator[Problem]:
-        if self.min_new_tokens > self.max_new_tokens:
-            yield Problem(
-                "min_new_tokens", f"is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it"
-            )
+    @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
+    def no_token_to_sample(self) -> bool:
+        return self.top_k == 0
 
-    @check
-    def top_k_keeps_something(self) -> Iterator[Problem]:
-        if self.top_k == 0:
-            yield Problem("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
-
-    @check
-    def stop_strings_have_text(self) -> Iterator[Problem]:
-        if "" in (self.stop or []):
-            yield Problem("stop", "holds an empty string, which every completion has; leave it out")
+    @forbid("stop", "contains an empty string, which would end every completion; leave it out")
+    def empty_stop_string(self) -> bool:
+        return "" in (self.stop or [])
 
 
 @dataclass(kw_only=True)
-class RolloutConfig(Section):
-    """How the decoder runs."""
+class GenerationConfig(SamplingConfig):
+    """How completions are sampled."""
 
-    max_concurrent_rollouts: int | None = knob(
+    n_samples: int = setting(8, help="Completions per prompt", gt=0, flag="--n-samples")
+    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
+    max_tokens: int | None = setting(
+        None, help="Longest prompt plus completion in tokens. null: the model's limit", gt=0, flag="--max-context-len"
+    )
+    # Training divides by the temperature, so it cannot be 0 in a run.
+    temperature: float = setting(
+        1.0, help="Softmax temperature, in sampling and in training", gt=0, flag="--temperature"
+    )
+
+    @forbid(
+        "max_tokens",
+        "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
+    )
+    def no_room_for_prompts(self) -> bool:
+        return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
+
+
+@dataclass(kw_only=True)
+class DecoderConfig(Section):
+    """Memory and speed of the decoder."""
+
+    max_prefill_tokens: int = setting(8192, help="Prompt tokens per forward pass. Longer prompts are split", gt=0)
+    mem_fraction: float = setting(
+        0.6, help="Share of the memory free after loading that the KV cache may use (CUDA)", gt=0, lt=1
+    )
+    max_kv_tokens: int | None = setting(
+        None, help="Size of the KV cache in tokens. null: as much as is needed, within mem_fraction", gt=0
+    )
+    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
+
+    def decoder(self) -> DecoderConfig:
+        """These settings alone, without those that a subclass adds."""
+        return DecoderConfig(**{name: vars(self)[name] for name in settings(DecoderConfig)})
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(DecoderConfig):
+    """How samples are drawn: the decoder's settings, and what a step does with the samples."""
+
+    max_concurrent_rollouts: int | None = setting(
         None,
-        help="sequences decoded at once; null = batch_size * n_samples",
+        help="Sequences that are decoded at the same time. null: batch_size * n_samples",
         gt=0,
         flag="--max-running-prompts",
     )
-    max_prefill_tokens: int = knob(8192, help="prompt tokens in one forward pass; longer prompts go in pieces", gt=0)
-    mem_fraction: float = knob(
-        0.6, help="share of the memory free after loading that the KV cache may take (CUDA)", gt=0, lt=1
+    drop_rollout_state: bool = setting(
+        False, help="Free KV cache and CUDA graphs between steps", flag="--drop-rollout-state"
     )
-    max_kv_tokens: int | None = knob(
-        None, help="size of the KV cache in tokens; null = what is needed, within mem_fraction", gt=0
+    enable_thinking: bool | None = setting(
+        None, help="Passed to the chat template. null: the template's own default", flag="--disable-thinking"
     )
-    eager_decode: bool = knob(False, help="no CUDA graphs", flag="--eager-decode")
-    drop_rollout_state: bool = knob(False, help="free KV cache and graphs between steps", flag="--drop-rollout-state")
-    enable_thinking: bool | None = knob(
-        None, help="passed to the chat template; null = the template's own default", flag="--disable-thinking"
-    )
-    dynamic_sampling: bool = knob(
+    dynamic_sampling: bool = setting(
         False,
-        help="drop prompts whose samples all have the same reward, and sample others in their place (DAPO 2503.14476 "
-        "sec. 3.2); dynamic_bs=true trains on what is left instead",
+        help="Drop prompts whose samples all have the same reward, and sample other prompts instead (DAPO 2503.14476 "
+        "sec. 3.2). With dynamic_bs=true, train on the remaining prompts only",
     )
-    max_sampling_rounds: int = knob(
+    max_sampling_rounds: int = setting(
         10,
-        help="batches of prompts that dynamic_sampling may sample for one step; then it trains on what there is",
+        help="Batches of prompts that dynamic_sampling may sample per step. After them, train on what there is",
         gt=0,
     )
-    dump_to_file: bool = knob(False, help="write every completion with its reward to rollouts/<step>.jsonl")
+    dump_to_file: bool = setting(False, help="Write every completion with its reward to rollouts/<step>.jsonl")
 
-    @check
-    def rounds_have_a_cause(self) -> Iterator[Problem]:
-        rounds = self.max_sampling_rounds
-        if not self.dynamic_sampling and rounds != settings(RolloutConfig)["max_sampling_rounds"].default():
-            yield Problem("max_sampling_rounds", f"is {rounds}, but dynamic_sampling is false; set it to true")
+    @forbid("max_sampling_rounds", "is {self.max_sampling_rounds}, but dynamic_sampling is false; set it to true")
+    def unused_rounds(self) -> bool:
+        return not self.dynamic_sampling and not self.is_default("max_sampling_rounds")
 
 
 @dataclass(kw_only=True)
 class RewardConfig(Section):
-    """The reward of a completion: of a function, of a reward model, or the sum of both."""
+    """The reward of a completion, from a function, a reward model, or both (their sum)."""
 
-    fn: str | None = knob(
-        None, help="file.py[:function] (default function: reward_fn), or a built-in: math", flag="--reward-fn-path"
-    )
-    path: str | None = knob(
+    fn: str | None = setting(
         None,
-        help="reward model: a ...ForSequenceClassification folder or hub id with one label and the actor's tokenizer; "
-        "its score of the whole row is added to what fn returns",
+        help="Reward function, as file.py[:function] (default: reward_fn) or the built-in math",
+        flag="--reward-fn-path",
+    )
+    path: str | None = setting(
+        None,
+        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
+        "tokenizer. Its score of the whole row is added to the result of fn",
         flag="--reward-ckpt",
     )
-    offload: bool = knob(False, help="keep the reward model in host memory while it is not used (CUDA)")
-    timeout_s: float = knob(30.0, help="seconds for one call of fn; then the sample counts as a timeout", gt=0)
-    workers: int = knob(2, help="processes that call fn", gt=0)
+    offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
+    timeout_s: float = setting(
+        30.0, help="Time limit for one call of fn in seconds. A sample that takes longer counts as a timeout", gt=0
+    )
+    workers: int = setting(2, help="Number of processes that call fn", gt=0)
 
-    @file_check
+    @build_check
     def something_rewards(self) -> Iterator[Problem]:
         if self.fn is None and self.path is None:
-            yield Problem(
-                "fn", "missing (file.py[:function] or a built-in: math); or set reward.path to a reward model"
+            yield Missing(
+                "fn", "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
             )
 
-    @check
-    def offload_has_a_model(self) -> Iterator[Problem]:
-        if self.offload and self.path is None:
-            yield Problem("offload", "is true, but reward.path names no model")
+    @forbid("offload", "is true, but reward.path is null, so there is no reward model")
+    def nothing_to_offload(self) -> bool:
+        return self.offload and self.path is None
 
 
 @dataclass(kw_only=True)
 class FrequencyConfig(Section):
-    """When something happens; what is null never triggers."""
+    """When something happens. A setting that is null never triggers it."""
 
-    freq_steps: int | None = knob(None, help="every so many steps", gt=0)
-    freq_epochs: int | None = knob(None, help="every so many epochs", gt=0)
-    freq_secs: float | None = knob(None, help="when so many seconds have passed, at the next step", gt=0)
+    freq_steps: int | None = setting(None, help="Every this many steps", gt=0)
+    freq_epochs: int | None = setting(None, help="Every this many epochs", gt=0)
+    freq_secs: float | None = setting(None, help="At the next step once this many seconds have passed", gt=0)
 
 
 @dataclass(kw_only=True)
 class SaverConfig(FrequencyConfig):
-    """When and where checkpoints are written. The end of a run always saves."""
+    """When and where checkpoints are written. A run always saves one at its end."""
 
-    path: str | None = knob(None, help="folder; null = checkpoints/ of the run", flag="--save-path")
-    freq_steps: int | None = knob(100, help="every so many steps", gt=0, flag="--save-interval")
+    path: str | None = setting(
+        None, help="Folder of the checkpoints. null: checkpoints/ in the run's folder", flag="--save-path"
+    )
+    freq_steps: int | None = setting(100, help="Every this many steps", gt=0, flag="--save-interval")
 
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig):
-    """When valid_dataset is scored. The end of a run always evaluates, if there is a valid_dataset."""
+    """When the model is evaluated on valid_dataset. A run with a valid_dataset always evaluates at its end."""
 
-    eval_before_train: bool = knob(False, help="also before the first step")
+    eval_before_train: bool = setting(False, help="Also evaluate before the first step")
 
 
 @dataclass(kw_only=True)
 class TensorBoardConfig(Section):
     """TensorBoard event files."""
 
-    path: str | None = knob(None, help="folder; null = tensorboard/ of the run", flag="--metrics-log-dir")
+    path: str | None = setting(
+        None, help="Folder of the event files. null: tensorboard/ in the run's folder", flag="--metrics-log-dir"
+    )
 
 
 @dataclass(kw_only=True)
 class StatsLoggerConfig(Section):
     """Where metrics go besides the console and logs/metrics.jsonl."""
 
-    tensorboard: TensorBoardConfig = knob(factory=TensorBoardConfig, help="TensorBoard")
+    tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard")
 
 
 @dataclass(kw_only=True)
 class EngineConfig(Section):
     """Devices and processes."""
 
-    device: Literal["auto", "cpu", "cuda"] = knob("auto", help="auto = cuda where there is one")
-    world_size: int | None = knob(
-        None, help="devices; null = every visible one, and one on CPU", gt=0, flag="--world-size"
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", help="Device type. auto uses cuda if it is available")
+    world_size: int | None = setting(
+        None, help="Number of devices. null: every visible one, and one on CPU", gt=0, flag="--world-size"
     )
-    tp_size: int = knob(1, help="devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size")
-    workers: Literal["auto", "inline", "spawn"] = knob(
-        "auto", help="inline = in the driver process (one device only); auto = inline for one CPU device"
+    tp_size: int = setting(
+        1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
     )
-    attn_backend: Literal["auto", "flash", "native"] = knob(
+    workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
-        help="attention for training and prefill: flash = the flash-attn package, native = torch's own",
+        help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
+        "inline for one CPU device",
+    )
+    attn_backend: Literal["auto", "flash", "native"] = setting(
+        "auto",
+        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch",
         flag="--attn-backend",
     )
-    dummy_load: bool = knob(False, help="random weights, for benchmarks; the folder needs no weight files")
+    dummy_load: bool = setting(
+        False, help="Use random weights in every model, for benchmarks. No folder needs weight files"
+    )
 
     @check
     def tensor_parallel_divides_world(self) -> Iterator[Problem]:
         if self.world_size is not None and self.world_size % self.tp_size:
-            yield Problem("tp_size", f"is {self.tp_size}, which does not divide engine.world_size={self.world_size}")
+            world_size = Key("engine.world_size")
+            yield Problem("tp_size", "is {}, which does not divide {}={}", self.tp_size, world_size, self.world_size)
 
     @check
     def inline_is_one_device(self) -> Iterator[Problem]:
         if self.workers == "inline" and (self.world_size or 1) > 1:
-            yield Problem("workers", f"inline holds one device, but engine.world_size is {self.world_size}; use spawn")
+            text = "is inline, which runs one device, but {} is {}; use spawn"
+            yield Problem("workers", text, Key("engine.world_size"), self.world_size)
 
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
     """Where a run leaves its files."""
 
-    fileroot: str = knob("outputs", help="folder of all runs: <fileroot>/<experiment_name>/<trial_name or time>")
+    fileroot: str = setting(
+        "outputs", help="Folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>"
+    )

@@ -1,23 +1,23 @@
-"""One value of a configuration: does it have the type its field declares, and if not, what was expected."""
+"""Converts one value of a configuration to the type of its field, or says which type was expected."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
-from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
 
+from areno.errors import did_you_mean
 
-class Mismatch(Exception):
-    """The value does not fit; the message starts with `is ...` and follows the key in a report."""
+
+class InvalidValue(Exception):
+    """A value does not have the type or bounds of its field. The message starts with `is ...` and follows the key."""
 
 
 def convert(value: Any, hint: Any) -> Any:
     """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list[...], or a union of them.
 
     An int is taken where a float or a str is meant, and text that reads as a number where a float is (YAML takes
-    1e-6 for text). Nothing else is guessed. Raises Mismatch.
+    1e-6 for text). Nothing else is guessed. Raises InvalidValue.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -26,24 +26,25 @@ def convert(value: Any, hint: Any) -> Any:
         for choice in arms:
             if type(value) is type(choice) and value == choice:
                 return choice
-        raise Mismatch(f"is {show(value)}; expected one of {', '.join(map(show, arms))}{did_you_mean(value, arms)}")
+        hint = did_you_mean(str(value), map(str, arms))
+        raise InvalidValue(f"is {show(value)}; expected one of {', '.join(map(show, arms))}{hint}")
     if origin is list:
         if not isinstance(value, (list, tuple)):
-            raise Mismatch(f"is {show(value)}; a list is expected: [{show(value)}]")
+            raise InvalidValue(f"is {show(value)}; a list is expected: [{show(value)}]")
         return [_convert_element(element, position, arms[0]) for position, element in enumerate(value)]
     if hint is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
         try:
             number = float(value)
         except (ValueError, OverflowError):
-            raise Mismatch(f"is {show(value)}; a number is expected") from None
+            raise InvalidValue(f"is {show(value)}; a number is expected") from None
         if not math.isfinite(number):
-            raise Mismatch(f"is {show(value)}; a finite number is expected")
+            raise InvalidValue(f"is {show(value)}; a finite number is expected")
         return number
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise Mismatch(f"is {show(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
+    raise InvalidValue(f"is {show(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
 
 
 _EXPECTED = {
@@ -58,27 +59,27 @@ _EXPECTED = {
 def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
     if value is None and type(None) in arms:
         return None
-    mismatches = []
+    messages = []
     # The arm of the value's own type goes first, so that 3 stays an int in `str | int`.
     for arm in sorted((arm for arm in arms if arm is not type(None)), key=lambda arm: arm is not type(value)):
         try:
             return convert(value, arm)
-        except Mismatch as mismatch:
-            mismatches.append(str(mismatch))
-    if len(mismatches) > 1:
-        raise Mismatch(f"is {show(value)}; expected {spelling(hint)}")
-    raise Mismatch(f"{mismatches[0]}, or null" if type(None) in arms else mismatches[0])
+        except InvalidValue as error:
+            messages.append(str(error))
+    if len(messages) > 1:
+        raise InvalidValue(f"is {show(value)}; expected {spelling(hint)}")
+    raise InvalidValue(f"{messages[0]}, or null" if type(None) in arms else messages[0])
 
 
 def _convert_element(element: Any, position: int, hint: Any) -> Any:
     try:
         return convert(element, hint)
-    except Mismatch as mismatch:
-        raise Mismatch(f"[{position}] {mismatch}") from None
+    except InvalidValue as error:
+        raise InvalidValue(f"[{position}] {error}") from None
 
 
 def show(value: Any) -> str:
-    """A value as YAML has it: null, true, 'text', 1e-06."""
+    """A value in the notation of YAML: null, true, 'text', 1e-06."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -99,9 +100,3 @@ def spelling(hint: Any, bounds: str = "") -> str:
     if hint is type(None):  # a setting that a subclass takes away
         return "null"
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__
-
-
-def did_you_mean(word: Any, options: Iterable[Any]) -> str:
-    """`; did you mean x?` for the options that resemble `word`, else nothing."""
-    close = difflib.get_close_matches(str(word), [str(option) for option in options], n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,31 +1,45 @@
-"""The backend a Trainer drives: starts the workers, gives them requests and rows, times the phases."""
+"""What a Trainer drives: it starts the workers and gives them requests to sample and rows to train on or to score."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from areno.config.model_roles import MicroBatchSpec
-from areno.engine.limits import RequestLimits
-from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats
-from areno.engine.types import GenerationOutput, GenerationRequest, TrainSequence
-from areno.engine.workers import start_workers
+import numpy as np
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.limits import RequestLimits, check_params
+from areno.engine.processes.workers import start_workers
+from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.streams import FairLock, Streams
+from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import EngineError
+from areno.types import GenerationOutput, GenerationRequest, TrainSequence
+
+_TURN_S = 0.05  # of a thread that polls the workers while others want to
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 
 
 class Engine:
-    """Some models on some devices, the actor and roles beside it. Use as a context manager, or call close()."""
+    """The actor and the roles beside it, on some devices. Use it as a context manager, or call close()."""
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
         self.spec = spec
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
         self._workers = start_workers(spec, workers)
         self.info: EngineInfo = self._workers.call("info")[0]
+        # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
+        # the records of requests below; it is never held for long.
+        self._turn, self._books = FairLock(), threading.RLock()
+        self._streams = Streams(self._poll_for_streams)
+        self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
+        self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
         self._load = [0] * spec.dp_size  # samples under way on each data-parallel rank
         self._rank_of: dict[int, int] = {}
@@ -34,7 +48,7 @@ class Engine:
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of these roles beside the actor, as far as they are not there.
+        """Load the models of these roles beside the actor, except those that are loaded already.
 
         A role that is loaded stays as it is, with what it has learned. EngineError where it is loaded with another
         spec, before anything is loaded. A role that cannot be loaded is absent afterwards; those before it are there.
@@ -49,16 +63,21 @@ class Engine:
                         f"role {name!r} cannot be loaded inside a rollout phase, whose KV cache has taken the memory; "
                         "call ensure_roles before it"
                     )
-                self._workers.call("load_role", name, spec)
-                self._roles[name] = copy.deepcopy(spec)  # what the caller does to theirs is not what is loaded
+                self._call("load_role", name, spec)
+                self._roles[name] = copy.deepcopy(spec)  # the caller may change theirs later
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role. What it has learned is lost unless it was saved."""
         self._role(role)
         if role == "actor":
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
-        self._workers.call("release_role", role)
+        self._call("release_role", role)
         del self._roles[role]
+
+    @property
+    def weights_version(self) -> int:
+        """How many optimizer updates were applied to the actor: 0 for the weights it was loaded with."""
+        return self._call("weights_version")[0]
 
     def _role(self, name: str, head: str | None = None) -> RoleSpec:
         """The spec of a loaded role. EngineError where it is not loaded or has another head than the given one."""
@@ -83,18 +102,22 @@ class Engine:
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
-        limits = min(self._workers.call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
+        limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         self._limits = limits
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase. Requests under way are dropped; `drop` frees KV cache and graphs, too."""
+        """Leave the rollout phase. Requests under way are dropped; `drop` frees the KV cache and CUDA graphs, too."""
         self._limits = None
-        self._workers.call("end_rollout", drop)
-        self._workers.poll(0.0)  # what finished before the workers stopped
-        self._load = [0] * self.spec.dp_size
-        self._rank_of.clear()
-        self._missing.clear()
+        self._streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
+        self._call("end_rollout", drop)
+        with self._turn, self._books:
+            self._workers.poll(0.0)  # what finished before the workers stopped
+            self._load = [0] * self.spec.dp_size
+            self._rank_of.clear()
+            self._missing.clear()
+            self._ready.clear()
+            self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests, each on the rank with the fewest samples under way. They join the running batch.
@@ -103,48 +126,120 @@ class Engine:
         """
         if self._limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
-        requests, ids = list(requests), set(self._missing)
-        for request in requests:
-            if request.request_id in ids:
-                raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
-            ids.add(request.request_id)
-            self._limits.max_new(request)
-        batches: list[list[GenerationRequest]] = [[] for _ in self._load]
-        for request in requests:
-            rank = self._load.index(min(self._load))
-            self._load[rank] += request.n_samples
-            self._rank_of[request.request_id] = rank
-            self._missing[request.request_id] = request.n_samples
-            batches[rank].append(request)
-        for rank, batch in enumerate(batches):
-            if batch:
-                self._workers.cast(rank, "submit", batch)
+        requests = list(requests)
+        with self._books:
+            ids = set(self._missing)
+            for request in requests:
+                if request.request_id in ids:
+                    raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
+                ids.add(request.request_id)
+                self._limits.max_new(request)
+            batches: list[list[GenerationRequest]] = [[] for _ in self._load]
+            for request in requests:
+                rank = self._load.index(min(self._load))
+                self._load[rank] += request.n_samples
+                self._rank_of[request.request_id] = rank
+                self._missing[request.request_id] = request.n_samples
+                batches[rank].append(request)
+            for rank, batch in enumerate(batches):
+                if batch:
+                    self._workers.cast(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
-        """End a request early; its samples come back with finish_reason "abort"."""
-        if request_id in self._rank_of:
-            self._workers.cast(self._rank_of[request_id], "abort", [request_id])
+        """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
+        with self._books:
+            if request_id in self._rank_of:
+                self._workers.cast(self._rank_of[request_id], "abort", [request_id])
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Samples that finished, as soon as there are some or after `timeout` seconds."""
-        outputs = self._workers.poll(timeout)
-        for output in outputs:
-            rank = self._rank_of[output.request_id]
-            self._load[rank] -= 1
-            self._missing[output.request_id] -= 1
-            if self._missing[output.request_id] == 0:
-                del self._missing[output.request_id], self._rank_of[output.request_id]
-        return outputs
+        """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
+
+        A request with `stream` gives partial outputs, whose finish_reason is None, before each finished sample.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._turn:
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    raise failure
+                shared = self._streams.are_open  # then turns are short, so that the other thread gets some
+                if not self._ready:
+                    left = max(0.0, deadline - time.monotonic())
+                    self._receive(min(left, _TURN_S) if shared else left)
+                ready, self._ready = self._ready, []
+            if ready or not shared or time.monotonic() >= deadline:
+                return ready
+
+    def _receive(self, timeout: float) -> None:
+        """Poll the workers, and give each output to its stream or put it into `_ready`. Called with `_turn` held."""
+        try:
+            outputs = self._workers.poll(timeout)
+        except Exception as error:
+            with self._books:
+                self._streams.fail(error)
+            raise
+        with self._books:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._count_finished(output.request_id)
+                if not self._streams.take(output):
+                    self._ready.append(output)
+
+    def _count_finished(self, request_id: int) -> None:
+        self._load[self._rank_of[request_id]] -= 1
+        self._missing[request_id] -= 1
+        if self._missing[request_id] == 0:
+            del self._missing[request_id], self._rank_of[request_id]
+
+    def _poll_for_streams(self) -> None:
+        with self._turn:
+            try:
+                self._receive(_TURN_S)
+            except Exception as error:  # the streams have it; who polls must get it, too
+                self._failure = error
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether somebody reads the outputs of a generate_stream."""
+        return self._streams.are_read
+
+    async def generate_stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
+
+        With `request.stream` these are partial outputs and finished samples, otherwise only the latter. Any number of
+        streams may run beside each other and beside generate() in another thread. To stop reading (cancelled, aclose)
+        aborts the request. A worker that dies, and the end of the phase, raise EngineError in every stream.
+        A rollout numbers its requests from 0: a stream beside one needs another request_id.
+
+        Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected.
+        """
+        check_params(request.params)
+        read_tokens(request.prompt, "prompt", self.info.vocab_size)
+        with self._books:
+            self.submit([request])
+            outputs = self._streams.open(request)
+        unfinished = request.n_samples
+        try:
+            while unfinished:
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                unfinished -= output.finish_reason is not None
+                yield output
+        finally:
+            with self._books:
+                if unfinished and self._streams.abandon(request.request_id, outputs):
+                    self.abort(request.request_id)
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
     ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests and wait for all of them: request id -> outputs in sample order."""
+        """Submit requests and wait for all of them: request id -> finished samples in order."""
         self.submit(requests)
         done: dict[int, list[GenerationOutput]] = {request.request_id: [] for request in requests}
         left = sum(request.n_samples for request in requests)
         while left:
-            outputs = self.poll(0.5)
+            outputs = [output for output in self.poll(0.5) if output.finish_reason is not None]
             for output in outputs:
                 done[output.request_id].append(output)
             left -= len(outputs)
@@ -160,20 +255,17 @@ class Engine:
         self,
         rows: Sequence[TrainSequence],
         loss_fn: Any,
-        *,
+        update: UpdateSpec | None = None,
         role: str = "actor",
-        mb_spec: MicroBatchSpec | None = None,
-        n_minibatches: int = 1,
-        gradient_accumulation_steps: int | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-        granularity: int = 1,
     ) -> dict[str, float]:
-        """Optimizer steps of a role on `rows`; see TrainBackend.train. Returns the step's statistics.
+        """Optimizer steps of a role on `rows`. Returns the statistics of TrainBackend.train.
 
-        For a role with head "value", loss_fn is given values in the place of log-probabilities.
+        loss_fn: see areno.loss_fns; for a role with head "value" it is given values in the place of log-probabilities.
+        update: None makes one step with the micro-batches of EngineSpec.mb_spec.
+        DataError names the row that is wrong; nothing has been trained then.
         """
-        if self._role(role).optimizer is None:
+        spec = self._role(role)
+        if spec.optimizer is None:
             if role == "actor":
                 raise EngineError("this engine was built without an optimizer and cannot train the actor")
             raise EngineError(
@@ -182,52 +274,47 @@ class Engine:
             )
         if self._limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
-        started = time.perf_counter()
-        stats = self._workers.call(
-            "train",
-            role,
-            list(rows),
-            loss_fn,
-            mb_spec=mb_spec or self.spec.mb_spec,
-            n_minibatches=n_minibatches,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            temperature=temperature,
-            seed=seed,
-            granularity=granularity,
-        )[0]
-        return {**stats, "step_train_time_s": time.perf_counter() - started}
+        update = update or UpdateSpec(self.spec.mb_spec)
+        checked = read_rows(rows, self.info.vocab_size, self.info.context_len)
+        shares = share_steps(checked, update, self.spec.dp_size, spec.section)
+        with self._turn:
+            return self._workers.call_each("train", [(role, steps, loss_fn, update) for steps in shares])[0]
 
     def logprobs(
         self,
         role: str,
-        token_rows: Sequence[Sequence[int]],
+        token_rows: Sequence[Sequence[int] | np.ndarray],
         temperature: float = 1.0,
         mb_spec: MicroBatchSpec | None = None,
-    ) -> list[list[float]]:
-        """Per-token log-probabilities of whole rows under a role's model; the first token of a row has 0.0."""
+    ) -> list[np.ndarray]:
+        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0."""
         self._role(role, "lm")
         return self._scored("logprobs", role, token_rows, temperature, mb_spec or self.spec.mb_spec)
 
     def values(
-        self, role: str, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec | None = None
-    ) -> list[list[float]]:
-        """Values of whole rows: entry t is that of the state before token t, so the first token of a row has 0.0."""
+        self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
+    ) -> list[np.ndarray]:
+        """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
         self._role(role, "value")
         return self._scored("values", role, token_rows, mb_spec or self.spec.mb_spec)
 
     def rewards(
-        self, role: str, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec | None = None
+        self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
         """One score for each row: what the value head gives at its last token."""
         self._role(role, "value")
         return self._scored("rewards", role, token_rows, mb_spec or self.spec.mb_spec)
 
-    def _scored(self, method: str, role: str, token_rows: Sequence[Sequence[int]], *how: Any) -> list[Any]:
-        """A worker's scoring method over the model copies, results in the order of the rows."""
-        size = self.spec.dp_size
-        parts = [[list(row) for row in token_rows[rank::size]] for rank in range(size)]
-        scored = self._workers.call_each(method, [(role, part, *how) for part in parts])
-        return [scored[index % size][index // size] for index in range(len(token_rows))]
+    def _scored(self, method: str, role: str, token_rows: Sequence[Any], *settings: Any) -> list[Any]:
+        """A scoring method of the workers, each model copy doing its part; results in the order of the rows."""
+        info, size = self.info, self.spec.dp_size
+        rows = [
+            read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
+            for index, tokens in enumerate(token_rows)
+        ]
+        with self._turn:
+            scored = self._workers.call_each(method, [(role, rows[rank::size], *settings) for rank in range(size)])
+        return [scored[index % size][index // size] for index in range(len(rows))]
 
     def save(self, folder: str, role: str = "actor") -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
@@ -235,20 +322,28 @@ class Engine:
         Not atomic: the saver gives a temporary name and renames.
         """
         self._role(role)
-        self._workers.call("save", folder, role)
+        self._call("save", folder, role)
 
     def peak_memory_gib(self) -> float:
-        """The most memory that a worker's models, cache and work took since this or `train` was last called."""
-        return max(memory["memory_gib"] for memory in self._workers.call("memory"))
+        """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""
+        return max(memory["memory_gib"] for memory in self._call("memory"))
 
     def wait(self) -> None:
-        """Return when the devices have done all they were given. `train` returns with the weights still being written,
-        which whatever comes next waits for; who measures time does not want to."""
-        self._workers.call("wait")
+        """Return when the devices have finished all their work.
+
+        `train` returns while the devices still write the weights. Later calls wait for that by themselves; who measures
+        time calls this.
+        """
+        self._call("wait")
 
     def close(self) -> None:
-        """Free the devices."""
+        """Free the devices. Requests under way are lost."""
+        self._streams.end(EngineError("the engine is closed"))
         self._workers.close()
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        with self._turn:
+            return self._workers.call(method, *args)
 
     def __enter__(self) -> Engine:
         return self

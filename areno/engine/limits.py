@@ -1,62 +1,93 @@
-"""Which requests an engine can serve: checked at its door, so that the caller who made a bad one gets the error."""
+"""Which requests a decoder has room for. Checked before a request is queued, so that its caller gets the error."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
-from areno.engine.types import GenerationRequest
-from areno.errors import EngineError
+import numpy as np
+
+from areno.config.fields import partial_section, problems_between, settings
+from areno.config.values import InvalidValue, show
+from areno.errors import ConfigError, EngineError, Key, Problem
+from areno.types import GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What a decoder has room for. context_len, kv_tokens: in tokens, the latter of the whole KV cache."""
+    """What a decoder has room for. context_len, kv_tokens: tokens of the model's context and of the whole KV cache."""
 
     vocab_size: int
     context_len: int
     kv_tokens: int
-    stop_strings: bool  # whether tokens can be turned into text, to look for stop strings in it
+    stop_strings: bool  # whether there is a tokenizer, without which stop strings cannot be found
 
     def max_new(self, request: GenerationRequest) -> int:
-        """The most tokens each sample may get; EngineError where the request is not one that can be served."""
+        """The most tokens that each sample of the request may get. Raises EngineError if it cannot be served.
+
+        The values of `request.params` are taken as valid: check_params looks at them.
+        """
+        refused = partial(_refused, request)
         params, n_prompt = request.params, len(request.prompt)
         context = self.context_len
         if params.max_context_len is not None:
             context = min(context, params.max_context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
         if request.n_samples < 1:
-            problem = f"n_samples is {request.n_samples}; at least 1 is needed (gconfig.n_samples)"
-        elif n_prompt == 0:
-            problem = "the prompt has no tokens; at least one is needed"
-        elif min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
-            problem = (
-                f"the prompt has token ids {min(request.prompt)}..{max(request.prompt)}, the model's vocabulary is "
-                f"0..{self.vocab_size - 1}; check tokenizer_path"
+            raise refused("n_samples is {}; at least 1 is needed ({})", request.n_samples, Key("gconfig.n_samples"))
+        if n_prompt == 0:
+            raise refused("the prompt has no tokens; at least one is needed")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
+            raise refused(
+                "the prompt has token ids {}..{}, the model's vocabulary is 0..{}; check {}",
+                *(min(request.prompt), max(request.prompt), self.vocab_size - 1, Key("tokenizer_path")),
             )
-        elif params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
-            problem = f"the prompt has {n_prompt} tokens, more than max_prompt_len={params.max_prompt_len}"
-        elif params.max_new_tokens < 1:
-            problem = f"max_new_tokens is {params.max_new_tokens}; at least 1 is needed (gconfig.max_new_tokens)"
-        elif max_new < 1:
-            problem = (
-                f"the prompt has {n_prompt} tokens, which leaves no room for a completion in a context of {context}; "
-                f"shorten the prompt or raise gconfig.max_tokens (the model's own limit is {self.context_len})"
+        if params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
+            key = Key("max_prompt_len")
+            raise refused("the prompt has {} tokens, more than {}={}", n_prompt, key, params.max_prompt_len)
+        if max_new < 1:
+            raise refused(
+                "the prompt has {} tokens, which leaves no room for a completion in a context of {}; "
+                "shorten the prompt or raise {} (the model's own limit is {})",
+                *(n_prompt, context, Key("gconfig.max_tokens"), self.context_len),
             )
-        elif n_prompt + max_new - 1 > self.kv_tokens:  # the last token is never an input
-            problem = (
-                f"a prompt of {n_prompt} tokens with up to {max_new} new ones does not fit the KV cache of "
-                f"{self.kv_tokens} tokens even alone; raise rollout.max_kv_tokens (or rollout.mem_fraction), or lower "
-                "gconfig.max_tokens or gconfig.max_new_tokens"
+        if n_prompt + max_new - 1 > self.kv_tokens:  # the last token is never an input
+            raise refused(
+                "a prompt of {} tokens with up to {} new ones does not fit the KV cache of {} tokens even alone; "
+                "raise {} (or {}), or lower {} or {}",
+                *(n_prompt, max_new, self.kv_tokens, Key("rollout.max_kv_tokens"), Key("rollout.mem_fraction")),
+                *(Key("gconfig.max_tokens"), Key("gconfig.max_new_tokens")),
             )
-        elif not 0 <= params.temperature < math.inf:
-            problem = f"temperature is {params.temperature}; a number of at least 0 is needed (gconfig.temperature)"
-        elif not 0 < params.top_p <= 1:
-            problem = f"top_p is {params.top_p}; it must be above 0 and at most 1 (gconfig.top_p)"
-        elif params.top_k == 0 or params.top_k < -1:
-            problem = f"top_k is {params.top_k}; use -1 for all tokens or a positive number (gconfig.top_k)"
-        elif params.stop and not self.stop_strings:
-            problem = "stop strings need a tokenizer, and there is none; use stop_token_ids"
-        else:
-            return max_new
-        raise EngineError(f"request {request.request_id} cannot be served: {problem}")
+        if params.stop and not self.stop_strings:
+            raise refused("stop strings need a tokenizer, and there is none; use {}", Key("gconfig.stop_token_ids"))
+        return max_new
+
+
+def _refused(request: GenerationRequest, why: str, *args: Any) -> EngineError:
+    return EngineError("request {} cannot be served: " + why, request.request_id, *args)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise ConfigError with every value that is out of the bounds that SamplingConfig declares."""
+    problems, known = [], {}
+    for name, value in asdict(params).items():
+        field, value = settings(SamplingParams)[name], _plain(value)
+        try:
+            known[name] = field.convert(value)
+            # A file may have numbers as text and the other way round; in a script this is a mistake.
+            if known[name] != value:
+                raise InvalidValue(f"is {show(value)}; expected {field.type_text}")
+        except InvalidValue as error:
+            known.pop(name, None)
+            problems.append(Problem(name, str(error)))
+    problems += problems_between(partial_section(SamplingParams, known))
+    if problems:
+        raise ConfigError([problem.under("SamplingParams") for problem in problems])
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's own, a tuple as a list."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(element) for element in value]
+    return value.item() if isinstance(value, np.generic) else value

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.run import DecoderConfig
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(kw_only=True)
@@ -25,13 +28,31 @@ class RoleSpec:
     offload: bool = False
     needs_head: bool = False
 
+    @property
+    def section(self) -> str:
+        """The configuration section of its micro-batches: its own where it is trained, else the actor's."""
+        return self.key.removesuffix(".path") if self.optimizer else "actor"
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a worker process runs: a device ("cpu" or "cuda:<i>") of a host."""
+
+    device: str
+    host: str = LOOPBACK
+
+    def __str__(self) -> str:
+        return self.device if self.host == LOOPBACK else f"{self.device} of {self.host}"
+
 
 @dataclass(kw_only=True)
 class EngineSpec:
     """One engine: which model, on which devices, trained how.
 
     devices: one entry per worker process, "cpu" or "cuda:<i>"; its length is the world size.
-    random_init: weights drawn from `seed` instead of read from the folder.
+    random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. Other roles are
+    read from their folders.
+    dummy_load: every model starts from such weights, and no weight file is read.
     optimizer: None builds an engine that cannot train (and allocates nothing for it).
     """
 
@@ -40,6 +61,7 @@ class EngineSpec:
     tp_size: int = 1
     dtype: str = "float32"
     random_init: bool = False
+    dummy_load: bool = False
     seed: int = 1
     attn_backend: Literal["auto", "flash", "native"] = "auto"
     gradient_checkpointing: bool = True
@@ -61,6 +83,11 @@ class EngineSpec:
         )
 
     @property
+    def addresses(self) -> list[WorkerAddress]:
+        """Of the worker processes, by rank. All of them run on the driver's own machine."""
+        return [WorkerAddress(device) for device in self.devices]
+
+    @property
     def world_size(self) -> int:
         return len(self.devices)
 
@@ -69,19 +96,38 @@ class EngineSpec:
         return self.world_size // self.tp_size
 
 
+@dataclass(frozen=True)
+class UpdateSpec:
+    """How one call of `Engine.train` cuts its rows into optimizer steps and micro-batches.
+
+    mb_spec: the rows of one forward pass; the result does not depend on it.
+    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`. Later steps
+    meet a policy that the earlier ones changed.
+    gradient_accumulation_steps: one optimizer step for every so many micro-batches, in the order of the rows. None and
+    n_minibatches=1 make one step of all rows. Set at most one of the two.
+    temperature: the one that the rows were sampled at. Models with values have none.
+    rows_per_unit: so many adjacent rows are never separated (2 for preference pairs).
+    """
+
+    mb_spec: MicroBatchSpec
+    n_minibatches: int = 1
+    gradient_accumulation_steps: int | None = None
+    temperature: float = 1.0
+    seed: int = 0
+    rows_per_unit: int = 1
+
+
 @dataclass(kw_only=True, frozen=True)
 class RolloutSpec:
-    """What a rollout phase needs: how many sequences at once, how long, and how the KV cache is sized.
+    """What a rollout phase needs.
 
-    max_running counts over all data-parallel ranks; max_len is prompt plus completion, in tokens.
+    max_running: most samples decoded at once, over all data-parallel ranks. max_len: longest prompt plus completion, in
+    tokens. decoder: memory and speed of the decoder.
     """
 
     max_running: int
     max_len: int
-    max_prefill_tokens: int = 8192
-    mem_fraction: float = 0.6
-    max_kv_tokens: int | None = None
-    eager_decode: bool = False
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
 
 
 @dataclass(kw_only=True)
@@ -107,14 +153,3 @@ class RolloutStats:
     preemptions: int = 0
     cached_prompt_tokens: int = 0  # needed no prefill, since their blocks were found
     graph_replays: int = 0
-
-    def since(self, before: RolloutStats) -> RolloutStats:
-        """The same, with what was done before taken off."""
-        return RolloutStats(
-            running=self.running,
-            waiting=self.waiting,
-            generated_tokens=self.generated_tokens - before.generated_tokens,
-            preemptions=self.preemptions - before.preemptions,
-            cached_prompt_tokens=self.cached_prompt_tokens - before.cached_prompt_tokens,
-            graph_replays=self.graph_replays - before.graph_replays,
-        )

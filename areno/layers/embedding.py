@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.layers.parallel import TensorParallel
-from areno.layers.shard import Layout, Part
+from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -19,16 +18,14 @@ class VocabParallelEmbedding(nn.Module):
     Rank r holds the tokens `first .. first + n_valid`; only the last ranks have padding below their valid rows.
     """
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
-    ):
+    def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec):
         super().__init__()
-        self.tp = tp
+        self.tp = tp = spec.tp
         self.vocab_size = vocab_size
         rows = -(-vocab_size // tp.size)
         self.first = min(tp.rank * rows, vocab_size)
         self.n_valid = min(rows, vocab_size - self.first)
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, dtype=dtype, device=device))
+        self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
 

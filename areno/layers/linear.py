@@ -1,5 +1,8 @@
 """Linear layers divided over the tensor-parallel ranks: by output (column) or by input (row).
 
+`forward` runs under autograd. The fused layers of `models/fused.py` write their backward pass out: they call `product`,
+`input_gradient` and `accumulate`, which run outside autograd.
+
 Shape letters: N tokens, I input features, O output features.
 """
 
@@ -11,36 +14,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.layers.parallel import TensorParallel
-from areno.layers.shard import Layout, Part
+from areno.kernels.matmul import add_product
+from areno.layers.shard import Layout, Part, WeightSpec
 
 
-class ColumnParallelLinear(nn.Module):
+class _Linear(nn.Module):
+    """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank."""
+
+    def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
+        super().__init__()
+        self.tp = spec.tp
+        self.weight = spec.empty(out_size, in_size)
+        self.bias = spec.empty(out_size) if bias else None
+
+    def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
+        """Add what one product contributes to the float32 gradients of weight and bias; frozen ones have none."""
+        if self.weight.requires_grad:
+            assert self.weight.grad is not None
+            add_product(self.weight.grad, grad_NO.t(), x_NI)
+        if self.bias is not None and self.bias.requires_grad:
+            assert self.bias.grad is not None
+            self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
+
+
+class ColumnParallelLinear(_Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
     Each rank holds a slice of every projection's outputs; `out_sizes` are the full sizes. The output is this rank's
     slices side by side, `local_sizes` wide. The input is the same on every rank.
     """
 
-    def __init__(
-        self,
-        in_size: int,
-        out_sizes: Sequence[int],
-        *,
-        bias: bool,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.tp = tp
-        self.local_sizes = tuple(tp.shard(size, "output features") for size in out_sizes)
-        rows = sum(self.local_sizes)
-        self.weight = nn.Parameter(torch.empty(rows, in_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype, device=device)) if bias else None
+    def __init__(self, in_size: int, out_sizes: Sequence[int], spec: WeightSpec, *, bias: bool):
+        local_sizes = tuple(spec.tp.shard(size, "output features") for size in out_sizes)
+        super().__init__(sum(local_sizes), in_size, spec, bias=bias)
+        self.local_sizes = local_sizes
         weights, biases, offset = [], [], 0
         for full, local in zip(out_sizes, self.local_sizes, strict=True):
-            place = {"offset": offset, "dim": 0, "start": tp.rank * local, "size": local}
+            place = {"offset": offset, "dim": 0, "start": self.tp.rank * local, "size": local}
             weights.append(Part((full, in_size), **place))
             biases.append(Part((full,), **place))
             offset += local
@@ -49,33 +59,38 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x_NI: Tensor) -> Tensor:
         return F.linear(self.tp.copy_in(x_NI), self.weight, self.bias)
 
+    def product(self, x_NI: Tensor) -> Tensor:
+        """As `forward`, outside autograd."""
+        return F.linear(x_NI, self.weight, self.bias)
 
-class RowParallelLinear(nn.Module):
+    def input_gradient(self, grad_NO: Tensor) -> Tensor:
+        """The gradient of x, summed over the ranks."""
+        return self.tp.all_reduce(grad_NO @ self.weight)
+
+
+class RowParallelLinear(_Linear):
     """y = x W^T + b where each rank holds a slice of the input features, as a column-parallel layer leaves them.
 
     The ranks' partial products are summed; the output is the same on every rank.
     """
 
-    def __init__(
-        self,
-        in_size: int,
-        out_size: int,
-        *,
-        bias: bool,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.tp = tp
-        local = tp.shard(in_size, "input features")
-        self.weight = nn.Parameter(torch.empty(out_size, local, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype, device=device)) if bias else None
+    def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
+        local = spec.tp.shard(in_size, "input features")
+        super().__init__(out_size, local, spec, bias=bias)
         self.layout: Layout = {
-            "weight": (Part((out_size, in_size), dim=1, start=tp.rank * local, size=local),),
+            "weight": (Part((out_size, in_size), dim=1, start=self.tp.rank * local, size=local),),
             "bias": (Part((out_size,)),),
         }
 
     def forward(self, x_NI: Tensor) -> Tensor:
         y_NO = self.tp.reduce_out(F.linear(x_NI, self.weight))
         return y_NO if self.bias is None else y_NO + self.bias
+
+    def product(self, x_NI: Tensor) -> Tensor:
+        """As `forward`, outside autograd."""
+        y_NO = self.tp.all_reduce(F.linear(x_NI, self.weight))
+        return y_NO if self.bias is None else y_NO.add_(self.bias)
+
+    def input_gradient(self, grad_NO: Tensor) -> Tensor:
+        """The gradient of this rank's slice of x."""
+        return grad_NO @ self.weight

@@ -1,6 +1,6 @@
-"""Tensor parallelism as the layers see it: a rank, a size, and four collectives with the right gradients.
+"""A group of processes that work together, and its collectives.
 
-With size 1 every function returns its input, so a model file never asks how many devices there are.
+In a group of one, every collective returns its input. So a model file never asks how many devices there are.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """This process's place among the devices that share one copy of the model."""
+class ParallelGroup:
+    """This process's rank in a group, the group's size, and its collectives.
+
+    It serves both kinds of parallelism. The ranks of a tensor-parallel group hold the shards of one copy of the model.
+    The ranks of a data-parallel group hold the same shard of different copies. `copy_in` and `reduce_out` are for the
+    layers of a tensor-parallel group.
+    """
 
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed process group; None when size is 1
 
     def shard(self, total: int, what: str) -> int:
-        """`total` split evenly over the ranks; `what` names the dimension in the error."""
+        """`total` divided by the ranks. ValueError, which calls it `what`, where they do not divide it."""
         if total % self.size:
-            raise ValueError(f"{what} ({total}) is not divisible by engine.tp_size={self.size}")
+            raise ValueError(f"{what} ({total}) is not divisible by the {self.size} ranks of the group")
         return total // self.size
 
     def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
-        """Sum (or `op`) over the ranks, in place, outside autograd."""
+        """Sum x over the ranks (or reduce it by the ReduceOp `op`), in place and outside autograd. Returns x."""
         if self.size > 1:
             dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=self.group)
         return x
 
     def copy_in(self, x: Tensor) -> Tensor:
-        """Identity forward, sum of gradients backward: before a column-parallel layer."""
+        """Identity in the forward pass, sum of the gradients in the backward pass: before a column-parallel layer."""
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Sum forward, identity backward: after a row-parallel layer."""
+        """Sum in the forward pass, identity in the backward pass: after a row-parallel layer."""
         return x if self.size == 1 else _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -52,7 +57,7 @@ class TensorParallel:
 
 class _CopyIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         ctx.tp = tp
         return x.view_as(x)
 
@@ -63,7 +68,7 @@ class _CopyIn(torch.autograd.Function):
 
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
         return tp.all_reduce(x.clone())
 
     @staticmethod

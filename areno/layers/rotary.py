@@ -6,48 +6,27 @@ Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How a model stretches its frequencies to reach beyond the context it was first trained on.
-
-    linear: all frequencies divided by `factor`. llama3: wavelengths above original_max_positions / low_freq_factor are
-    stretched by `factor`, those below original_max_positions / high_freq_factor kept, the ones between interpolated.
-    """
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+from areno.layers.rope_config import Rope
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Base of the frequencies and their scaling."""
-
-    theta: float
-    scaling: RopeScaling | None = None
-
-    def frequencies(self, head_dim: int) -> Tensor:
-        """(F,) float32 on the CPU: radians turned at each position."""
-        exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        freqs_F = 1.0 / (self.theta**exponents_F)
-        scaling = self.scaling
-        if scaling is None:
-            return freqs_F
-        if scaling.kind == "linear":
-            return freqs_F / scaling.factor
-        wavelengths_F = 2 * math.pi / freqs_F
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        smooth_F = ((scaling.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - smooth_F) * freqs_F / scaling.factor + smooth_F * freqs_F
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """(F,) float32 on the CPU: radians turned from one position to the next."""
+    exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    freqs_F = 1.0 / (rope.theta**exponents_F)
+    scaling = rope.scaling
+    if scaling is None:
+        return freqs_F
+    if scaling.kind == "linear":
+        return freqs_F / scaling.factor
+    wavelengths_F = 2 * math.pi / freqs_F
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    smooth_F = ((scaling.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth_F) * freqs_F / scaling.factor + smooth_F * freqs_F
 
 
 class Rotary(nn.Module):
@@ -57,7 +36,7 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: Rope, head_dim: int, *, device: torch.device | str):
         super().__init__()
-        self.register_buffer("freqs_F", rope.frequencies(head_dim).to(device), persistent=False)
+        self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:

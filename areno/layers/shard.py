@@ -5,14 +5,27 @@ A parameter may hold several checkpoint tensors one below the other (fused q, k,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How every layer of a model makes its weights on this rank. tp: the ranks that share one copy of the model."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+    tp: ParallelGroup = field(default_factory=ParallelGroup)
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """A parameter with uninitialised values."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Part:
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
 
-    def gather(self, parameter: Tensor, tp: TensorParallel) -> Tensor:
+    def gather(self, parameter: Tensor, tp: ParallelGroup) -> Tensor:
         """The full checkpoint tensor, on every rank. A collective call when `dim` is not None."""
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:

@@ -5,11 +5,10 @@ Shape letters: K positions, D hidden size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.layers.shard import Layout, Part
+from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class ValueHead(nn.Module):
@@ -19,9 +18,9 @@ class ValueHead(nn.Module):
     gradients need no collective, as those of the final norm before it.
     """
 
-    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str):
+    def __init__(self, hidden_size: int, spec: WeightSpec):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
+        self.weight = spec.empty(1, hidden_size)
         self.layout: Layout = {"weight": (Part((1, hidden_size)),)}
 
     def forward(self, hidden_KD: Tensor) -> Tensor:

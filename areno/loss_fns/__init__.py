@@ -41,24 +41,20 @@ if TYPE_CHECKING:
     from areno.loss_fns.shaping import overlong_penalty, shape_rewards
     from areno.loss_fns.value import value_loss_fn
 
-_HOME = {
-    "DataPack": "pack",
-    "behave_weights": "correction",
-    "dpo_loss_fn": "dpo",
-    "explained_variance": "advantages",
-    "gae": "advantages",
-    "group_advantages": "advantages",
-    "grpo_loss_fn": "grpo",
-    "gspo_loss_fn": "gspo",
-    "kl_array": "kl",
-    "m2_keep": "correction",
-    "normalize_tokens": "advantages",
-    "overlong_penalty": "shaping",
-    "ppo_loss_fn": "ppo",
-    "sft_loss_fn": "sft",
-    "shape_rewards": "shaping",
-    "value_loss_fn": "value",
+_NAMES = {
+    "advantages": ("explained_variance", "gae", "group_advantages", "normalize_tokens"),
+    "correction": ("behave_weights", "m2_keep"),
+    "dpo": ("dpo_loss_fn",),
+    "grpo": ("grpo_loss_fn",),
+    "gspo": ("gspo_loss_fn",),
+    "kl": ("kl_array",),
+    "pack": ("DataPack",),
+    "ppo": ("ppo_loss_fn",),
+    "sft": ("sft_loss_fn",),
+    "shaping": ("overlong_penalty", "shape_rewards"),
+    "value": ("value_loss_fn",),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

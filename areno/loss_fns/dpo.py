@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from areno.errors import DataError
 from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy_stats import entropy_stats
+from areno.loss_fns.policy import entropy_stats
 
 LossType = Literal["sigmoid", "ipo"]
 
@@ -36,12 +36,12 @@ def dpo_loss_fn(
     beta * h / L, which is what it compares); margin: their difference; accuracy: share of pairs whose margin is
     positive, one of exactly 0 counting half; logps_chosen, logps_rejected: summed log-probabilities.
 
-    Train with granularity=2; DataError where pairs could have been torn apart, or where a row has no trained token.
+    Train with rows_per_unit=2; DataError where pairs could have been torn apart, or where a row has no trained token.
     """
-    if pack.granularity != 2:
+    if pack.rows_per_unit != 2:
         raise DataError(
-            f"DPO trains on pairs of rows, chosen and rejected in turn, but granularity is {pack.granularity}; "
-            "train with granularity=2"
+            f"DPO trains on pairs of rows, chosen and rejected in turn, but rows_per_unit is {pack.rows_per_unit}; "
+            "train with rows_per_unit=2"
         )
     lengths_R = pack.row_lengths()
     if pack.n_rows % 2 or not bool((lengths_R > 0).all()):

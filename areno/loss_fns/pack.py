@@ -37,7 +37,7 @@ class DataPack:
     weights: Tensor | None = None  # (N,) float32, factor on each token's policy loss; None is 1 everywhere
     rewards: Tensor | None = None  # (R,) float32
     staleness: Tensor | None = None  # (R,) float32, optimizer steps since the row was sampled
-    granularity: int = 1  # rows that belong together: the pack holds whole units of so many adjacent rows
+    rows_per_unit: int = 1  # so many adjacent rows belong together; the pack holds whole units of them
     entropy: Tensor | None = None  # (N,) float32 of the current policy, detached; 0 outside loss_mask
     # Where loss_mask is True: (T,) int64. Indexing with it, unlike with the mask, does not make the host wait for the
     # device, so the backend gives the one it knows anyway; None derives it.
@@ -49,7 +49,7 @@ class DataPack:
 
     def need(self, name: str) -> Tensor:
         """The per-token tensor `name`. DataError where the rows did not bring it."""
-        value = getattr(self, name)
+        value = vars(self)[name]
         if value is None:
             field_name = {"old_logprobs": "logprobs"}.get(name, name)
             raise DataError(f"this loss needs {name}, but the rows have none; set TrainSequence.{field_name}")

@@ -1,10 +1,4 @@
-"""The token-level policy loss that GRPO, PPO and their variants share, and the KL term that GSPO shares too.
-
-    loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t )
-
-r_t: importance ratio of the token, or of its row; A_t: its advantage; w_t: `pack.weights`, a factor on the policy term
-and never on the KL. Which paper chose which surrogate, ratio and reduction: docs/algorithms.md.
-"""
+"""What the policy losses share: their statistics, and the KL term."""
 
 from __future__ import annotations
 
@@ -13,62 +7,26 @@ from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator, kl_per_token
 from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy_stats import policy_stats
-from areno.loss_fns.ratio import ImportanceLevel, ProxMethod, bounded, sequence_log_ratio, token_log_ratio
 from areno.loss_fns.reduction import Reduction, reduce_tokens
-from areno.loss_fns.surrogates import Surrogate, cispo_surrogate, clipped_surrogate, sapo_surrogate
 
 
-def token_policy_loss(
-    pack: DataPack,
-    logprobs: Tensor,
-    *,
-    reduction: Reduction,
-    c_clip: float | None,
-    clip_eps: float = 0.2,
-    clip_eps_higher: float | None = None,
-    norm_length: float | None = None,
-    kl_coef: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    importance_sampling_level: ImportanceLevel = "token",
-    surrogate: Surrogate = "clip",
-    sapo_tau_pos: float = 1.0,
-    sapo_tau_neg: float = 1.05,
-    prox_logp_method: ProxMethod = "recompute",
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """This micro-batch's share of the step's loss, and statistics.
+def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
+    """advantages, log_ratio: (T,). All results are 0-dim shares of means over the step's trained tokens.
 
-    logprobs: (N,) of the trained policy, differentiable. Needs old_logprobs and advantages; ref_logprobs where kl_coef
-    is not 0; staleness for prox_logp_method "loglinear" (`ratio.token_log_ratio`). `pack.weights` multiply.
-
-    reduction, norm_length: `reduction.reduce_tokens`; policy term and KL are reduced alike.
-    clip_eps, clip_eps_higher: of surrogates "clip" and "cispo"; c_clip: of "clip"; sapo_tau_*: of "sapo".
-    importance_sampling_level: "sequence" gives each token its row's ratio (GSPO-token, `ratio.sequence_log_ratio`).
+    advantage_mean; approx_kl: KL(sampling policy || trained policy) by the estimator r - log r - 1 with r = trained /
+    sampling, how far the policy has moved since the rows were sampled; entropy where the pack has it.
     """
-    logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
-    log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
-    stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
-    if importance_sampling_level == "sequence":
-        log_ratio_T = sequence_log_ratio(pack, log_ratio_T, logprobs_T)
-    elif importance_sampling_level != "token":
-        raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
-    ratio_T = torch.exp(bounded(log_ratio_T))
+    log_ratio = log_ratio.detach()
+    stats = {
+        "advantage_mean": pack.token_mean(advantages),
+        "approx_kl": pack.token_mean(torch.expm1(log_ratio) - log_ratio),
+    }
+    return stats | entropy_stats(pack)
 
-    if surrogate == "clip":
-        policy_T, how_T = clipped_surrogate(ratio_T, advantages_T, clip_eps, clip_eps_higher, c_clip)
-    elif surrogate == "cispo":
-        policy_T, how_T = cispo_surrogate(ratio_T, advantages_T, logprobs_T, clip_eps, clip_eps_higher)
-    elif surrogate == "sapo":
-        policy_T, how_T = sapo_surrogate(ratio_T, advantages_T, sapo_tau_pos, sapo_tau_neg)
-    else:
-        raise ValueError(f"surrogate is {surrogate!r}; expected clip, cispo or sapo")
-    if weights_T is not None:
-        policy_T = policy_T * weights_T
-        stats["weights"] = weights_T.detach()
 
-    policy_loss = reduce_tokens(pack, policy_T, reduction, norm_length)
-    stats |= surrogate_stats({name: pack.token_mean(value) for name, value in how_T.items()}, policy_loss, ratio_T)
-    return add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, reduction, norm_length)
+def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
+    """the entropy of the next-token distribution, mean over the step's trained tokens, in nats."""
+    return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy))}
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:

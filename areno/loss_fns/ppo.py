@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from torch import Tensor
+from areno.loss_fns.grpo import grpo_loss_fn
 
-from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy import token_policy_loss
-from areno.loss_fns.reduction import Reduction
+ppo_loss_fn = partial(grpo_loss_fn, reduction="token_mean", c_clip=3.0)
+"""Clipped surrogate of the token ratio exp(logprobs - old_logprobs), mean over the tokens of the step.
 
-
-def ppo_loss_fn(
-    pack: DataPack,
-    logprobs: Tensor,
-    *,
-    reduction: Reduction = "token_mean",
-    c_clip: float | None = 3.0,
-    **settings: Any,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate of the token ratio exp(logprobs - old_logprobs), mean over the tokens of the step.
-
-    The advantages come from `advantages.gae`; the critic has its own loss, `value.value_loss_fn`. The other settings,
-    with their defaults, are those of `policy.token_policy_loss`.
-    """
-    return token_policy_loss(pack, logprobs, reduction=reduction, c_clip=c_clip, **settings)
+It is the loss of GRPO with another reduction and a dual clip; other settings can be given as to `grpo_loss_fn`. What
+makes it PPO are its advantages, which come from a critic (`advantages.gae`). The critic has a loss of its own,
+`value.value_loss_fn`.
+"""

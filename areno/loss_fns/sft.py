@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy_stats import entropy_stats
+from areno.loss_fns.policy import entropy_stats
 
 
 def sft_loss_fn(pack: DataPack, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -35,3 +35,12 @@ def copy_companions(sources: Sequence[Path], folder: Path) -> None:
                     shutil.copyfile(path, folder / path.name)
             if found:
                 break
+
+
+def is_replaceable(folder: Path) -> bool:
+    """Whether what stands there is an empty folder, or a model's files and nothing else that could be of value."""
+    if not folder.is_dir():
+        return False
+    names = {entry.name for entry in folder.iterdir()}
+    others = {name for name in names - {"config.json", *TOKENIZER, *GENERATION} if ".safetensors" not in name}
+    return not names or ("config.json" in names and not others)

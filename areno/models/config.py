@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from areno.errors import CheckpointError
-from areno.layers.rotary import Rope, RopeScaling
+from areno.layers.rope_config import Rope, RopeScaling
 
 FamilyName = Literal["qwen3", "llama", "qwen2"]
 HeadName = Literal["lm", "value"]
@@ -74,11 +74,11 @@ def read_decoder(
     eos_token_ids: tuple[int, ...],
     *,
     family: FamilyName,
-    default_head_dim: int | None,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
-    qk_norm: bool,
+    default_head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
 ) -> TransformerConfig:
     """The fields that all families share; what they do not share is passed in.
 

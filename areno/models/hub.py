@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from areno.errors import CheckpointError
+from areno.errors import CheckpointError, Key
 
+MODEL = Key("actor.path")  # where a model commonly comes from; callers with another setting rename it
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 TIMEOUT_S = 5.0  # for the one question asked before a download, so that a machine without network is told quickly
@@ -21,10 +22,10 @@ def resolve(path: str | Path) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"{path} is a file, expected a Hugging Face model folder (actor.path)")
+        raise CheckpointError("{} is a file, expected a Hugging Face model folder ({})", path, MODEL)
     if not HUB_ID.fullmatch(str(path)):
         raise CheckpointError(
-            f"{path} does not exist; expected a local model folder or a hub id `owner/name` (actor.path)"
+            "{} does not exist; expected a local model folder or a hub id `owner/name` ({})", path, MODEL
         )
     return _download(str(path))
 
@@ -38,20 +39,23 @@ def _download(repo: str) -> Path:
     try:
         revision = api.model_info(repo, timeout=TIMEOUT_S).sha
     except GatedRepoError as error:
-        raise CheckpointError(f"the hub refuses {repo}: accept its terms there and set HF_TOKEN") from error
+        raise CheckpointError("the hub refuses {}: accept its terms there and set HF_TOKEN", repo) from error
     except RepositoryNotFoundError as error:
-        message = f"{repo} is neither a local folder nor a repository that the hub shows us; check actor.path"
-        raise CheckpointError(message) from error
+        message = "{} is neither a local folder nor a repository that the hub shows us; check {}"
+        raise CheckpointError(message, repo, MODEL) from error
     except Exception as error:  # the client raises whatever its transport does
         try:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
             raise CheckpointError(
-                f"{repo} is not a local folder, is not in the local cache, and the hub cannot be reached "
-                f"({type(error).__name__}); pass a local path: actor.path=/path/to/model"
+                "{} is not a local folder, is not in the local cache, and the hub cannot be reached ({}); "
+                "pass a local path: {}=/path/to/model",
+                repo,
+                type(error).__name__,
+                MODEL,
             ) from error
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
     except Exception as error:
-        message = f"download of {repo} failed: {error}; run again to continue it, or pass a local path (actor.path)"
-        raise CheckpointError(message) from error
+        message = "download of {} failed: {}; run again to continue it, or pass a local path ({})"
+        raise CheckpointError(message, repo, error, MODEL) from error

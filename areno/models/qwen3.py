@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from areno.models.config import RawConfig, TransformerConfig, read_decoder
-from areno.models.family import Family
-from areno.models.llama import LAYER_NAMES, NAMES
+from areno.models.family import LAYER_NAMES, Family
 
 
 def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
@@ -17,7 +16,6 @@ def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
         default_head_dim=128,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        mlp_bias=False,
         qk_norm=True,
     )
 
@@ -27,8 +25,6 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     value_architecture="Qwen3ForSequenceClassification",
     read=read,
-    names=NAMES,
-    layers_prefix="model.layers",
     layer_names={
         **LAYER_NAMES,
         "attention.q_norm": ("self_attn.q_norm",),

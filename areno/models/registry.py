@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from areno.errors import CheckpointError, ConfigError, Problem
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
+from areno.layers.shard import WeightSpec
 from areno.models.config import HeadName, RawConfig, TransformerConfig
 from areno.models.family import Family
-from areno.models.hub import resolve
+from areno.models.hub import MODEL, resolve
 from areno.models.llama import LLAMA
 from areno.models.qwen2 import QWEN2
 from areno.models.qwen3 import QWEN3
@@ -34,15 +35,18 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     folder = resolve(path)
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no config.json; expected a Hugging Face model folder (actor.path)")
+        raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
     raw = RawConfig(_read_json(file), str(file))
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
     elif head == "lm" and has_value_head:
         raise CheckpointError(
-            f"{raw.origin}: architectures is {raw.values['architectures']!r}, a model that gives scores and no next "
-            "token; expected a causal language model (...ForCausalLM) in actor.path"
+            "{}: architectures is {!r}, a model that gives scores and no next token; expected a causal language model "
+            "(...ForCausalLM) in {}",
+            raw.origin,
+            raw.values["architectures"],
+            MODEL,
         )
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
@@ -68,17 +72,13 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
 
 
 def build_model(
-    config: TransformerConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    tp: TensorParallel | None = None,
+    config: TransformerConfig, *, dtype: torch.dtype, device: torch.device | str, tp: ParallelGroup | None = None
 ) -> Transformer:
     """The model with uninitialised weights, this rank's shards only. ConfigError where the ranks do not divide it."""
-    tp = tp or TensorParallel()
+    tp = tp or ParallelGroup()
     if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
-    return Transformer(config, FAMILIES[config.family], dtype=dtype, device=device, tp=tp)
+    return Transformer(config, FAMILIES[config.family], WeightSpec(dtype, device, tp))
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:
@@ -104,15 +104,22 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
     if not has_value_head:
         found = raw.values.get("architectures") or raw.values.get("model_type")
         raise CheckpointError(
-            f"{raw.origin}: architectures is {found!r}, which has no trained value head; expected a reward model in "
-            f"actor.path: {_value_architectures()}, with one label"
+            "{}: architectures is {!r}, which has no trained value head; expected a reward model in {}: {}, with one "
+            "label",
+            raw.origin,
+            found,
+            MODEL,
+            _value_architectures(),
         )
     # transformers writes the number of labels as id2label, and nothing where it is its default of two.
     n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2)
     if n_labels != 1:
         raise CheckpointError(
-            f"{raw.origin}: the model has {n_labels} labels (id2label), expected 1; a critic or reward model gives one "
-            "number, choose another model in actor.path"
+            "{}: the model has {} labels (id2label), expected 1; a critic or reward model gives one number, choose "
+            "another model in {}",
+            raw.origin,
+            n_labels,
+            MODEL,
         )
 
 

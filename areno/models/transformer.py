@@ -9,94 +9,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from areno.layers.attention import Attend
+from areno.kernels.backend import use_triton
+from areno.layers.attention import Attend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
-from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
-from areno.layers.parallel import TensorParallel
-from areno.layers.rotary import Rotary, rotate
-from areno.layers.shard import Part
+from areno.layers.rotary import Rotary
+from areno.layers.shard import Part, WeightSpec
 from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
 from areno.models.family import Family
-from areno.models.fused import fused_layer, fused_norm, kernels_for
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rope; the keys of all tokens are the business of `attend`."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        index: int,
-        *,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.index = index
-        self.head_dim = config.head_dim
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size, (q_size, kv_size, kv_size), bias=config.qkv_bias, tp=tp, dtype=dtype, device=device
-        )
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype, device=device, tp=tp)
-        self.out = RowParallelLinear(q_size, config.hidden_size, bias=config.o_bias, tp=tp, dtype=dtype, device=device)
-
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.qkv(x_ND).split(self.qkv.local_sizes, dim=-1)
-        q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
-        out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC)
-        return self.out(out_NHC.flatten(-2))
-
-
-class MLP(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202."""
-
-    def __init__(
-        self, config: TransformerConfig, *, tp: TensorParallel, dtype: torch.dtype, device: torch.device | str
-    ):
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up = ColumnParallelLinear(hidden, (inner, inner), bias=bias, tp=tp, dtype=dtype, device=device)
-        self.down = RowParallelLinear(inner, hidden, bias=bias, tp=tp, dtype=dtype, device=device)
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        gate, up = self.gate_up(x_ND).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        index: int,
-        *,
-        tp: TensorParallel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.attention = Attention(config, index, tp=tp, dtype=dtype, device=device)
-        self.post_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = MLP(config, tp=tp, dtype=dtype, device=device)
-
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)
-        return x_ND + self.mlp(self.post_norm(x_ND))
+from areno.models.layer import Layer
 
 
 class Transformer(nn.Module):
@@ -104,31 +28,21 @@ class Transformer(nn.Module):
     embedding is one parameter. Norm weights and biases have one dimension, matrices two.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        family: Family,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        tp: TensorParallel,
-    ):
+    def __init__(self, config: TransformerConfig, family: Family, spec: WeightSpec):
         super().__init__()
         self.config = config
         self.family = family
-        self.tp = tp
+        self.tp = spec.tp
         vocab, size = config.vocab_size, config.hidden_size
-        self.embed = VocabParallelEmbedding(vocab, size, tp=tp, dtype=dtype, device=device)
-        self.rotary = Rotary(config.rope, config.head_dim, device=device)
-        self.layers = nn.ModuleList(
-            Layer(config, index, tp=tp, dtype=dtype, device=device) for index in range(config.num_layers)
-        )
-        self.final_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
+        self.embed = VocabParallelEmbedding(vocab, size, spec)
+        self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
+        self.layers = nn.ModuleList(Layer(config, index, family.make_mlp, spec) for index in range(config.num_layers))
+        self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
         self.head = self.score = None
         if config.head == "value":
-            self.score = ValueHead(size, dtype=dtype, device=device)
+            self.score = ValueHead(size, spec)
         elif not config.tie_word_embeddings:
-            self.head = VocabParallelEmbedding(vocab, size, tp=tp, dtype=dtype, device=device)
+            self.head = VocabParallelEmbedding(vocab, size, spec)
 
     def forward(
         self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, recompute: bool = False, n_kept: int = 0
@@ -142,7 +56,10 @@ class Transformer(nn.Module):
         cos, sin = self.rotary(positions_N)
         x_ND = self.embed(tokens_N)
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
-        if kernels_for(self, x_ND, attend):
+        if self.runs_fused(attend):
+            # Imported here, since it needs Triton.
+            from areno.models.fused import fused_layer, fused_norm
+
             x_ND, delta_ND = x_ND.float(), None
             for index, layer in enumerate(self.layers):
                 keep = index >= n_recomputed
@@ -155,6 +72,20 @@ class Transformer(nn.Module):
             else:
                 x_ND = layer(x_ND, cos, sin, attend)
         return self.final_norm(x_ND)
+
+    def runs_fused(self, attend: Attend) -> bool:
+        """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
+
+        With gradients, every parameter that is not frozen needs a float32 `grad` to accumulate in, and attention a
+        backward pass that can be called.
+        """
+        if not use_triton(self.embed.weight):
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        grads = [parameter.grad for parameter in self.parameters() if parameter.requires_grad]
+        buffered = all(grad is not None and grad.dtype == torch.float32 for grad in grads)
+        return buffered and isinstance(attend, PackedAttend)
 
     @property
     def device(self) -> torch.device:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areno.errors import CheckpointError
+from areno.errors import CheckpointError, Key
+from areno.files.durable import sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.shard import Part
 from areno.models.companions import copy_companions
@@ -82,7 +83,8 @@ def save_weights(
 ) -> None:
     """Write a folder that `transformers` loads: config.json, safetensors files, and the companions of `source`.
 
-    Every tensor-parallel rank calls it; rank 0 writes. `folder` is made if need be and is the caller's to make atomic.
+    Every tensor-parallel rank calls it; rank 0 writes, and all files are on the disk when it returns. `folder` is made
+    if need be; to make it appear whole or not at all is the caller's task.
     source: folders or hub ids whose tokenizer, chat template and generation settings are carried along; the first that
     has them counts.
     dtype: of the written weights; None keeps the model's. max_shard_bytes: weights beyond it go into several files.
@@ -113,6 +115,9 @@ def save_weights(
                 save_file(tensors, folder / name, metadata={"format": "pt"})
                 # safetensors makes its files readable by their owner only; give them what config.json got
                 (folder / name).chmod((folder / "config.json").stat().st_mode & 0o777)
+    with _written_by_rank_0(model, folder) as writes:
+        if writes:
+            sync_tree(folder)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -128,8 +133,12 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         )
     else:
         raise CheckpointError(
-            f"{folder} has no weights: looked for {SINGLE} and {INDEX}; download the model again (only the actor can "
-            "start from random weights in the shape of its config.json: actor.init_from_scratch=true)"
+            "{} has no weights: looked for {} and {}; download the model again (only the actor can start from random "
+            "weights in the shape of its config.json: {}=true)",
+            folder,
+            SINGLE,
+            INDEX,
+            Key("actor.init_from_scratch"),
         )
     file_of: dict[str, Path] = {}
     for file in files:
@@ -237,5 +246,6 @@ def _written_by_rank_0(model: Transformer, folder: Path) -> Iterator[bool]:
     if model.tp.all_reduce(failed).item():
         reason = f": {failure}" if failure else ""
         raise CheckpointError(
-            f"cannot write the model to {folder}{reason}; free some space or choose another folder with saver.path"
-        ) from failure
+            "cannot write the model to {}{}; free some space or choose another folder with {}",
+            folder, reason, Key("saver.path"),
+        ) from failure  # fmt: skip

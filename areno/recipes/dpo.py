@@ -1,20 +1,71 @@
-"""DPO: Direct Preference Optimization (arXiv 2305.18290) on {prompt, chosen, rejected} rows, and IPO as a setting.
+"""DPO: Direct Preference Optimization (arXiv 2305.18290) on {prompt, chosen, rejected} rows, and IPO (2310.12036).
 
     python -m areno.recipes.dpo --config-name=quickstart_dpo
 
-The reference scores every pair once, before training; with ref.path=null it is the actor as it starts. The loss raises
-the log-probability of the chosen answer against that of the rejected one, both relative to the reference; actor.beta
-says how dear it is to move away from it.
+    h    = sum over the answer's tokens of log(policy / ref)
+    loss = mean over pairs of -log sigmoid(beta (h_chosen - h_rejected))        (2305.18290 eq. 7; IPO: loss_type=ipo)
+
+The reference scores every pair once, before training. With ref.path=null the reference is the actor as it starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import DPOConfig
+from areno.config.experiments import LossFn, PreferenceExperimentConfig
+from areno.config.fields import check, setting
+from areno.config.models import ModelConfig
+from areno.errors import Problem
+
+
+@dataclass(kw_only=True)
+class DPOActorConfig(ModelConfig):
+    """The actor of DPO, with the settings of its loss."""
+
+    beta: float = setting(
+        0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0, flag="--dpo-beta"
+    )
+    loss_type: Literal["sigmoid", "ipo"] = setting(
+        "sigmoid",
+        help="sigmoid is DPO (2305.18290 eq. 7). ipo is IPO (2310.12036 eq. 17), with log-probabilities averaged "
+        "over tokens",
+    )
+    label_smoothing: float = setting(
+        0.0,
+        help="Assumed probability that chosen and rejected are swapped (conservative DPO). For sigmoid only",
+        ge=0,
+        lt=0.5,
+    )
+
+    @check
+    def smoothing_has_a_loss(self) -> Iterator[Problem]:
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            yield Problem(
+                "label_smoothing",
+                f"is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0",
+            )
+
+
+@dataclass(kw_only=True)
+class DPOConfig(PreferenceExperimentConfig):
+    """Direct Preference Optimization, on pairs of answers."""
+
+    actor: DPOActorConfig = setting(help="The model that is trained")
+
+    def loss_fn(self) -> LossFn:
+        from areno.loss_fns import dpo_loss_fn
+
+        actor = self.actor
+        return partial(dpo_loss_fn, beta=actor.beta, label_smoothing=actor.label_smoothing, loss_type=actor.loss_type)
+
 
 ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop="dpo", default="quickstart_dpo")
 
 if __name__ == "__main__":
-    from areno.config.command import run_recipe
+    from areno.launch import run_recipe
 
     run_recipe("areno.recipes.dpo")

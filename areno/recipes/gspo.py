@@ -2,32 +2,71 @@
 
     python -m areno.recipes.gspo --config-name=gsm8k actor.path=<model folder>
 
-Each step samples `gconfig.n_samples` completions for each prompt, scores them, and normalises rewards within the group.
-The ratio to the sampling policy is that of the whole sequence, s = exp(mean log-ratio of its tokens), clipped at
-1 ± actor.eps_clip (eq. 5-7). Beside the paper, and off by default: an upper clip of its own (eps_clip_higher), a dual
-clip (c_clip), and a KL to a reference (kl_ctl).
+    A_i  = (R_i - mean R) / (std R + eps)        over the samples of a prompt
+    s_i  = exp(mean_t log(pi_t / pi_old_t))      one ratio for the whole sequence
+    loss = mean_i -min(s_i A_i, clip(s_i, 1 - eps_clip, 1 + eps_clip) A_i) + kl_ctl KL(pi || ref)        (eq. 5-7)
+
+Not in the paper, and off by default: an upper clip of its own (eps_clip_higher), a dual clip (c_clip), the KL (kl_ctl).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import GSPOConfig
+from areno.config.experiments import KLExperimentConfig, LossFn
+from areno.config.fields import check, setting
+from areno.config.models import PolicyConfig
+from areno.errors import Problem
 
 
-def loss_fn(config: GSPOConfig) -> Callable[..., Any]:
-    """The loss function that the settings describe."""
-    from areno.loss_fns import gspo_loss_fn
+@dataclass(kw_only=True)
+class GSPOActorConfig(PolicyConfig):
+    """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
-    return partial(gspo_loss_fn, **config.actor.loss_settings(config.gconfig.max_new_tokens))
+    eps_clip: float = setting(
+        3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
+    )
+
+    @check
+    def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
+        if self.prox_logp_method == "loglinear":
+            yield Problem(
+                "prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe"
+            )
 
 
-ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop="policy_only", loss_fn=loss_fn)
+@dataclass(kw_only=True)
+class GSPOConfig(KLExperimentConfig):
+    """Group Sequence Policy Optimization, sequence ratios."""
+
+    actor: GSPOActorConfig = setting(help="The policy")
+
+    def advantages(self, rows: Any, groups: Any) -> Any:
+        from areno.api.trainers.rows import outcome_advantages
+
+        return outcome_advantages(rows, groups, self.actor)
+
+    def loss_fn(self) -> LossFn:
+        from areno.loss_fns import gspo_loss_fn
+
+        actor = self.actor
+        return partial(
+            gspo_loss_fn,
+            clip_eps=actor.eps_clip,
+            clip_eps_higher=actor.eps_clip_higher,
+            c_clip=actor.c_clip,
+            kl_coef=actor.kl_in_loss,
+            kl_estimator=actor.kl_estimator,
+        )
+
+
+ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop="policy_only")
 
 if __name__ == "__main__":
-    from areno.config.command import run_recipe
+    from areno.launch import run_recipe
 
     run_recipe("areno.recipes.gspo")

@@ -2,34 +2,91 @@
 
     python -m areno.recipes.ppo --config-name=gsm8k actor.path=<model folder>
 
-Each step samples completions, scores them by reward.fn, by the reward model reward.path, or both, and values every
-response token with the critic. Advantages are generalised advantage estimates (arXiv 1506.02438), whitened over the
-batch. The critic, a transformer body with one output for each token, is trained on the same rows; it starts from the
-actor's body, or from critic.path, and for critic.warmup_steps it is trained alone.
+    d_t  = R_t + discount V_(t+1) - V_t          the critic's error at each token
+    A_t  = sum_k (discount gae_lambda)^k d_(t+k), then whitened over the batch        (GAE, arXiv 1506.02438)
+    r_t  = pi_t / pi_old_t                       one ratio for each token
+    loss = mean over tokens of -min(r_t A_t, clip(r_t, 1 - eps_clip, 1 + eps_clip) A_t) + kl_ctl KL(pi || ref)
+
+A dual clip (c_clip, arXiv 1912.09729) bounds the loss of negative advantages. The critic learns the returns A_t + V_t
+by a clipped squared error (areno.loss_fns.value_loss_fn).
+
+Rewards come from reward.fn, from the reward model reward.path, or from both. The critic is a transformer body with one
+output for each token. It starts from the actor's body, or from critic.path, and trains alone for critic.warmup_steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import PPOConfig
+from areno.config.experiments import CriticExperimentConfig, LossFn
+from areno.config.fields import check, setting
+from areno.config.models import NormConfig, RefConfig, TokenPolicyConfig
+from areno.errors import Problem
+from areno.recipes.grpo import token_loss_settings
 
 
-def loss_fn(config: PPOConfig) -> Callable[..., Any]:
-    """The loss function that the settings describe; the critic has its own."""
-    from areno.loss_fns import ppo_loss_fn
+@dataclass(kw_only=True)
+class PPOActorConfig(TokenPolicyConfig):
+    """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
 
-    return partial(ppo_loss_fn, **config.actor.loss_settings(config.gconfig.max_new_tokens))
+    c_clip: float | None = setting(
+        3.0,
+        help="Dual clip (1912.09729): bounds the loss of negative advantages",
+        gt=1,
+        flag="--clip-ratio-c",
+    )
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
+        "token_mean",
+        help="How token losses become one number, as in the GRPO paper, DAPO or Dr.GRPO (sum / max_new_tokens)",
+    )
+    kl_ctl: float = setting(0.001, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    adv_norm: NormConfig | None = setting(
+        factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
+        help="Normalisation of the advantages over the response tokens (whitening). null: as they are",
+    )
+    discount: float = setting(1.0, help="Discount of later rewards, per token", gt=0, le=1, flag="--gamma")
+    gae_lambda: float = setting(
+        0.95, help="Lambda of GAE. 0 relies on the critic, 1 on the rewards", ge=0, le=1, flag="--lam"
+    )
+
+    @check
+    def leave_one_out_is_for_samples(self) -> Iterator[Problem]:
+        if self.adv_norm is not None and self.adv_norm.mean_leave1out:
+            yield Problem("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
+
+    @check
+    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
+        if not self.is_default("c_clip"):  # the default of this recipe gives way to another surrogate
+            yield from super().dual_clip_has_a_clip()
 
 
-ALGORITHM = Algorithm(
-    name="ppo", config=PPOConfig, loop="ppo", loss_fn=loss_fn, roles=("critic",), default="quickstart_ppo"
-)
+@dataclass(kw_only=True)
+class PPOConfig(CriticExperimentConfig):
+    """Proximal Policy Optimization, with a critic."""
+
+    actor: PPOActorConfig = setting(help="The policy")
+    ref: RefConfig | None = setting(
+        factory=RefConfig, help="Frozen reference model for the KL. null: none, which needs actor.kl_ctl=0"
+    )
+
+    def advantages(self, rows: Any, groups: Any) -> Any:
+        from areno.api.trainers.rows import critic_advantages
+
+        return critic_advantages(rows, groups, self.actor)
+
+    def loss_fn(self) -> LossFn:
+        from areno.loss_fns import ppo_loss_fn
+
+        return partial(ppo_loss_fn, **token_loss_settings(self.actor, self.gconfig.max_new_tokens))
+
+
+ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop="ppo", default="quickstart_ppo")
 
 if __name__ == "__main__":
-    from areno.config.command import run_recipe
+    from areno.launch import run_recipe
 
     run_recipe("areno.recipes.ppo")

@@ -1,18 +1,31 @@
 """SFT: supervised fine-tuning on {prompt, response} or {messages} rows.
 
-    python -m areno.recipes.sft --config-name=quickstart_base actor.path=<model folder>
+python -m areno.recipes.sft --config-name=quickstart_base actor.path=<model folder>
 
-The loss is the negative log-likelihood of response tokens (of assistant turns), mean over all of them in the step.
+loss = mean over all response tokens of the step of -log p        (of the assistant's turns, for {messages})
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from areno.api.algorithms import Algorithm
-from areno.config.experiments import SFTConfig
+from areno.config.experiments import LossFn, SupervisedExperimentConfig
+
+
+@dataclass(kw_only=True)
+class SFTConfig(SupervisedExperimentConfig):
+    """Supervised fine-tuning."""
+
+    def loss_fn(self) -> LossFn:
+        from areno.loss_fns import sft_loss_fn
+
+        return sft_loss_fn
+
 
 ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop="sft", default="quickstart_base")
 
 if __name__ == "__main__":
-    from areno.config.command import run_recipe
+    from areno.launch import run_recipe
 
     run_recipe("areno.recipes.sft")

@@ -1,14 +1,15 @@
-"""DRO: Direct Reward Optimisation (arXiv 2405.19107), an algorithm that areno does not have, in a file of one's own.
+"""DRO: Direct Reward Optimisation (arXiv 2405.19107). An example of an algorithm that areno does not have.
 
     python examples/algorithms/dro.py total_train_steps=50
 
-Under the policy that maximises reward - tau * KL(policy || reference), R - tau * h is the same for every answer to a
-prompt, h = log(policy / reference) of the answer. DRO calls it V and gets there by least squares, with nothing to clip:
+Let h = log(policy / reference) of a completion, and R its reward. Under the policy that maximises
+reward - tau * KL(policy || reference), R - tau * h is the same for all completions of a prompt. DRO calls it V. It fits
+the policy by least squares, so there is no ratio and no clip:
 
     loss = mean over rows of 1/2 (R - V - tau * h)^2
 
-The paper learns V. Here it is the mean of R - tau * h over the prompt's samples; Kimi k1.5 (2501.12599 sec. 2.3.2) has
-the mean of R, with the policy before the update as its reference.
+The paper learns V. This file uses the mean of R - tau * h over the samples of the prompt. Kimi k1.5 (2501.12599 sec.
+2.3.2) uses the mean of R, and its reference is the policy before the update.
 """
 
 from collections import defaultdict
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from areno.api import Algorithm, register_algorithm, run_algorithm
+from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.fields import check, knob, settings
-from areno.config.model_roles import PolicyConfig, RefConfig
+from areno.config.fields import check, setting
+from areno.config.models import PolicyConfig, RefConfig
 from areno.errors import Problem
+from areno.launch import run_algorithm
 
-# Ratios, their clip, a KL beside its own: what other policies can be told and this one has no use for.
+# DRO has no ratio, no clip and no further KL. So these settings of other policies would do nothing here.
 NO_USE = ("eps_clip", "eps_clip_higher", "c_clip", "use_decoupled_loss", "m2_threshold", "recompute_logprob")
 NO_USE += ("kl_ctl", "kl_estimator", "use_kl_in_reward")
 
@@ -31,13 +33,13 @@ NO_USE += ("kl_ctl", "kl_estimator", "use_kl_in_reward")
 class DROActorConfig(PolicyConfig):
     """The actor of DRO."""
 
-    tau: float = knob(0.2, help="a reward of 1 is worth moving log(policy / ref) of an answer by 1 / tau", gt=0)
-    adv_norm: None = knob(None, help="DRO has an advantage of its own")
+    tau: float = setting(0.2, help="KL strength. A reward of 1 moves log(policy / ref) by 1 / tau", gt=0)
+    adv_norm: None = setting(None, help="Not used: DRO computes its own advantages")
 
     @check
     def nothing_is_set_in_vain(self) -> Iterator[Problem]:
         for name in NO_USE:
-            if getattr(self, name) != settings(PolicyConfig)[name].default():
+            if not self.is_default(name):
                 yield Problem(name, "has no use in DRO; leave it out")
 
 
@@ -45,15 +47,19 @@ class DROActorConfig(PolicyConfig):
 class DROConfig(PolicyExperimentConfig):
     """Direct Reward Optimisation: least squares in place of a clipped ratio."""
 
-    actor: DROActorConfig = knob(help="the policy")
-    ref: RefConfig = knob(factory=RefConfig, help="frozen reference, which the policy stays near to")
+    actor: DROActorConfig = setting(help="The policy")
+    ref: RefConfig = setting(factory=RefConfig, help="Frozen reference policy")
 
 
 def advantages(rows, groups, actor):
-    """R - V of each row, on each of its trained tokens. h is that of the policy which drew the samples."""
+    """R - V of the row, for each of its trained tokens. h is computed with the policy that sampled the rows.
+
+    rows: the TrainSequences of the step. groups: the group number of each row. actor: the DROActorConfig.
+    Returns a list with one array, (trained tokens,), for each row.
+    """
     import numpy as np
 
-    from areno.api.rows import trained
+    from areno.api.trainers.rows import trained
 
     log_ratios = [new - ref for new, ref in zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)]
     soft = defaultdict(list)
@@ -63,7 +69,7 @@ def advantages(rows, groups, actor):
 
 
 def dro_loss_fn(pack, logprobs, *, tau):
-    """pack: see areno.loss_fns.DataPack. logprobs: (N,). A row that trains no token has h = 0 and R - V = 0 here."""
+    """pack: see areno.loss_fns.DataPack. logprobs: (N,). A row without trained tokens has h = 0 and R - V = 0."""
     h_R = pack.sum_rows(pack.trained(logprobs - pack.need("ref_logprobs")))
     residual_R = pack.mean_rows(pack.trained(pack.need("advantages"))) - tau * h_R
     return pack.row_mean(residual_R.square() / 2), {"ref_kl": pack.row_mean(h_R.detach())}

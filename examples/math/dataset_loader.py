@@ -1,11 +1,11 @@
-"""GSM8K rows {question, answer} as prompts with a reference answer.
+"""Turns GSM8K rows {question, answer} into rows {prompt, solutions}.
 
     train_dataset.path=gsm8k/train.jsonl train_dataset.loader=examples/math/dataset_loader.py
 
-`path` may be a local file or the hub reference openai/gsm8k:main.
+`path` can be a local file or the hub dataset openai/gsm8k:main.
 """
 
-from areno.api.data import read_rows
+from areno.data.sources import read_rows
 
 INSTRUCTION = "Solve the problem step by step and put the final answer in \\boxed{}."
 

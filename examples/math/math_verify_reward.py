@@ -2,7 +2,7 @@
 
     reward.fn=examples/math/math_verify_reward.py
 
-The same idea comes built in as `reward.fn=math`; this file is the place to start from for a reward of your own.
+The built-in `reward.fn=math` does much the same. Start from this file to write your own reward.
 """
 
 from math_verify import parse, verify
@@ -14,7 +14,10 @@ def reward_fn(record):
 
 
 def final_answer(text):
-    """The last \\boxed{...}, or what follows the last ####, or all of it: math-verify then finds the last number."""
+    """The last \\boxed{...}, or the text after the last ####, or the whole text.
+
+    math-verify then finds the last number in it.
+    """
     if "\\boxed" in text:
         return text[text.rindex("\\boxed") :]
     return text.split("####")[-1]

@@ -1,11 +1,11 @@
-"""Addition with a carry, made from a seed: what the quickstart trains on and is tested with.
+"""The rows of the quickstart: additions with a carry.
 
 Every problem adds two numbers below 100 whose units carry, such as 27+35. One pair in ten is held out for the split
 "test".
 
-`sloppy_demonstrations` are what the little base model learned from: in six of ten the carry is forgotten (27+35=52). So
-the base model knows two ways to add and prefers the wrong one. The reward tells them apart; reinforcement learning
-picks the right one.
+The base model of the quickstart has learned from `sloppy_demonstrations`. Six in ten of them forget the carry
+(27+35=52). So the base model knows two ways to add and prefers the wrong one. The reward prefers the correct one, and
+reinforcement learning makes the model use it.
 """
 
 import random
@@ -14,14 +14,14 @@ SLOPPY = 0.6
 
 
 def pairs(split):
-    """All (a, b) of a split; a fixed multiplicative hash decides which pairs are held out."""
+    """All (a, b) of a split. A fixed multiplicative hash decides which pairs are held out."""
     carries = [(a, b) for a in range(100) for b in range(100) if a % 10 + b % 10 >= 10]
     held_out = {(a, b) for a, b in carries if (a * 100 + b) * 2654435761 % 2**32 % 10 == 0}
     return [pair for pair in carries if (pair in held_out) == (split == "test")]
 
 
 def without_carry(a, b):
-    """The sum of someone who forgets the carry: 27+35=52."""
+    """The sum without the carry: 27+35=52."""
     return (a // 10 + b // 10) * 10 + (a + b) % 10
 
 
@@ -31,7 +31,7 @@ def load_dataset(path, split):
 
 
 def sloppy_demonstrations(path, split, count=320_000, seed=1):
-    """Rows for supervised fine-tuning: prompt and response, most of them without the carry."""
+    """Rows for supervised fine-tuning: prompt and response. Most responses forget the carry."""
     draw = random.Random(seed)
     problems = pairs(split)
     rows = []
@@ -43,7 +43,7 @@ def sloppy_demonstrations(path, split, count=320_000, seed=1):
 
 
 def preferences(path, split):
-    """Rows for preference training: the right sum is chosen, the one with the forgotten carry is rejected."""
+    """Rows for preference training. The correct sum is chosen, and the sum without the carry is rejected."""
     return [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))} for a, b in pairs(split)
     ]

@@ -1,8 +1,8 @@
-"""Write the tokenizer and the shape of the quickstart's model: characters as tokens, a Qwen3 of 306,480 parameters.
+"""Write the tokenizer and config.json of the quickstart's model: a Qwen3 of 306,480 parameters with character tokens.
 
     python examples/quickstart/make_shape.py FOLDER
 
-The weights are then made by our own recipe, in a few minutes on two cores:
+The SFT recipe then trains the weights, in a few minutes on two cores:
 
     python -m areno.recipes.sft --config-name=quickstart_base actor.path=FOLDER
 """

@@ -1,4 +1,4 @@
-"""1 for the right sum, 0 for anything else."""
+"""1 for the correct sum, 0 for anything else."""
 
 
 def reward_fn(record):

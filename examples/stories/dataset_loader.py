@@ -1,7 +1,7 @@
-"""Openings of children's stories for a model to continue, made from lists of words.
+"""Openings of children's stories, made from lists of words. The model continues them.
 
-`<s>` stands for the beginning of a text: a plain prompt is encoded as it is written, so what the model was trained to
-see first has to be in it.
+Each prompt begins with `<s>`, the token at the beginning of every training text of the model. A plain prompt is encoded
+exactly as it is written, so the token must be part of it.
 """
 
 NAMES = {

@@ -6,25 +6,23 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from areno.api.algorithms import check_config
-from areno.api.batches import dpo_loader
-from areno.api.build import model_folder
-from areno.api.console import Progress, log_stage
-from areno.api.loop import Stopwatch
-from areno.api.row_run import RowRun
-from areno.api.types import Batch, PairItem
-from areno.config.experiments import DPOConfig
+from areno.api.inputs.plan import model_folder
+from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.rows import token_rows
+from areno.api.trainers.setup import check_config, open_rows_setup
+from areno.api.trainers.update import update
+from areno.config.experiments import PreferenceExperimentConfig
 from areno.engine.spec import RoleSpec
-from areno.engine.types import TrainSequence
-from areno.loss_fns.dpo import dpo_loss_fn, preference_loss, preferred
+from areno.tracking.console import log_stage
+from areno.tracking.progress import Progress
+from areno.types import Batch, PairItem, TrainSequence
 
 logger = logging.getLogger("areno")
 
@@ -32,44 +30,49 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-class DPOTrainer(RowRun[PairItem]):
-    """Trains a model on pairs of answers, of which one was preferred."""
+class DPOTrainer(AbstractContextManager["DPOTrainer"]):
+    """Trains a model on pairs of answers, of which one was preferred. The arguments are those of SFTTrainer."""
 
-    config: DPOConfig
-    kind = "dpo"
-    open_loader = staticmethod(dpo_loader)
-
-    def __init__(self, config: DPOConfig, run_dir: str | Path | None = None, **rows: Any):
-        check_config(config, self.kind)
+    def __init__(
+        self,
+        config: PreferenceExperimentConfig,
+        run_dir: str | Path | None = None,
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        check_config(config, PreferenceExperimentConfig, "DPOTrainer")
+        self.config, self.loss_fn = config, config.loss_fn()
         self.ref_path: str | None = None  # the actor scores itself
         if config.ref.path not in (None, config.actor.path):
             self.ref_path = model_folder(config.ref.path or "", "ref.path")
         self.ref_scores: Scores = {}
         self.valid_ref_scores: Scores = {}
         self._has_reference = False
-        super().__init__(config, run_dir, **rows)
+        self.setup = open_rows_setup(
+            config, "dpo", run_dir, train_dataset, valid_dataset,
+            save=lambda folder: self.trainer.write_checkpoint(folder),
+            evaluate=lambda: self.measure(self.setup.valid_batches()),
+            headline=("train/loss", "train/accuracy", "train/margin"),
+        )  # fmt: skip
+        self.run, self.trainer, self.loader = self.setup.run, self.setup.trainer, self.setup.loader
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
-        actor = self.config.actor
-        loss_fn = partial(
-            dpo_loss_fn, beta=actor.beta, label_smoothing=actor.label_smoothing, loss_type=actor.loss_type
-        )
+        run = self.run
         self.score_reference()
-        for _, batch in self.steps():
-            watch = Stopwatch()
+        for batch in run.steps():
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
-            stats = self.train(rows, loss_fn, watch, granularity=2)
-            self.end_step(batch, stats, watch, ("loss", "accuracy", "margin"))
-        self.finish("accuracy", "margin")
-        if self.evaluated:
-            return self.evaluated[-1]["accuracy"]
-        return float(np.mean([stats["accuracy"] for stats in self.trained[-5:]]))
+            stats = update(run, self.trainer, rows, self.loss_fn, self.config.actor, rows_per_unit=2)
+            run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            self.setup.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
+        return run.result("eval_accuracy", "accuracy", 5)
 
     def evaluate(self) -> dict[str, float]:
-        """See `measure`; what it needs of the reference is scored before."""
-        self.score_reference()
-        return super().evaluate()
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
 
     def score_reference(self) -> None:
         """Reference log-probabilities of every pair that the run will use. To be called before the first update.
@@ -84,7 +87,7 @@ class DPOTrainer(RowRun[PairItem]):
         started = time.monotonic()
         log_stage("score_start", role="ref")
         self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
-        if (valid := self.valid_loader) is not None:
+        if (valid := self.setup.valid_loader) is not None:
             self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
@@ -122,44 +125,40 @@ class DPOTrainer(RowRun[PairItem]):
 
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
         """Each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
-        rows = [row.tokens or [] for item in items for row in (item.chosen, item.rejected)]
-        scored = self.trainer.score_logprobs(role, rows, 1.0)
+        rows = [row for item in items for row in (item.chosen, item.rejected)]
+        scored = self.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
-        """loss, accuracy and margin (see dpo_loss_fn) over all pairs.
+        """loss, accuracy and margin over all pairs, as in training (see dpo_loss_fn).
 
         Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
         at the reference.
         """
-        actor = self.config.actor
-        margins, differences = [], []
+        self.score_reference()
+        rows: list[TrainSequence] = []
+        logprobs: list[list[float]] = []
         for batch in batches:
-            for item, *logprobs in self._logprobs("actor", batch.items):
-                pair = list(zip((item.chosen, item.rejected), logprobs, self.valid_ref_scores[item.index], strict=True))
-                chosen, rejected = (_score_of(row, lp, ref, mean=actor.loss_type == "ipo") for row, lp, ref in pair)
-                margins.append(chosen - rejected)
-                chosen, rejected = (_score_of(row, lp, np.zeros(len(lp))) for row, lp, _ in pair)
-                differences.append(chosen - rejected)
-        margins_P = torch.tensor(margins, dtype=torch.float64)
-        losses_P = preference_loss(margins_P, actor.beta, actor.label_smoothing, actor.loss_type)
-        return {
-            "loss": losses_P.mean().item(),
-            "accuracy": preferred(margins_P).mean().item(),
-            "margin": actor.beta * margins_P.mean().item(),
-            "ranking_accuracy": preferred(torch.tensor(differences)).mean().item(),
+            for item, *scored in self._logprobs("actor", batch.items):
+                rows += _with_scores(item, self.valid_ref_scores[item.index])
+                logprobs += scored
+        measured = measure_loss(self.loss_fn, rows, logprobs, rows_per_unit=2)
+        pairs = zip(rows, logprobs, strict=True)
+        answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
+        ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
+        return {name: measured[name] for name in ("loss", "accuracy", "margin")} | {
+            "ranking_accuracy": float(ranked.mean())
         }
+
+    def close(self) -> None:
+        """End the workers, close the logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
     """The two rows to train on, chosen and rejected."""
     pair = zip((item.chosen, item.rejected), scores, strict=True)
-    return [replace(row, ref_logprobs=of_row.tolist()) for row, of_row in pair]
-
-
-def _score_of(row: TrainSequence, logprobs: list[float], ref_logprobs: np.ndarray, mean: bool = False) -> float:
-    """h of a row (see areno.loss_fns.dpo), or h / L."""
-    trained = ~np.asarray(row.prompt_mask)
-    trained[0] = False  # nothing predicts it
-    log_ratio = (np.asarray(logprobs, np.float64) - ref_logprobs)[trained]
-    return float(log_ratio.mean() if mean else log_ratio.sum())
+    return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

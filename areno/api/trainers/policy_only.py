@@ -1,28 +1,75 @@
-"""The loop of GSPO, GRPO and their relatives: sample a group for each prompt, score it, compute advantages, update."""
+"""The loop of GSPO, GRPO and their relatives."""
 
 from __future__ import annotations
 
-from areno.api.loop import Stopwatch
-from areno.api.policy_run import PolicyRun
-from areno.api.rows import outcome_advantages, set_trained
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from areno.api.trainers.collect import collect, evaluate_policy
+from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained
+from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
+from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
+from areno.config.experiments import LossFn, PolicyExperimentConfig
 
 
-class PolicyOnlyTrainer(PolicyRun):
-    """Trains a policy from rewards, without a critic."""
+class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
+    """Trains a policy from rewards, without a critic.
 
-    loop = "policy_only"
+    loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
+    run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
+    advantage_fn: see AdvantageFn; None is the one that config describes.
+    train_dataset, valid_dataset: rows of a script, in place of the configured paths. reward_fn: a function, in place of
+    reward.fn.
+
+    Construction checks what can be checked, starts the reward processes and loads the models. Use as a context manager,
+    or call close().
+    """
+
+    def __init__(
+        self,
+        config: PolicyExperimentConfig,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        advantage_fn: AdvantageFn | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFn | None = None,
+    ):
+        check_config(config, PolicyExperimentConfig, "PolicyOnlyTrainer")
+        self.config = config
+        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        self.advantages = choose_advantages(config, advantage_fn)
+        self.setup = open_policy_setup(
+            config, run_dir, train_dataset, valid_dataset, reward_fn,
+            save=lambda folder: self.trainer.write_checkpoint(folder),
+            evaluate=lambda: evaluate_policy(self.setup),
+        )  # fmt: skip
+        self.run, self.trainer = self.setup.run, self.setup.trainer
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        advantage_fn = self.advantage_fn or outcome_advantages
-        for step, batch in self.steps():
-            watch, seed = Stopwatch(), self.config.seed * 1_000_003 + step
-            collected = self.collect(batch, seed, watch)
-            rows, groups = self.rows(collected, watch)
-            with watch.phase("advantage"):
-                set_trained(rows, "advantages", advantage_fn(rows, groups, self.config.actor))
-            self.log_rollout(collected, rows, watch)
-            corrected = self.correct(rows, watch)
-            stats = self.train(rows, seed, watch)
-            self.end_step({**stats, **corrected}, watch)
-        return self.finish()
+        setup, run = self.setup, self.run
+        for batch in run.steps():
+            rollout = collect(setup, batch)  # sample a group for each prompt, and score it
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            with run.clock.phase("advantage"):
+                set_trained(rows, "advantages", self.advantages(rows, [sample.group for sample in rollout.kept]))
+            log_rollout(setup, rollout, rows)
+            stats = correct(setup, rows)  # what the policy thinks of the rows before the update
+            stats = update_policy(setup, rows, self.loss_fn) | stats
+            run.end_step(stats)
+        run.finish({"reward_mean": 5, "eval_accuracy": 1})
+        return run.result("eval_accuracy", "reward_mean", 5)
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the reward processes and the workers, close the logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

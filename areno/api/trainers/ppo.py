@@ -1,66 +1,85 @@
-"""The loop of PPO: sample, score, value every token with the critic, GAE, update critic and actor."""
+"""The loop of PPO: as policy_only.py, with a critic that values every token and is trained beside the policy."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from areno.api.console import log_stage
-from areno.api.loop import Stopwatch
-from areno.api.policy_run import PolicyRun
-from areno.api.rows import critic_advantages, set_trained, trained
-from areno.config.experiments import PPOConfig
-from areno.engine.types import TrainSequence
+from areno.api.trainers.collect import collect, evaluate_policy
+from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained, token_rows, trained
+from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
+from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
+from areno.config.experiments import CriticExperimentConfig, LossFn
 from areno.loss_fns.advantages import explained_variance
+from areno.tracking.console import log_stage
+from areno.types import TrainSequence
 
 logger = logging.getLogger("areno")
 
 
-class PPOTrainer(PolicyRun):
-    """Trains a policy and its critic."""
+class PPOTrainer(AbstractContextManager["PPOTrainer"]):
+    """Trains a policy and its critic. The arguments are those of PolicyOnlyTrainer."""
 
-    loop = "ppo"
-    config: PPOConfig
+    def __init__(
+        self,
+        config: CriticExperimentConfig,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        advantage_fn: AdvantageFn | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFn | None = None,
+    ):
+        check_config(config, CriticExperimentConfig, "PPOTrainer")
+        self.config = config
+        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        self.advantages = choose_advantages(config, advantage_fn)
+        self.setup = open_policy_setup(
+            config, run_dir, train_dataset, valid_dataset, reward_fn,
+            save=self.write_checkpoint,
+            evaluate=lambda: evaluate_policy(self.setup),
+        )  # fmt: skip
+        self.run, self.trainer = self.setup.run, self.setup.trainer
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        advantage_fn = self.advantage_fn or critic_advantages
-        warmup, total = self.config.critic.warmup_steps, self.config.total_train_steps
+        setup, run, config = self.setup, self.run, self.config
+        warmup, total = config.critic.warmup_steps, config.total_train_steps
         if total is not None and total <= warmup:
             logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
-        for step, batch in self.steps():
-            watch, seed = Stopwatch(), self.config.seed * 1_000_003 + step
-            collected = self.collect(batch, seed, watch)
-            rows, groups = self.rows(collected, watch)
-            with watch.phase("values"):
-                self._value(rows)
-            with watch.phase("advantage"):
-                advantages, returns = advantage_fn(rows, groups, self.config.actor)
+        for batch in run.steps():
+            rollout = collect(setup, batch)  # sample completions of each prompt, and score them
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            with run.clock.phase("values"):
+                self.value(rows)
+            with run.clock.phase("advantage"):
+                advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
                 set_trained(rows, "advantages", advantages)
                 set_trained(rows, "returns", returns)
-            self.log_rollout(collected, rows, watch)
-            stats = self._train_critic(rows, seed, watch)
-            if step > warmup:
-                corrected = self.correct(rows, watch)
-                stats |= self.train(rows, seed, watch) | corrected
-            self.end_step(stats, watch)
-        return self.finish()
+            log_rollout(setup, rollout, rows)
+            stats = self.update_critic(rows)
+            if run.step > warmup:
+                corrected = correct(setup, rows)  # what the policy thinks of the rows before the update
+                stats |= update_policy(setup, rows, self.loss_fn) | corrected
+            run.end_step(stats)
+        run.finish({"reward_mean": 5, "eval_accuracy": 1})
+        return run.result("eval_accuracy", "reward_mean", 5)
 
-    def _value(self, rows: list[TrainSequence]) -> None:
-        assert self.trainer is not None
-        for row, values in zip(
-            rows, self.trainer.score_values("critic", [row.tokens or [] for row in rows]), strict=True
-        ):
+    def value(self, rows: list[TrainSequence]) -> None:
+        """Set the critic's value of the state before each token."""
+        for row, values in zip(rows, self.trainer.score_values("critic", token_rows(rows)), strict=True):
             row.values = values
 
-    def _train_critic(self, rows: list[TrainSequence], seed: int, watch: Stopwatch) -> dict[str, float]:
+    def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
-        assert self.trainer is not None
-        critic = self.config.critic
+        critic, run = self.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
-        with watch.phase("train_critic"):
+        with run.clock.phase("train_critic"):
             log_stage("train_start", role="critic")
             stats = self.trainer.train_values(
                 "critic",
@@ -69,14 +88,24 @@ class PPOTrainer(PolicyRun):
                 value_loss_coef=critic.value_loss_coef,
                 mb_spec=critic.mb_spec,
                 n_minibatches=critic.ppo_n_minibatches,
-                seed=seed,
+                seed=run.seed,
             )
             log_stage("train_end", role="critic")
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}
 
+    def evaluate(self) -> dict[str, float]:
+        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
     def write_checkpoint(self, folder: Path) -> None:
         """The actor, and in it the critic as a folder of its own, which can be loaded again as critic.path."""
-        assert self.trainer is not None
-        super().write_checkpoint(folder)
+        self.trainer.write_checkpoint(folder)
         self.trainer.write_checkpoint(folder / "critic", role="critic")
+
+    def close(self) -> None:
+        """End the reward processes and the workers, close the logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -3,40 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
-from areno.api.batches import sft_loader
-from areno.api.loop import Stopwatch
-from areno.api.row_run import RowRun
-from areno.api.types import Batch
-from areno.config.experiments import SFTConfig
-from areno.engine.types import TrainSequence
-from areno.loss_fns.sft import sft_loss_fn
+from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.rows import token_rows
+from areno.api.trainers.setup import check_config, open_rows_setup
+from areno.api.trainers.update import update
+from areno.config.experiments import SupervisedExperimentConfig
+from areno.types import Batch, TrainSequence
 
 
-class SFTTrainer(RowRun[TrainSequence]):
-    """Trains a model on demonstrations."""
+class SFTTrainer(AbstractContextManager["SFTTrainer"]):
+    """Trains a model on demonstrations.
 
-    config: SFTConfig
-    kind = "sft"
-    open_loader = staticmethod(sft_loader)
+    run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
+    train_dataset, valid_dataset: rows of a script (a list of dictionaries, or anything with a length and indexing), in
+    place of the configured paths.
+
+    Construction checks what can be checked and loads the model. Use as a context manager, or call close().
+    """
+
+    def __init__(
+        self,
+        config: SupervisedExperimentConfig,
+        run_dir: str | Path | None = None,
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        check_config(config, SupervisedExperimentConfig, "SFTTrainer")
+        self.config, self.loss_fn = config, config.loss_fn()
+        self.setup = open_rows_setup(
+            config, "sft", run_dir, train_dataset, valid_dataset,
+            save=lambda folder: self.trainer.write_checkpoint(folder),
+            evaluate=lambda: self.measure(self.setup.valid_batches()),
+            headline=("train/loss", "train/lr"),
+        )  # fmt: skip
+        self.run, self.trainer = self.setup.run, self.setup.trainer
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
-        for _, batch in self.steps():
-            watch = Stopwatch()
-            stats = self.train(batch.items, sft_loss_fn, watch)
-            self.end_step(batch, stats, watch, ("loss", "lr"))
-        self.finish("loss")
-        return (self.evaluated or self.trained)[-1]["loss"]
+        run = self.run
+        for batch in run.steps():
+            stats = update(run, self.trainer, batch.items, self.loss_fn, self.config.actor)
+            run.keep(loss=stats["loss"])
+            self.setup.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"loss": 1, "eval_loss": 1})
+        return run.result("eval_loss", "loss")
 
     def measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
-        """loss: mean negative log-likelihood of the response tokens."""
-        total, count = 0.0, 0
-        for batch in batches:
-            scored = self.trainer.score_logprobs("actor", [row.tokens or [] for row in batch.items], 1.0)
-            for row, logprobs in zip(batch.items, scored, strict=True):
-                placed = list(zip(logprobs, row.prompt_mask or [], strict=True))[1:]  # nothing predicts the first
-                trained = [lp for lp, masked in placed if not masked]
-                total -= sum(trained)
-                count += len(trained)
-        return {"loss": total / max(count, 1)}
+        """loss: mean negative log-likelihood of the response tokens of all rows."""
+        rows = [row for batch in batches for row in batch.items]
+        logprobs = self.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        return {"loss": measure_loss(self.loss_fn, rows, logprobs)["loss"]}
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the workers, close the logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,32 +1,36 @@
-"""The decoder: requests in, sampled completions out, one scheduling step at a time."""
+"""The decoder: takes requests, returns sampled completions, one step at a time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
 
-from areno.engine.decoder.blocks import BlockManager
-from areno.engine.decoder.runner import Drawn, Runner
+from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutStats
-from areno.engine.types import GenerationOutput, GenerationRequest
 from areno.errors import EngineError
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
+from areno.types import GenerationOutput, GenerationRequest
 
 
 class Decoder:
-    """Continuous batching over a paged KV cache; uses the model's weights in place.
+    """Continuous batching over a paged KV cache. It uses the model's weights in place.
 
-    The scheduler works one step behind the device: a step is started first, then the tokens of the one before are
-    looked at. So a sequence that a stop token ends may run one more step, whose token is dropped. On a CPU the same
-    happens, without the overlap. Results depend on requests only, not on what else runs: see GenerationRequest.
+    The host works one step behind the device: it starts a step, then reads the tokens of the step before. So a
+    sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same,
+    without the overlap. A completion depends on its request only, not on what else is in the batch: see
+    GenerationRequest.
 
-    n_blocks, block_size: room of the cache, in blocks and in tokens of a block. max_running: sequences decoded at once.
-    max_prefill_tokens: prompt tokens of one step. detokenize: completion tokens to text, needed for stop strings.
-    use_graphs: replay the decode step as a CUDA graph. attn_backend: of the prefill, as `choose_backend` returns it.
+    n_blocks, block_size: size of the cache, in blocks, and of a block, in tokens. max_running: most sequences in the
+    batch. max_prefill_tokens: most prompt tokens of a step. eos_token_ids: end a completion unless `ignore_eos`.
+    use_graphs: replay the decode step as a CUDA graph. attn_backend: of the prefill, as returned by `choose_backend`.
+    detokenize: turns completion tokens into text; stop strings need it.
+    weights_version: the caller sets it between steps, when the weights have changed. Each token gets the version that
+    was set when the step that sampled it was started.
     """
 
     def __init__(
@@ -61,19 +65,21 @@ class Decoder:
             kv_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
         )
-        self._in_flight: list[Drawn] = []
+        self.weights_version = 0
+        self._in_flight: list[PendingTokens] = []
+        self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
         self._unfinished: dict[int, int] = {}  # request id -> samples
         self._n_generated = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to return."""
+        """Whether `step` has anything left to do or to return."""
         return self._scheduler.has_work or bool(self._outputs)
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since the decoder was made."""
+        """Counters since the decoder was made, or since `reset_stats`."""
         graphs = self._runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -84,8 +90,14 @@ class Decoder:
             graph_replays=0 if graphs is None else graphs.n_replays,
         )
 
+    def reset_stats(self) -> None:
+        """Count from 0 again."""
+        self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
+        if self._runner.graphs is not None:
+            self._runner.graphs.n_replays = 0
+
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; it joins the batch at one of the next steps. EngineError where it cannot be served."""
+        """Queue a request; it joins the batch in one of the next steps. Raises EngineError if it cannot be served."""
         max_new = self.limits.max_new(request)
         if request.request_id in self._unfinished:
             raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
@@ -105,38 +117,41 @@ class Decoder:
             )
 
     def abort(self, request_id: int) -> None:
-        """End a request's unfinished samples; the next step returns them as they are, with reason "abort"."""
+        """End the unfinished samples of a request; the next step returns them as they are, with reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
     def clear(self) -> None:
-        """Drop all requests; nothing more comes of them."""
+        """Drop all requests without returning anything for them."""
         for request_id in list(self._unfinished):
             self.abort(request_id)
         self._outputs = []
 
     def step(self) -> list[GenerationOutput]:
-        """Start one step on the device, look at the tokens of the one before, return the samples that finished."""
+        """Start one step on the device, then read the tokens of the step before.
+
+        Returns the samples that finished, whole, and partial outputs of the requests that stream: see GenerationOutput.
+        """
         if self._scheduler.is_short_of_blocks():
             self._collect()
-        drawn = self._runner.launch(self._scheduler.schedule())
+        launched = self._runner.launch(self._scheduler.schedule())
         self._collect()
-        self._in_flight = drawn
+        self._in_flight, self._in_flight_version = launched, self.weights_version
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def reset_cache(self) -> None:
-        """Forget all keys and values, since the weights have changed. Unfinished sequences are computed anew."""
+        """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
         self._collect()
         self._scheduler.preempt_all()
-        self._blocks.forget()
+        self._blocks.reset()
 
     def _collect(self) -> None:
-        """Wait for the tokens in flight and hand them to their sequences."""
+        """Wait for the tokens in flight and append them to their sequences."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
-        for drawn in in_flight:
-            for sequence, token, logprob in zip(drawn.sequences, *drawn.wait(), strict=True):
-                if sequence.finish_reason is not None:  # stopped, or aborted, with this one on its way
+        for pending in in_flight:
+            for sequence, token, logprob in zip(pending.sequences, *pending.wait(), strict=True):
+                if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
                     continue
                 if math.isnan(logprob):
                     raise EngineError(
@@ -144,8 +159,10 @@ class Decoder:
                         "diverged (lower actor.optimizer.lr) or the checkpoint at actor.path is damaged"
                     )
                 self._n_generated += 1
-                if sequence.accept(token, logprob, self._detokenize):
+                if sequence.accept(token, logprob, self._in_flight_version, self._detokenize):
                     finished.append(sequence)
+                elif sequence.request.stream:
+                    self._outputs.append(sequence.output())
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)
         if finished:

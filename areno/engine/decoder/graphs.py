@@ -1,4 +1,4 @@
-"""The decode step as CUDA graphs, one for each batch size in a list of sizes; smaller batches are filled up."""
+"""The decode step as CUDA graphs, one for each batch size of a list; smaller batches are padded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.cut import Cut
+from areno.engine.decoder.attention_split import AttentionSplit
+from areno.engine.decoder.slot_sampler import SamplingFlags
 
-DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], bool], Tensor]
-"""(rows (4, B), spans (2,), teams (M, R) or None: int64; splits; whether some row is filtered) -> (2, B) float64."""
+DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
+"""(rows (4, B), spans (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
 
-Key = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", bool]
-"""Batch size, shape of teams, splits, whether some row is filtered: what a graph is captured for."""
+GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags]
+"""What a graph is captured for: batch size, shape of the prefix groups, splits, flags of sampling."""
 
 _POWERS_UP_TO = 32
 
@@ -35,62 +36,62 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Captures the body for a batch size the first time it is needed, and replays it from then on.
+    """Captures the body the first time a batch size is needed, and replays the capture from then on.
 
-    The body must read nothing but its arguments and tensors that stay where they are. Weights are such tensors:
-    training updates them in place, so a graph stays valid over all steps of a run.
+    The body must read only its arguments and tensors whose memory stays the same. Weights qualify, because training
+    updates them in place. So a graph stays valid for the whole run.
     """
 
     def __init__(self, body: DecodeBody, max_running: int, scratch_slot: int, device: torch.device):
         self._body = body
         self._sizes = bucket_sizes(max_running)
         self._device = device
-        # What fills up a batch: the scratch slot, at position 0, drawing its first token, in no team.
-        self._filler = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
-        self._graphs: dict[Key, _Graph] = {}
+        # A padding row: the scratch slot, at position 0, sampling its first token, in no group.
+        self._padding = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
+        self._graphs: dict[GraphKey, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self.n_replays = 0
 
     def size_for(self, n_rows: int) -> int:
-        """The batch size that so many rows run with."""
+        """The batch size with which `n_rows` rows run."""
         return next(size for size in self._sizes if size >= n_rows)
 
-    def run(self, rows: np.ndarray, cut: Cut, filtered: bool) -> Tensor:
+    def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
         """The body's result for these rows, (4, B), valid until the next run."""
         n_rows = rows.shape[1]
         size = self.size_for(n_rows)
-        teams = cut.teams_MR
-        key = (size, None if teams is None else teams.shape, cut.splits, filtered)
+        groups = split.prefix_groups_GR
+        key = (size, None if groups is None else groups.shape, split.splits, flags)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(*key)
-        # All that a step brings along goes to the device in one piece.
+        # All inputs of a step go to the device in one copy.
         host = torch.empty(captured.inputs.shape, dtype=torch.int64, pin_memory=True)
         packed = host.numpy()
-        packed[:2] = cut.spans
+        packed[:2] = split.spans
         columns = packed[2 : 2 + 4 * size].reshape(4, size)
         columns[:, :n_rows] = rows
-        columns[:, n_rows:] = self._filler
-        if teams is not None:
-            packed[2 + 4 * size :] = teams.ravel()
+        columns[:, n_rows:] = self._padding
+        if groups is not None:
+            packed[2 + 4 * size :] = groups.ravel()
         captured.inputs.copy_(host, non_blocking=True)
         captured.graph.replay()
         self.n_replays += 1
         return captured.out[:, :n_rows]
 
     def _capture(
-        self, size: int, team_shape: tuple[int, ...] | None, splits: tuple[int, int], filtered: bool
+        self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
     ) -> _Graph:
-        spans, rows = np.ones(2, dtype=np.int64), self._filler.repeat(size, 1)
-        teams = np.full(team_shape or 0, -1, dtype=np.int64)
-        inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), teams.ravel()))).to(self._device)
+        spans, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
+        groups = np.full(group_shape or 0, -1, dtype=np.int64)
+        inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), groups.ravel()))).to(self._device)
         args = (
             inputs[2 : 2 + 4 * size].view(4, size),
             inputs[:2],
-            None if team_shape is None else inputs[2 + 4 * size :].view(team_shape),
+            None if group_shape is None else inputs[2 + 4 * size :].view(group_shape),
             splits,
-            filtered,
+            flags,
         )
         graph = torch.cuda.CUDAGraph()
         # One stream for all captures, so that they find each other's memory and workspaces. Begin and end by hand:

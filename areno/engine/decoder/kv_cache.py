@@ -1,6 +1,7 @@
-"""The keys and values of all sequences, in blocks, and the two ways a model reaches them: prefill and decode.
+"""The keys and values of all sequences, in blocks, and how attention reaches them in prefill and in decode.
 
-A "place" is a position in the cache counted in tokens: block * block_size + offset.
+A slot mapping gives, for some tokens, their positions in the cache: block * block_size + offset. (The *slot* of a
+sequence is another thing: its row in the device's tables while it is in the batch.)
 Shape letters: N tokens of a prefill, M keys of its rows, B rows of a decode step, H query and K key heads, C head dim.
 """
 
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from areno.kernels.attention import varlen_attention
-from areno.kernels.paged import Batch, decode_attention
+from areno.kernels.paged import PagedBatch, decode_attention
 from areno.models.transformer import Transformer
 
 
 class KVCache:
-    """`pages`: (layers, 2, n_blocks + 1, block_size, K, C) in the type of the model, on its device.
+    """`kv_blocks`: (layers, 2, n_blocks + 1, block_size, K, C), in the dtype of the model and on its device.
 
-    The last block is scratch: rows that only fill up a batch write there.
+    The last block is scratch: rows that only pad a batch write there.
     """
 
     def __init__(self, model: Transformer, n_blocks: int, block_size: int):
@@ -27,39 +28,39 @@ class KVCache:
         n_kv_heads = model.tp.shard(config.num_kv_heads, "num_key_value_heads")
         shape = (config.num_layers, 2, n_blocks + 1, block_size, n_kv_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
-        self.pages = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.block_size = block_size
-        self.scratch_block = n_blocks
-        self._by_place = self.pages.flatten(2, 3)  # (layers, 2, places, K, C)
+        self._flat = self.kv_blocks.flatten(2, 3)  # (layers, 2, (n_blocks + 1) * block_size, K, C)
 
-    def write(self, layer: int, places_N: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> None:
-        """Put the keys and values of some tokens at their places (int64)."""
-        k_places, v_places = self._by_place[layer]
-        k_places.index_copy_(0, places_N, k_NKC)
-        v_places.index_copy_(0, places_N, v_NKC)
+    def write(self, layer: int, slot_mapping_N: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> None:
+        """Store the keys and values of some tokens. slot_mapping_N: int64."""
+        keys, values = self._flat[layer]
+        keys.index_copy_(0, slot_mapping_N, k_NKC)
+        values.index_copy_(0, slot_mapping_N, v_NKC)
 
-    def read(self, layer: int, places_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values at some places."""
-        k_places, v_places = self._by_place[layer]
-        return k_places.index_select(0, places_M), v_places.index_select(0, places_M)
+    def read(self, layer: int, slot_mapping_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of some tokens. slot_mapping_M: int64."""
+        keys, values = self._flat[layer]
+        return keys.index_select(0, slot_mapping_M), values.index_select(0, slot_mapping_M)
 
     def copy_blocks(self, pairs_2N: Tensor) -> None:
-        """Copy whole blocks, in all layers: pairs_2N holds the sources, then the destinations (int64)."""
-        self.pages.index_copy_(2, pairs_2N[1], self.pages.index_select(2, pairs_2N[0]))
+        """Copy whole blocks, in all layers: pairs_2N has the sources, then the destinations (int64)."""
+        self.kv_blocks.index_copy_(2, pairs_2N[1], self.kv_blocks.index_select(2, pairs_2N[0]))
 
 
 @dataclass(slots=True)
 class PrefillAttend:
-    """Attention of prompt pieces, packed end to end, to themselves and to what their rows have in the cache.
+    """Attention of packed prompt chunks to themselves and to what their rows have in the cache.
 
-    places_N: where the new tokens go. key_places_M: the places of all keys of each row, old and new, row after row;
-    None where no row has old ones. cu_seqlens_q, cu_seqlens_k: (rows + 1,) int32 borders of the rows among N and M.
+    slot_mapping_N: where the new tokens are stored. key_slot_mapping_M: where all keys of each row are, old and new,
+    row after row; None if no row has old ones. cu_seqlens_q, cu_seqlens_k: (rows + 1,) int32 borders of the rows in N
+    and M.
     """
 
     cache: KVCache
     backend: str
-    places_N: Tensor
-    key_places_M: Tensor | None
+    slot_mapping_N: Tensor
+    key_slot_mapping_M: Tensor | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_q: int
@@ -67,9 +68,9 @@ class PrefillAttend:
 
     def __call__(self, layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
         # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-        self.cache.write(layer, self.places_N, k_NKC, v_NKC)
-        if self.key_places_M is not None:
-            k_NKC, v_NKC = self.cache.read(layer, self.key_places_M)
+        self.cache.write(layer, self.slot_mapping_N, k_NKC, v_NKC)
+        if self.key_slot_mapping_M is not None:
+            k_NKC, v_NKC = self.cache.read(layer, self.key_slot_mapping_M)
         return varlen_attention(
             q_NHC, k_NKC, v_NKC, self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k, self.backend
         )
@@ -77,10 +78,10 @@ class PrefillAttend:
 
 @dataclass(slots=True)
 class DecodeAttend:
-    """Attention of one new token for each row, whose key and value go into the cache."""
+    """Attention of one new token per row, whose key and value are stored first."""
 
     cache: KVCache
-    batch: Batch
+    batch: PagedBatch
 
     def __call__(self, layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
-        return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.pages[layer], self.batch)
+        return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], self.batch)

@@ -1,11 +1,11 @@
-"""Continuous batching: which sequences run in the next step, and which blocks they hold. No tensors.
+"""Continuous batching: which sequences run in the next step, and which blocks they use. No tensors.
 
-Every step advances each running sequence by one token and, beside that, takes the next `max_prefill_tokens` prompt
-tokens, so neither long prompts nor a busy batch make the other wait. Sequences are admitted first come, first served,
-which keeps three lists in order of age: running, prefilling, waiting.
+Each step advances every running sequence by one token and also prefills up to `max_prefill_tokens` prompt tokens. So
+long prompts do not hold up the running sequences, nor the other way round. Sequences are admitted first come, first
+served, so the lists running, prefilling, waiting are ordered by age, the oldest first.
 
-When blocks run out, the youngest sequence gives up its own and waits again; the oldest always goes on, so there is no
-deadlock as long as each sequence alone fits (the decoder checks that at the door).
+When blocks run out, the youngest sequence is preempted: it releases its blocks and waits again. The oldest always goes
+on, so there is no deadlock as long as each sequence fits on its own, which `RequestLimits` checks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.blocks import BlockManager
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """A prompt on its way into the cache, with the samples of the same request that will share it.
+    """A prompt that is being computed, for one sample (the leader) and others of the same request (the followers).
 
-    The followers hold the leader's full blocks from the start; the partial last one is copied for each, at the end.
+    The followers share the leader's full blocks from the start. The last block, if it is not full, is copied for each
+    follower at the end.
     """
 
     leader: Sequence
@@ -32,7 +33,7 @@ class Prefill:
         return [self.leader, *self.followers]
 
     def copies(self, block_size: int) -> list[tuple[int, int]]:
-        """(from, to) blocks to copy once the prompt is in the cache."""
+        """(source, destination) blocks to copy once the prompt is in the cache."""
         if len(self.leader.tokens) % block_size == 0:
             return []
         return [(self.leader.blocks[-1], follower.blocks[-1]) for follower in self.followers]
@@ -40,7 +41,7 @@ class Prefill:
 
 @dataclass(slots=True)
 class Chunk:
-    """The tokens [start, end) of a prefill; after the last chunk each of its sequences draws a token."""
+    """The tokens [start, end) of a prefill. The last chunk samples the first token of each of its sequences."""
 
     prefill: Prefill
     start: int
@@ -53,14 +54,14 @@ class Chunk:
 
 @dataclass(slots=True)
 class Plan:
-    """What one step runs: first the chunks in one forward pass, then one token of each of `decode` in another."""
+    """What one step runs: one forward pass over the chunks, then one that samples a token for each of `decode`."""
 
     chunks: list[Chunk]
     decode: list[Sequence]
 
 
 class Scheduler:
-    """Holds every unfinished sequence."""
+    """Keeps every unfinished sequence and decides what each step runs."""
 
     def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int):
         self.blocks = blocks
@@ -87,43 +88,44 @@ class Scheduler:
     def is_short_of_blocks(self) -> bool:
         """Whether the running sequences need more blocks than there are.
 
-        Tokens that have not arrived may show that some of them are finished: look at those before `schedule` preempts.
+        Some of them may turn out to be finished when the tokens in flight arrive. So the caller should wait for these
+        before `schedule` preempts anything.
         """
         return sum(map(self._needs_block, self.running)) > self.blocks.n_available
 
     def schedule(self) -> Plan:
-        """The next step. Its positions count as being in the cache from here on."""
+        """Plan the next step. Its positions count as cached from now on."""
         decode = self._grow_running()
         chunks = self._next_chunks()
         for sequence in decode:
             sequence.n_kv += 1
-            sequence.n_drawn += 1
+            sequence.n_sampled += 1
         return Plan(chunks, decode)
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
-        """Make the sequence's full blocks among its first `n_tokens` (known, and in the cache) findable."""
+        """Make the full blocks among a sequence's first `n_tokens` tokens (known, and cached) findable by content."""
         size = self.blocks.block_size
         for i in range(sequence.n_registered, n_tokens // size):
             content = tuple(sequence.tokens[i * size : (i + 1) * size])
-            sequence.entry = self.blocks.register(sequence.blocks[i], sequence.entry, content)
+            sequence.prefix_id = self.blocks.register(sequence.blocks[i], sequence.prefix_id, content)
             sequence.n_registered = i + 1
 
     def remove_finished(self) -> None:
-        """Free what running sequences with a finish reason hold."""
+        """Release the slots and blocks of running sequences that have a finish reason."""
         for sequence in self.running:
             if sequence.finish_reason is not None:
-                self._evict(sequence)
+                self._release(sequence)
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
 
     def abort(self, request_id: int) -> list[Sequence]:
-        """Drop the unfinished sequences of a request, wherever they are; returns them, finished as "abort"."""
+        """Remove the unfinished sequences of a request; returns them with the finish reason "abort"."""
         dropped: list[Sequence] = []
-        # The samples of one prefill are of one request, so it goes as a whole.
+        # All samples of a prefill belong to one request, so it is dropped as a whole.
         for prefill in [prefill for prefill in self.prefilling if prefill.leader.request.request_id == request_id]:
             self.prefilling.remove(prefill)
             dropped += prefill.sequences
         for sequence in dropped:
-            self._evict(sequence)
+            self._release(sequence)
         for sequence in self.running:
             if sequence.request.request_id == request_id:
                 sequence.finish_reason = "abort"
@@ -136,18 +138,18 @@ class Scheduler:
         return dropped
 
     def preempt_all(self) -> None:
-        """Send everything back to wait; it is recomputed from its tokens."""
+        """Send every sequence back to waiting, to be recomputed from its tokens."""
         while self.prefilling or self.running:
             self._preempt_youngest()
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        return not sequence.is_drawn_out and sequence.n_kv == len(sequence.blocks) * self.blocks.block_size
+        return not sequence.reached_max_new and sequence.n_kv == len(sequence.blocks) * self.blocks.block_size
 
     def _grow_running(self) -> list[Sequence]:
-        """The running sequences that take a step, each with room for its next position; oldest first."""
+        """The running sequences that take a step, oldest first, each with a block for its next position."""
         decode: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.is_drawn_out or sequence.slot < 0:  # slot < 0: preempted for an older one
+            if sequence.reached_max_new or sequence.slot < 0:  # slot < 0: preempted for an older one
                 continue
             if self._needs_block(sequence):
                 while self.blocks.n_available == 0 and sequence.slot >= 0:
@@ -185,39 +187,40 @@ class Scheduler:
     def _start_running(self, prefill: Prefill) -> None:
         leader = prefill.leader
         for follower in prefill.followers:
-            follower.n_kv, follower.n_registered, follower.entry = leader.n_kv, leader.n_registered, leader.entry
+            follower.n_kv, follower.prefix_id = leader.n_kv, leader.prefix_id
+            follower.n_registered = leader.n_registered
         for sequence in prefill.sequences:
-            sequence.n_drawn += 1
+            sequence.n_sampled += 1
             self.running.append(sequence)
 
     def _admit(self) -> Prefill | None:
-        """The oldest waiting sequence with those of its siblings that can share its prompt, if there is room."""
+        """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""
         if not self.waiting or not self._slots:
             return None
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
-        # The last token is always computed: its hidden state gives the first draw.
-        found, entry = self.blocks.match(leader.tokens, (n_tokens - 1) // size)
+        # The last token is always computed: its hidden state gives the logits of the first sampled token.
+        found, prefix_id = self.blocks.match(leader.tokens, (n_tokens - 1) // size)
         n_new = self.blocks.blocks_for(n_tokens) - len(found)
-        # A block left for each running sequence keeps the newcomer from being preempted right away.
+        # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running)
-        if not self.blocks.can_take(found, n_new, reserve):
+        if not self.blocks.can_allocate(found, n_new, reserve):
             assert self.running or self.prefilling, "a sequence was admitted that can never fit"
             return None
         self.waiting.popleft()
-        self.blocks.hold(found)
+        self.blocks.acquire(found)
         leader.blocks = found + [self.blocks.allocate() for _ in range(n_new)]
         leader.n_kv = len(found) * size
-        leader.n_registered, leader.entry = len(found), entry
+        leader.n_registered, leader.prefix_id = len(found), prefix_id
         leader.slot = self._slots.pop()
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
             n_own = 1 if n_tokens % size else 0
-            while self._slots and self._can_follow(leader) and self.blocks.can_take((), n_own, reserve):
+            while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
                 shared = leader.blocks[: n_tokens // size]
-                self.blocks.hold(shared)
+                self.blocks.acquire(shared)
                 follower.blocks = shared + [self.blocks.allocate() for _ in range(n_own)]
                 follower.slot = self._slots.pop()
                 prefill.followers.append(follower)
@@ -229,12 +232,12 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         victims = self.prefilling.pop().sequences if self.prefilling else [self.running.pop()]
         for sequence in reversed(victims):
-            assert sequence.n_drawn == len(sequence.logprobs), "preempted with a token on its way"
-            self._evict(sequence)
+            assert sequence.n_sampled == len(sequence.logprobs), "preempted with a token in flight"
+            self._release(sequence)
             self.waiting.appendleft(sequence)
         self.n_preemptions += len(victims)
 
-    def _evict(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence.blocks)
         self._slots.append(sequence.slot)
         sequence.leave_cache()

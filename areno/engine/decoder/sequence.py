@@ -1,42 +1,44 @@
-"""The state of one sample of one request, as the host knows it. No tensors."""
+"""One sample of one request, as the host knows it. No tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.blocks import ROOT
-from areno.engine.types import FinishReason, GenerationOutput, GenerationRequest
+from areno.engine.decoder.block_manager import EMPTY_PREFIX
+from areno.types import FinishReason, GenerationOutput, GenerationRequest
 
-# A stop string ends within the last few tokens: a token adds a byte or more, except special ones, which this covers.
+# Tokens beyond the bytes of a stop string in which to look for it: special tokens may add no text at all.
 _EXTRA_TAIL = 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample: prompt, what was drawn so far, and its place in the cache.
+    """One sample: its prompt, the tokens sampled so far, and its blocks in the cache.
 
-    The device runs one step ahead of the host: `n_drawn` counts the completion tokens drawn there, `tokens` and
-    `logprobs` hold those that have arrived. `n_kv` counts the positions whose keys and values are (about to be) in the
-    cache.
+    The device runs one step ahead of the host: `n_sampled` counts the completion tokens sampled there, `tokens` and
+    `logprobs` have those that have arrived. `n_kv` counts the positions whose keys and values are in the cache, or will
+    be when the planned step has run.
     """
 
     request: GenerationRequest
     sample: int
-    key: int  # of its random numbers
-    max_new: int  # completion tokens at most, by every limit
+    key: int  # seeds its random numbers
+    max_new: int  # most completion tokens, by all limits together
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and completion
     logprobs: list[float] = field(default_factory=list)  # of the completion
-    n_drawn: int = 0
+    versions: list[int] = field(default_factory=list)  # of the weights, for each token of the completion
+    n_streamed: int = 0  # completion tokens that partial outputs have returned
+    n_sampled: int = 0
     finish_reason: FinishReason | None = None
 
-    slot: int = -1  # its row in the device's tables; -1 while waiting
+    slot: int = -1  # its row in the device's tables, -1 while waiting
     n_kv: int = 0
     blocks: list[int] = field(default_factory=list)
-    n_uploaded: int = 0  # of `blocks`, how many the device's table has
-    n_registered: int = 0  # of `blocks`, how many can be found by content
-    entry: int = ROOT  # of the last registered block
+    n_uploaded: int = 0  # how many of `blocks` are in the device's table
+    n_registered: int = 0  # how many of `blocks` can be found by content
+    prefix_id: int = EMPTY_PREFIX  # of the prefix that ends with the last registered block
 
     @property
     def n_prompt(self) -> int:
@@ -44,29 +46,35 @@ class Sequence:
 
     @property
     def is_fresh(self) -> bool:
-        """Nothing drawn yet: it can share the prefill of another sample of its request."""
+        """Nothing sampled yet, so it can share the prefill of another sample of its request."""
         return len(self.tokens) == self.n_prompt
 
     @property
     def is_filtered(self) -> bool:
-        """Whether top-k or top-p changes what can be drawn."""
+        """Whether top-k or top-p restricts what can be sampled."""
         params = self.request.params
         return not params.greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
-    def is_drawn_out(self) -> bool:
-        """Its last token by length is drawn, if not yet arrived: no further step."""
-        return self.n_drawn >= self.max_new
+    def is_penalized(self) -> bool:
+        """Whether its logits depend on the tokens that it has."""
+        return self.request.params.frequency_penalty != 0
+
+    @property
+    def reached_max_new(self) -> bool:
+        """The token at its maximum length is sampled, though it may not have arrived: no further step is needed."""
+        return self.n_sampled >= self.max_new
 
     @property
     def bans_stop(self) -> bool:
-        """The token being drawn (`n_drawn` counts it) must not be one of `stop_ids`."""
-        return self.n_drawn <= self.request.params.min_new_tokens and bool(self.stop_ids)
+        """Whether the token being sampled (`n_sampled` counts it already) must not be one of `stop_ids`."""
+        return self.n_sampled <= self.request.params.min_new_tokens and bool(self.stop_ids)
 
-    def accept(self, token: int, logprob: float, detokenize: Callable[[list[int]], str] | None) -> bool:
-        """Append a token that has arrived; returns whether the sequence ends with it (then `finish_reason` is set)."""
+    def accept(self, token: int, logprob: float, version: int, detokenize: Callable[[list[int]], str] | None) -> bool:
+        """Append a token that has arrived. Sets `finish_reason` and returns True if the sequence ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(version)
         n_new = len(self.logprobs)
         if token in self.stop_ids or (self.request.params.stop and self._has_stop_string(n_new, detokenize)):
             self.finish_reason = "stop"
@@ -83,21 +91,23 @@ class Sequence:
         return any(stop in text for stop in params.stop)
 
     def leave_cache(self) -> None:
-        """Forget its place in the cache; what was drawn and has arrived stays."""
+        """Forget slot and blocks; the tokens that have arrived stay."""
         self.slot = -1
         self.n_kv = 0
         self.blocks = []
         self.n_uploaded = 0
         self.n_registered = 0
-        self.entry = ROOT
+        self.prefix_id = EMPTY_PREFIX
 
     def output(self) -> GenerationOutput:
-        """The finished sample."""
-        assert self.finish_reason is not None
+        """The whole completion if it is finished, else the tokens since the partial output before."""
+        start = self.n_streamed if self.finish_reason is None else 0
+        self.n_streamed = len(self.logprobs)
         return GenerationOutput(
             request_id=self.request.request_id,
             sample=self.sample,
-            tokens=self.tokens[self.n_prompt :],
-            logprobs=self.logprobs,
+            tokens=self.tokens[self.n_prompt + start :],
+            logprobs=self.logprobs[start:],
+            versions=self.versions[start:],
             finish_reason=self.finish_reason,
         )

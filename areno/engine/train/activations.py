@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from areno.kernels.logprobs import FUSED_CHUNK
+from areno.models.cost import activation_bytes, logits_bytes
 from areno.models.transformer import Transformer
 
 HEAD_BYTES = 5 * 2**29  # of logit gradients kept: 8.8k positions of a 152k vocabulary in bf16
@@ -23,14 +24,10 @@ def free_bytes(device: torch.device) -> int:
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int) -> int:
     """Of how many layers the large matrix products can be kept over a micro-batch of n_tokens within `free` bytes."""
-    layer = model.layers[0]
-    size, itemsize = model.config.hidden_size, model.embed.weight.element_size()
-    qkv, gate_up = (sum(linear.local_sizes) for linear in (layer.attention.qkv, layer.mlp.gate_up))  # type: ignore[union-attr]
-    heads = layer.attention.qkv.local_sizes[0]  # type: ignore[union-attr]
-    always = len(model.layers) * (2 * size * 4 // itemsize + heads)  # the stream is fp32
-    at_work = 3 * (qkv + gate_up) + 12 * size  # products, their gradients, and both halves of a layer at once
+    itemsize, tp_size, n_layers = model.embed.weight.element_size(), model.tp.size, len(model.layers)
+    layer = activation_bytes(model.config, itemsize, tp_size)
     logits = 0
     if model.score is None:
-        logits = FUSED_CHUNK * model.head_weight.shape[0] * (4 + itemsize) + HEAD_BYTES
-    left = free - n_tokens * itemsize * (always + at_work) - logits
-    return max(0, min(len(model.layers), left // (n_tokens * itemsize * (qkv + gate_up))))
+        logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
+    left = free - n_tokens * (n_layers * layer.always + layer.at_work) - logits
+    return max(0, min(n_layers, left // (n_tokens * layer.kept)))

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areno.config.model_roles import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.engine.memory import out_of_memory_hint
+from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, free_bytes, layers_to_keep
-from areno.engine.train.flat import FlatParameters, flatten
+from areno.engine.train.flat import ALIGN, FlatParameters, flatten
+from areno.engine.train.micro_batches import StepShare, micro_batches
 from areno.engine.train.optimizer import AdamW
-from areno.engine.train.packing import (
-    PackedTokens,
-    Unit,
-    micro_batches,
-    optimizer_steps,
-    pack_tokens,
-    pack_units,
-    read_rows,
-    read_tokens,
-    split_balanced,
-    units_of,
-)
+from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
 from areno.engine.train.stats import StepStats, over_steps
-from areno.engine.types import TrainSequence
-from areno.errors import DataError, EngineError
+from areno.errors import EngineError, Key
+from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
 from areno.layers.attention import PackedAttend
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 from areno.models.transformer import Transformer
 
@@ -40,12 +32,11 @@ LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainBackend:
-    """A model with its optimizer, or without one (optimizer None): a frozen model that only scores.
+    """A model with its optimizer. With optimizer None it is a frozen model that only scores.
 
-    attn_backend: of kernels.attention.choose_backend. recompute: activations per layer again in the backward pass (on
-    CUDA of as many layers as memory requires).
-    dp: the ranks that hold copies of this model, each training on its share of the rows. section: the settings that
-    messages name.
+    attn_backend: what kernels.attention.choose_backend returned. recompute: compute activations again in the backward
+    pass instead of keeping them (on CUDA in as many layers as memory requires).
+    dp: the ranks that hold copies of this model. section: the configuration section that messages name.
 
     A model with an "lm" head predicts tokens: its loss functions are given log-probabilities. One with a "value" head
     judges the state before each token: its loss functions are given values in their place.
@@ -58,7 +49,7 @@ class TrainBackend:
         *,
         attn_backend: str,
         recompute: bool = True,
-        dp: TensorParallel = TensorParallel(),  # noqa: B008  (frozen)
+        dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         section: str = "actor",
     ):
         self.model, self.attn_backend, self.recompute, self.dp = model, attn_backend, recompute, dp
@@ -68,62 +59,45 @@ class TrainBackend:
         self.optimizer: AdamW | None = None
         if optimizer is None:
             model.requires_grad_(False)
-            self.params = flatten(model)[0]
+            self.params = [flatten(list(model.named_parameters()))[0]]
         else:
-            self.flat = FlatParameters(model, model.is_sharded)
-            self.params = self.flat.params
+            align = BLOCK if optimizer.type == "adam_8bit" else ALIGN
+            self.flat = FlatParameters(model, model.is_sharded, align)
+            self.params = [self.flat.params] + ([] if self.flat.frozen is None else [self.flat.frozen])
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
-    def train(
-        self,
-        rows: Sequence[TrainSequence],
-        loss_fn: LossFn,
-        *,
-        mb_spec: MicroBatchSpec,
-        n_minibatches: int = 1,
-        gradient_accumulation_steps: int | None = None,
-        temperature: float = 1.0,
-        seed: int = 0,
-        granularity: int = 1,
-    ) -> dict[str, float]:
-        """Optimizer steps on `rows`: one, or n_minibatches, or one per gradient_accumulation_steps micro-batches.
+    def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
+        """This rank's share of some optimizer steps, as `share_steps` cut them by `update`.
 
-        Every data-parallel rank is given the same rows and trains on its share of them; loss and gradient are those of
-        all rows together, whatever the number of ranks or micro-batches. temperature: the one the rows were sampled at;
-        values have none. seed: of the cut into `n_minibatches`, where later ones meet a policy that the earlier ones
-        changed. granularity: so many adjacent rows are never separated, by whatever cuts the rows.
+        Every data-parallel rank is given its own shares of the same steps. Loss and gradient are those of all rows
+        together, whatever the number of ranks or micro-batches.
 
-        Returns statistics of the step (means over several steps, `*_max` their maximum, `lr` the last, `skipped_steps`
-        the number of updates not applied because loss or gradient was not finite or no token was trained). grad_norm is
-        taken before clipping. DataError for rows of the wrong form, EngineError when memory runs out.
+        Returns statistics: means over the steps, but of `*_max` the maximum, of `lr` the last, and of `skipped_steps`
+        the number of updates that were not applied because loss or gradient was not finite or no token was trained.
+        grad_norm is taken before clipping. EngineError when memory runs out.
         """
-        data = read_rows(rows, self.model.config.vocab_size)
-        units, unit_spec = units_of(data, granularity, mb_spec)
-        lengths = [unit.n_tokens for unit in units]
-        steps = optimizer_steps(lengths, unit_spec, n_minibatches, gradient_accumulation_steps, seed)
-        with self._explained_out_of_memory(mb_spec):
-            return over_steps([self._step([units[i] for i in step], loss_fn, unit_spec, temperature) for step in steps])
+        with self._out_of_memory_hint(update.mb_spec):
+            return over_steps([self._step(step, loss_fn, update) for step in steps])
 
     def logprobs(
-        self, token_rows: Sequence[Sequence[int]], temperature: float, mb_spec: MicroBatchSpec
-    ) -> list[list[float]]:
-        """log p(token | tokens before it) for each token of each row; 0.0 for the first, which nothing predicts."""
+        self, token_rows: Sequence[np.ndarray], temperature: float, mb_spec: MicroBatchSpec
+    ) -> list[np.ndarray]:
+        """log p(token | tokens before it) for each token of each row, float32; 0 for the first one."""
 
         def logprobs_of(packed: PackedTokens) -> Tensor:
             return self._logprobs(packed, _later(packed), temperature)[0]
 
         return self._score(token_rows, mb_spec, logprobs_of)
 
-    def values(self, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec) -> list[list[float]]:
-        """The value of the state before each token of each row; 0.0 for the first, before which there is nothing."""
+    def values(self, token_rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec) -> list[np.ndarray]:
+        """The value of the state before each token of each row, float32; 0 for the first one."""
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
-    def rewards(self, token_rows: Sequence[Sequence[int]], mb_spec: MicroBatchSpec) -> list[float]:
+    def rewards(self, token_rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec) -> list[float]:
         """The score of each row: what the value head gives at its last token.
 
-        Trailing tokens that the model's config.json calls padding do not count, even where the row itself ends with
-        them (a pad token that is the end-of-sequence token, too): transformers, with which the model was trained, reads
-        the score before them.
+        Trailing padding tokens of the model's config.json do not count, even where they are the end-of-sequence token
+        of the row itself. transformers, with which such models are trained, reads the score before them.
         """
         pad = self.model.config.hf.get("pad_token_id")
         token_rows = [_without_trailing(row, pad) for row in token_rows]
@@ -132,29 +106,21 @@ class TrainBackend:
             last_R = packed.cu_seqlens[1:].long() - 1
             return self._aligned(packed, last_R, self.model.values(self._hidden(packed).index_select(0, last_R)))
 
-        return [row[-1] for row in self._score(token_rows, mb_spec, rewards_of)]
+        return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
     def _score(
-        self,
-        token_rows: Sequence[Sequence[int]],
-        mb_spec: MicroBatchSpec,
-        score: Callable[[PackedTokens], Tensor],
-    ) -> list[list[float]]:
+        self, rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec, score: Callable[[PackedTokens], Tensor]
+    ) -> list[np.ndarray]:
         """What `score` gives for each token, (N,) of a micro-batch, put back into rows."""
-        vocab_size = self.model.config.vocab_size
-        rows = [read_tokens(tokens, index, vocab_size) for index, tokens in enumerate(token_rows)]
+        if not rows:
+            return []
         batches = micro_batches([len(row) for row in rows], mb_spec)
-        scored: list[Tensor] = []
-        with torch.no_grad(), self._explained_out_of_memory(mb_spec):
-            for batch in batches:
-                scored.append(score(pack_tokens([rows[i] for i in batch], self.device)))
-            numbers = torch.cat(scored).cpu().numpy() if scored else np.zeros(0, np.float32)
-        out: list[list[float]] = [[] for _ in rows]
+        with torch.no_grad(), self._out_of_memory_hint(mb_spec):
+            scored = [score(pack_tokens([rows[i] for i in batch], self.device)) for batch in batches]
+            numbers = torch.cat(scored).cpu().numpy()
         order = [i for batch in batches for i in batch]
-        ends = np.cumsum([len(rows[i]) for i in order])
-        for i, end in zip(order, ends, strict=True):
-            out[i] = numbers[end - len(rows[i]) : end].tolist()
-        return out
+        pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
+        return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
     def _hidden(self, packed: PackedTokens) -> Tensor:
         attend = PackedAttend(packed.cu_seqlens, packed.max_len, self.attn_backend)
@@ -174,32 +140,34 @@ class TrainBackend:
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at `trained_T`, each (N,) float32 aligned with the tokens and 0 elsewhere."""
-        model = self.model
-        hidden_ND, weight_VD = self._hidden(packed), model.head_weight
+        tp, head = self.model.tp, self.model.output
+        hidden_ND = self._hidden(packed)
+        grad_VD = head.weight.grad  # None where it is frozen or the model is only scored
         logprobs_T, entropy_T = selected_logprobs(
             hidden_ND.index_select(0, trained_T - 1),  # token t is predicted at t - 1
-            weight_VD,
+            head.weight[: head.n_valid],
             packed.tokens_N[trained_T],
             temperature=temperature,
-            tp=model.tp,
-            vocab_size=model.config.vocab_size,
-            weight_grad=None if self.flat is None else model.output.weight.grad[: weight_VD.shape[0]],  # type: ignore[index]
+            first=head.first,
+            all_reduce=tp.all_reduce if tp.size > 1 else None,
+            weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
         )
         return self._aligned(packed, trained_T, logprobs_T), self._aligned(packed, trained_T, entropy_T)
 
-    def _step(
-        self, units: list[Unit], loss_fn: LossFn, unit_spec: MicroBatchSpec, temperature: float
-    ) -> dict[str, float]:
+    def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
-        step_tokens = sum(row.n_trained for unit in units for row in unit.rows)
-        step_rows = sum(row.n_trained > 0 for unit in units for row in unit.rows)
-        mine = self._share(units)
         # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
         batches = [
-            pack_units([mine[i] for i in batch], step_tokens, step_rows, self.device)
-            for batch in micro_batches([unit.n_tokens for unit in mine], unit_spec)
+            pack_rows(
+                rows,
+                step_tokens=step.step_tokens,
+                step_rows=step.step_rows,
+                rows_per_unit=update.rows_per_unit,
+                device=self.device,
+            )
+            for rows in step.micro_batches
         ]
         stats = StepStats(self.device)
         self.flat.zero_grad()
@@ -207,7 +175,7 @@ class TrainBackend:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
             else:
-                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
+                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.temperature)
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
                 _compare_with_rollout(stats, pack, logprobs_N.detach())
             loss.backward()
@@ -217,43 +185,29 @@ class TrainBackend:
         numbers = stats.finish(self.dp)
         gradient = self.optimizer.gradient_stats()
         numbers |= {
-            "response_len": step_tokens / max(step_rows, 1),
+            "response_len": step.step_tokens / max(step.step_rows, 1),
             "grad_norm": gradient.norm,
             "grad_zero_frac": gradient.zero_frac,
             "lr": self.optimizer.lr,
             "skipped_steps": 0.0,
         }
-        if step_tokens and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"]):
+        if step.step_tokens and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"]):
             self.optimizer.step(gradient.norm)
         else:
             self.optimizer.skip()
             numbers["skipped_steps"] = 1.0
         return numbers
 
-    def _share(self, units: list[Unit]) -> list[Unit]:
-        """This data-parallel rank's units. Every rank computes the same split."""
-        if self.dp.size == 1:
-            return units
-        if len(units) < self.dp.size:
-            n_rows = sum(len(unit.rows) for unit in units)
-            pairs = f", in units of {len(units[0].rows)}," if n_rows > len(units) else ""
-            raise DataError(
-                f"an optimizer step has {n_rows} rows{pairs} for {self.dp.size} copies of the model; each needs one: "
-                f"raise train_dataset.batch_size, or lower {self.section}.ppo_n_minibatches or engine.world_size"
-            )
-        return [units[i] for i in split_balanced([unit.n_tokens for unit in units], self.dp.size)[self.dp.rank]]
-
-    @contextmanager
-    def _explained_out_of_memory(self, mb_spec: MicroBatchSpec) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise EngineError(
-                f"out of device memory in training, with {self.section}.mb_spec.max_tokens_per_mb="
-                f"{mb_spec.max_tokens_per_mb} and mini_bs={mb_spec.mini_bs}: lower the former (or the latter where the "
-                f"former is null), set {self.section}.gradient_checkpointing=true, or lower rollout.mem_fraction, "
-                "which reserves memory for the KV cache"
-            ) from error
+    def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
+        """Around forward and backward passes of these micro-batches."""
+        budget = Key(f"{self.section}.mb_spec.max_tokens_per_mb")
+        return out_of_memory_hint(
+            "in training, with {}={} and mini_bs={}",
+            "lower the former (or the latter where the former is null), set {}=true, or lower {}, which reserves "
+            "memory for the KV cache",
+            budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs,
+            Key(f"{self.section}.gradient_checkpointing"), Key("rollout.mem_fraction"),
+        )  # fmt: skip
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -312,7 +266,7 @@ def _compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor) 
         stats.maximum("logp_abs_diff_max", diff_T.abs())
 
 
-def _without_trailing(tokens: Sequence[int], pad: int | None) -> Sequence[int]:
+def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
     """The row up to its last token that is not `pad`, or its first token."""
     end = len(tokens)
     while end > 1 and tokens[end - 1] == pad:

@@ -1,11 +1,11 @@
-"""All parameters of a model in one buffer, their gradients in another, their fp32 masters in a third.
+"""All trained parameters of a model in one buffer, their gradients in another, their fp32 masters in a third.
 
 One buffer means one collective for all gradients, and an update in a few large elementwise operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,70 +27,72 @@ class Segment:
 
 
 def flatten(
-    model: nn.Module, is_sharded: Callable[[str], bool] | None = None
-) -> tuple[torch.Tensor, list[Segment], list[tuple[nn.Parameter, slice]]]:
-    """Move all parameters into one buffer of their dtype: (buffer, its segments, each parameter's place in it).
+    named: Sequence[tuple[str, nn.Parameter]], is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
+) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
+    """Move named parameters into one buffer of their dtype: (buffer, its segments, name -> place in it).
 
-    The model's parameters are views of the buffer from now on. is_sharded: see FlatParameters.
+    The parameters are views of the buffer from now on. is_sharded, align: see FlatParameters.
     """
-    named = list(model.named_parameters())  # a tied parameter appears once
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
-        kinds.setdefault(kind, []).append(parameter)
+        kinds.setdefault(kind, []).append((name, parameter))
 
     segments: list[Segment] = []
-    places: list[tuple[nn.Parameter, slice]] = []
+    places: dict[str, slice] = {}
     end = 0
-    for (decayed, sharded), parameters in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+    for (decayed, sharded), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
         start = end
-        for parameter in parameters:
-            places.append((parameter, slice(end, end + parameter.numel())))
-            end += -(-parameter.numel() // ALIGN) * ALIGN
-        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for p in parameters)))
+        for name, parameter in members:
+            places[name] = slice(end, end + parameter.numel())
+            end += -(-parameter.numel() // align) * align
+        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for _, p in members)))
 
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
-    for parameter, place in places:
-        view = buffer[place].view(parameter.shape)
+    for name, parameter in named:
+        view = buffer[places[name]].view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
     return buffer, segments, places
 
 
 class FlatParameters:
-    """Moves the parameters of `model` into one buffer and gives each a gradient in another.
+    """Moves the trained parameters of `model` into one buffer and gives each a gradient in another.
 
-    params: see `flatten`.
+    params: see `flatten`. places: name -> its slice of params, grads and masters. shapes: name -> shape.
     grads: float32. Each `parameter.grad` is a view of it and autograd adds into that view, whatever the model's dtype.
     So gradients are cleared by `zero_grad` here and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32.
+    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none. They have
+    no gradient and no master.
     is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
+    align: elements; every trained parameter starts at a multiple of it.
     """
 
-    def __init__(self, model: nn.Module, is_sharded: Callable[[str], bool] | None = None):
-        self.params, self.segments, places = flatten(model, is_sharded)
+    def __init__(self, model: nn.Module, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN):
+        named = list(model.named_parameters())  # a tied parameter appears once
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self.frozen = flatten(frozen)[0] if frozen else None
+        self.params, self.segments, self.places = flatten(trained, is_sharded, align)
+        self.shapes = {name: parameter.shape for name, parameter in trained}
         self.grads = torch.zeros(self.params.numel(), dtype=torch.float32, device=self.params.device)
-        for parameter, place in places:
+        for name, parameter in trained:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
-            parameter.grad = self.grads[place].view(parameter.shape)
+            parameter.grad = self.grads[self.places[name]].view(parameter.shape)
         self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
 
     @property
     def n_params(self) -> int:
-        """Elements on this rank, without padding."""
+        """Trained elements on this rank, without padding."""
         return sum(segment.n_params for segment in self.segments)
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
         self.grads.zero_()
-
-    def sync_masters(self) -> None:
-        """Take over weights that were loaded into the model from outside."""
-        if self.masters is not self.params:
-            self.masters.copy_(self.params)
 
     def chunks(self) -> Iterator[tuple[slice, Segment]]:
         """The buffers in slices of at most CHUNK elements, each within one segment."""

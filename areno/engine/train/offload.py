@@ -17,17 +17,17 @@ CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """Moves a model's flat buffers to the device for the time of a use. They leave it at once.
+    """Moves a model's flat buffers to the device while they are used. Construction moves them off it.
 
     params: what every use needs. state: what training needs beside it (fp32 masters, Adam moments) and changes.
     scratch: what training needs and nobody reads afterwards (gradients); it comes back with any content.
     """
 
-    def __init__(self, params: Tensor, state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
-        self._params = _HostCopy(params)
+    def __init__(self, params: Sequence[Tensor], state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
+        self._params = [_HostCopy(buffer) for buffer in params]
         self._state = [_HostCopy(buffer) for buffer in state]
         self._scratch = [(buffer.untyped_storage(), buffer.untyped_storage().nbytes()) for buffer in scratch]
-        for copy in (self._params, *self._state):
+        for copy in (*self._params, *self._state):
             copy.leave(changed=True)
         for storage, _ in self._scratch:
             storage.resize_(0)
@@ -35,7 +35,7 @@ class Offload:
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Within it the buffers hold what they held; without `training` only `params` do, and must not be changed."""
-        copies = [self._params, *(self._state if training else ())]
+        copies = [*self._params, *(self._state if training else ())]
         arrived: list[_HostCopy] = []
         try:
             for copy in copies:

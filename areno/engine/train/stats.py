@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from areno.layers.parallel import TensorParallel
+from areno.layers.parallel import ParallelGroup
 
 
 class StepStats:
@@ -20,7 +20,7 @@ class StepStats:
         self._maxima: dict[str, Tensor] = {}  # 0-dim float64
 
     def add(self, stats: Mapping[str, Tensor]) -> None:
-        """0-dim tensors are shares and are summed; 1-dim tensors are observations, told as mean, std and max."""
+        """0-dim tensors are shares and are summed; 1-dim tensors are observations, reported as mean, std and max."""
         for name, value in stats.items():
             value = value.detach().double()
             if value.dim() == 0:
@@ -36,7 +36,7 @@ class StepStats:
         seen = self._maxima.get(name, low[0])
         self._maxima[name] = torch.cat([values.detach().double(), seen.view(1)]).amax()
 
-    def finish(self, dp: TensorParallel) -> dict[str, float]:
+    def finish(self, dp: ParallelGroup) -> dict[str, float]:
         """Waits for the device. A collective call over the data-parallel ranks."""
         empty = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         added = dp.all_reduce(torch.cat(empty + [v.view(-1) for v in (*self._sums.values(), *self._moments.values())]))

@@ -1,0 +1,91 @@
+"""What a script hands over, looked at before it goes to the workers: the errors name the place in the script's list."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from areno.data.row_schema import messages_problem
+from areno.engine.limits import check_params
+from areno.engine.train.rows import read_tokens
+from areno.errors import ConfigError, DataError, Problem
+from areno.types import SamplingParams, TrainSequence
+
+
+def check_sampling(n_samples: Any, params: Any) -> None:
+    """ConfigError with all that is wrong with `params`. Whether the engine has room for it is for the engine to say."""
+    check_count("n_samples", n_samples)
+    if not isinstance(params, SamplingParams):
+        raise DataError(f"sampling_params is a {type(params).__name__}; an areno.SamplingParams is expected")
+    check_params(params)
+
+
+def check_count(name: str, value: Any, least: int | None = 1) -> None:
+    """ConfigError unless the argument `name` is a whole number, of at least `least` where that is given."""
+    if not _is_int(value) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError([Problem(name, f"is {value!r}; a whole number{bound} is expected")])
+
+
+def check_positive(name: str, value: Any) -> None:
+    """ConfigError unless the argument `name` is a finite number above 0."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
+
+
+def check_prompts(prompts: Any) -> None:
+    """DataError unless `prompts` is a non-empty list whose elements are texts or lists of chat messages."""
+    if not isinstance(prompts, (list, tuple)):
+        hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
+        raise DataError(f"prompts is a {type(prompts).__name__}; a list of strings is expected{hint}")
+    if not prompts:
+        raise DataError("prompts is empty; at least one is expected")
+    for index, prompt in enumerate(prompts):
+        if problem := prompt_problem(prompt):
+            raise DataError(f"prompts[{index}] {problem}")
+
+
+def prompt_problem(prompt: Any) -> str | None:
+    """What is wrong with one prompt, or None."""
+    if isinstance(prompt, str):
+        return None if prompt else "is an empty string"
+    if isinstance(prompt, (list, tuple)) and prompt and _is_int(prompt[0]):
+        return "is a list of token ids; give these to rollout_token_batch"
+    if isinstance(prompt, (list, tuple)):
+        return messages_problem(prompt)
+    return f"is a {type(prompt).__name__}; a string is expected"
+
+
+def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
+    """DataError unless `rows`, the argument `name`, is a list of rows.
+
+    With a vocab_size, each must be a non-empty list of that model's token ids; else these are for the engine to check.
+    """
+    if not isinstance(rows, (list, tuple)):
+        raise DataError(f"{name} is a {type(rows).__name__}; a list of lists of token ids is expected")
+    if not rows and not may_be_empty:
+        raise DataError(f"{name} is empty; at least one row is expected")
+    if vocab_size is not None:
+        for index, row in enumerate(rows):
+            read_tokens(row, f"{name}[{index}]", vocab_size)
+
+
+def check_rows(rows: Any) -> None:
+    """DataError unless `rows` is a non-empty list of TrainSequence. What these hold is for the engine to check."""
+    if not isinstance(rows, (list, tuple)):
+        raise DataError(f"batch_data is a {type(rows).__name__}; a list of areno.TrainSequence is expected")
+    if not rows:
+        raise DataError("batch_data is empty; there are no rows to train on")
+    for index, row in enumerate(rows):
+        if not isinstance(row, TrainSequence):
+            raise DataError(f"batch_data[{index}] is a {type(row).__name__}; an areno.TrainSequence is expected")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)

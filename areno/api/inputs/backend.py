@@ -1,0 +1,242 @@
+"""The arguments of a Trainer (areno.ArenoConfig, areno.Areno), what their values may be, and the plan they make.
+
+The engine speaks of the settings of a recipe. `argument_of` says which argument of a script stands for a setting, so
+that the errors of a script's Trainer name its arguments (areno.errors.keys_renamed). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areno.api.inputs.plan import TrainerPlan, open_actor
+from areno.config.build import build
+from areno.config.fields import Section, check, setting, settings
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
+from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig
+from areno.errors import Problem
+
+
+@dataclass
+class ArenoConfig:
+    """How the local engine runs: the custom_config of a Trainer.
+
+    model_path: weights to use in place of the Trainer's model_path, whose tokenizer stays in use.
+    tp_size: ranks that share one copy of the model. dp_size: copies; None is world_size // tp_size.
+    devices: CUDA device ids, one for each rank; None takes the first ones.
+    dummy_load: random weights in the policy and in every role; no folder needs weight files.
+    optimizer: fields of areno.config.models.OptimizerConfig, or one of these.
+    runtime: see RuntimeConfig. max_running_prompts: samples decoded at once, over all ranks.
+    decode_progress_interval_s: seconds between log lines of a rollout.
+    """
+
+    model_path: str | None = None
+    tp_size: int = 1
+    dp_size: int | None = None
+    devices: list[int] | None = None
+    dummy_load: bool = False
+    optimizer: dict[str, Any] | OptimizerConfig | None = None
+    runtime: dict[str, Any] | None = None
+    max_running_prompts: int = 64
+    decode_progress_interval_s: float = 10.0
+
+
+def _as_in(section: type[Section], name: str) -> Any:
+    """The field `name` of another section: its default, help and bounds."""
+    there = next(field for field in dataclasses.fields(section) if field.name == name)  # type: ignore[arg-type]
+    return dataclasses.field(default=there.default, metadata=there.metadata, kw_only=True)
+
+
+@dataclass(kw_only=True)
+class RuntimeConfig(DecoderConfig):
+    """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
+
+    attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
+    device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
+    workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
+    dtype: Literal["auto", "bfloat16", "float32"] = _as_in(ModelConfig, "dtype")
+    gradient_checkpointing: bool = _as_in(ModelConfig, "gradient_checkpointing")
+    max_tokens_per_mb: int | None = _as_in(MicroBatchSpec, "max_tokens_per_mb")
+    drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
+    enable_thinking: bool | None = _as_in(RolloutConfig, "enable_thinking")
+    tokenizer_path: str | None = setting(None, help="tokenizer folder or hub id; null = the Trainer's model_path")
+    seed: int = setting(1, help="of rollouts and random weights", ge=0)
+
+
+@dataclass(kw_only=True)
+class BackendSettings(Section):
+    """An ArenoConfig, checked."""
+
+    model_path: str | None = setting(None, help="weights in place of the Trainer's model_path")
+    tp_size: int = setting(1, help="ranks that share one copy of the model", gt=0)
+    dp_size: int | None = setting(None, help="copies of the model", gt=0)
+    devices: list[int] | None = setting(None, help="CUDA device ids")
+    dummy_load: bool = setting(False, help="random weights in every model")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="optimizer and learning-rate schedule")
+    runtime: RuntimeConfig = setting(factory=RuntimeConfig, help="processes, memory, precision")
+    max_running_prompts: int = setting(64, help="samples decoded at once", gt=0)
+    decode_progress_interval_s: float = setting(10.0, help="seconds between log lines", gt=0)
+
+    @check
+    def devices_are_different_ids(self) -> Iterator[Problem]:
+        if self.devices is not None and (len({*self.devices}) < len(self.devices) or min(self.devices, default=0) < 0):
+            yield Problem("devices", f"is {self.devices}; the ids of different CUDA devices are expected, from 0")
+
+
+@dataclass(kw_only=True)
+class TrainerSettings(Section):
+    """The arguments of a Trainer, checked."""
+
+    world_size: int = setting(help="ranks", gt=0)
+    model_path: str = setting(help="model folder or hub id")
+    metrics_log_dir: str | None = setting(None, help="folder of TensorBoard files")
+    custom_config: BackendSettings = setting(factory=BackendSettings, help="an areno.ArenoConfig")
+
+    @check
+    def there_is_a_model(self) -> Iterator[Problem]:
+        if not self.model_path.strip():
+            yield Problem("model_path", "is empty; a model folder or hub id is expected")
+
+    @check
+    def copies_fill_the_world(self) -> Iterator[Problem]:
+        tp_size, world_size = self.custom_config.tp_size, self.world_size
+        if world_size % tp_size:
+            yield Problem("custom_config.tp_size", f"is {tp_size}, which does not divide world_size={world_size}")
+
+    @check
+    def the_number_of_copies_follows(self) -> Iterator[Problem]:
+        given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
+        if given is not None and given != copies:
+            yield Problem(
+                "custom_config.dp_size",
+                f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out",
+            )
+
+    @check
+    def each_rank_has_a_device(self) -> Iterator[Problem]:
+        devices = self.custom_config.devices
+        if devices is not None and len(devices) != self.world_size:
+            yield Problem(
+                "custom_config.devices", f"is {devices}, but world_size is {self.world_size}; give one id for each rank"
+            )
+
+    @check
+    def inline_is_one_rank(self) -> Iterator[Problem]:
+        if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
+            yield Problem(
+                "custom_config.runtime.workers",
+                f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto",
+            )
+
+
+class Areno:
+    """The local engine: the backend_type of a Trainer, and the only one there is."""
+
+
+def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
+    """The plan of a script's arguments. Nothing large is loaded yet.
+
+    Raises ConfigError for what does not fit model or machine, CheckpointError for a folder that is no model.
+    """
+    config, runtime = settings.custom_config, settings.custom_config.runtime
+    actor = ModelConfig(
+        path=config.model_path or settings.model_path,
+        dtype=runtime.dtype,
+        gradient_checkpointing=runtime.gradient_checkpointing,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=runtime.max_tokens_per_mb),
+        optimizer=config.optimizer,
+    )
+    engine = EngineConfig(
+        device=runtime.device,
+        world_size=settings.world_size,
+        tp_size=config.tp_size,
+        workers=runtime.workers,
+        attn_backend=runtime.attn_backend,
+        dummy_load=config.dummy_load,
+    )
+    tokenizer_path = runtime.tokenizer_path or settings.model_path
+    spec, tokenizer = open_actor(
+        actor, engine, tokenizer_path=tokenizer_path, cuda_ids=config.devices, seed=runtime.seed
+    )
+    return TrainerPlan(
+        spec=spec,
+        tokenizer=tokenizer,
+        workers=runtime.workers,
+        decoder=runtime.decoder(),
+        max_running=config.max_running_prompts,
+        drop_rollout_state=runtime.drop_rollout_state,
+        enable_thinking=runtime.enable_thinking,
+        progress_interval_s=config.decode_progress_interval_s,
+    )
+
+
+def read_arguments(
+    world_size: Any, model_path: Any, backend_type: Any, custom_config: Any, metrics_log_dir: Any
+) -> TrainerSettings:
+    """The arguments of a Trainer as typed settings. Raises one ConfigError with all that is wrong with them."""
+    problems = []
+    if backend_type is not None and backend_type is not Areno:
+        name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
+        problems.append(Problem("backend_type", f"is {name}; areno.Areno is the one there is, and the default"))
+    data: dict[str, Any] = {"world_size": world_size, "model_path": _text(model_path)}
+    if metrics_log_dir is not None:
+        data["metrics_log_dir"] = _text(metrics_log_dir)
+    if isinstance(custom_config, ArenoConfig):
+        given = dict(vars(custom_config))
+        given["model_path"] = _text(given["model_path"])
+        # No optimizer and no runtime settings are those of the defaults.
+        data["custom_config"] = {
+            name: value for name, value in given.items() if value is not None or name not in ("optimizer", "runtime")
+        }
+    elif custom_config is not None:
+        hint = "; write areno.ArenoConfig(**...)" if isinstance(custom_config, Mapping) else ""
+        found = f"is a {type(custom_config).__name__}; an areno.ArenoConfig is expected{hint}"
+        problems.append(Problem("custom_config", found))
+    return build(TrainerSettings, data, problems)
+
+
+def _text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+# What the settings that messages name are called in a script.
+_ARGUMENTS = {
+    "actor.path": "model_path",
+    "actor.optimizer": "custom_config.optimizer",
+    "engine.world_size": "world_size",
+    "engine.tp_size": "custom_config.tp_size",
+    "engine.dummy_load": "custom_config.dummy_load",
+    "train_dataset.batch_size": "the number of rows",
+    "train_dataset.max_length": "the length of the prompts",
+    "gconfig.n_samples": "n_samples",
+    "gconfig.max_tokens": "SamplingParams.max_context_len",
+    "rollout.max_concurrent_rollouts": "max_running_prompts",
+    "saver.path": "path",
+    "stats_logger.tensorboard.path": "metrics_log_dir",
+    "tokenizer_path": "custom_config.runtime.tokenizer_path",
+    "devices": "custom_config.devices",
+}
+_OF_ANY_MODEL = {
+    "ppo_n_minibatches": "n_minibatches",
+    "mb_spec.max_tokens_per_mb": "custom_config.runtime.max_tokens_per_mb",
+    "gradient_checkpointing": "custom_config.runtime.gradient_checkpointing",
+}
+
+
+def argument_of(setting: str) -> str:
+    """The argument that stands for a setting; `setting` itself where there is none."""
+    if setting in _ARGUMENTS:
+        return _ARGUMENTS[setting]
+    section, _, name = setting.partition(".")
+    if section == "gconfig" and name:
+        return f"SamplingParams.{name}"
+    if name in _OF_ANY_MODEL:
+        return _OF_ANY_MODEL[name]
+    if name.startswith("optimizer."):
+        return f"custom_config.{name}"
+    if section in ("engine", "actor", "rollout") and name in settings(RuntimeConfig):
+        return f"custom_config.runtime.{name}"
+    return setting

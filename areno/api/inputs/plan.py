@@ -1,0 +1,257 @@
+"""From configuration to the plan of a Trainer: devices, folders, tokenizer, checked against the model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from areno.config.build import to_dict
+from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.config.fields import settings
+from areno.config.models import ModelConfig
+from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
+from areno.engine.spec import EngineSpec, RoleSpec
+from areno.errors import ConfigError, Problem
+from areno.files.paths import existing_path, model_of
+from areno.models.config import TransformerConfig
+from areno.models.hub import resolve
+from areno.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerPlan:
+    """What a Trainer starts, and how it samples.
+
+    max_running: samples decoded at once, over all ranks. max_len: longest prompt plus completion in tokens that the KV
+    cache is made for; None makes it as large as the prompts turn out to need. progress_interval_s: seconds between log
+    lines of a rollout. The rest are settings of the same names.
+    """
+
+    spec: EngineSpec
+    tokenizer: Any
+    workers: str = "auto"
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    max_running: int = 64
+    max_len: int | None = None
+    drop_rollout_state: bool = False
+    enable_thinking: bool | None = None
+    progress_interval_s: float = 10.0
+
+
+def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) -> list[str]:
+    """The devices a run uses, one worker each. `cuda_ids`: which of the visible ones; None takes the first.
+
+    Raises ConfigError when there are fewer than asked for.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if engine.device != "cpu" else 0
+    if engine.device == "cuda" and not visible:
+        raise ConfigError([Problem("engine.device", "is cuda, but torch sees no CUDA device; use cpu or auto")])
+    if not visible:
+        if cuda_ids is not None:
+            why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
+            raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
+        return ["cpu"] * (engine.world_size or engine.tp_size)
+    if cuda_ids is not None:
+        if missing := [index for index in cuda_ids if index >= visible]:
+            shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"
+            message = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
+            raise ConfigError([Problem("devices", message)])
+        return [f"cuda:{index}" for index in cuda_ids]
+    wanted = engine.world_size or visible
+    if wanted > visible:
+        raise ConfigError([Problem("engine.world_size", f"is {wanted}, but only {visible} CUDA devices are visible")])
+    return [f"cuda:{index}" for index in range(wanted)]
+
+
+def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
+    """The plan of an experiment's configuration. Nothing large is loaded yet. Raises as `open_actor` does."""
+    spec, tokenizer = open_actor(
+        config.actor,
+        config.engine,
+        tokenizer_path=config.tokenizer_path,
+        seed=config.seed,
+        more_problems=lambda model: model_problems(config, model),
+    )
+    plan = TrainerPlan(spec=spec, tokenizer=tokenizer, workers=config.engine.workers)
+    if not isinstance(config, PolicyExperimentConfig):
+        return plan
+    rollout = config.rollout
+    return replace(
+        plan,
+        decoder=rollout.decoder(),
+        max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,
+        max_len=longest_sequence(config, spec.context_len),
+        drop_rollout_state=rollout.drop_rollout_state,
+        enable_thinking=rollout.enable_thinking,
+    )
+
+
+def open_actor(
+    actor: ModelConfig,
+    engine: EngineConfig,
+    *,
+    tokenizer_path: str | None = None,
+    cuda_ids: Sequence[int] | None = None,
+    seed: int = 1,
+    more_problems: Callable[[TransformerConfig], list[Problem]] = lambda model: [],
+) -> tuple[EngineSpec, Any]:
+    """The engine of one trained model, and its tokenizer, that of `tokenizer_path` where given.
+
+    Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
+    is no model.
+    """
+    from areno.models.registry import load_config, tp_problems  # imports torch, which building a Trainer does not need
+
+    devices = find_devices(engine, cuda_ids)
+    path = model_folder(actor.path, "actor.path")
+    with model_of("actor.path"):
+        model = load_config(path)
+    tokenizer_folder = model_folder(tokenizer_path, "tokenizer_path") if tokenizer_path else path
+    tokenizer = load_tokenizer(tokenizer_folder)
+    problems = device_problems(engine, devices) + tp_problems(model, engine.tp_size) + more_problems(model)
+    if len(tokenizer) > model.vocab_size:
+        problems.append(
+            Problem(
+                "tokenizer_path",
+                f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    dtype = actor.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
+    eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    spec = EngineSpec(
+        model_path=path,
+        devices=devices,
+        tp_size=engine.tp_size,
+        dtype=dtype,
+        random_init=actor.init_from_scratch,
+        dummy_load=engine.dummy_load,
+        seed=seed,
+        attn_backend=engine.attn_backend,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        optimizer=actor.optimizer,
+        mb_spec=actor.mb_spec,
+        tokenizer_path=tokenizer_folder,
+        eos_token_ids=tuple(sorted(eos)),
+        context_len=model.max_position_embeddings,
+    )
+    return spec, tokenizer
+
+
+def model_folder(path: str, key: str) -> str:
+    """The local folder of a model folder or hub id. CheckpointError naming `key`."""
+    with model_of(key):
+        return str(resolve(existing_path(path) or path))
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # the library raises whatever its parsers do
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
+        raise ConfigError([Problem("tokenizer_path", message)]) from error
+    tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
+    return tokenizer
+
+
+def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
+    """What in the engine section does not fit the devices there are."""
+    if len(devices) % engine.tp_size:
+        return [Problem("engine.tp_size", f"is {engine.tp_size}, which does not divide the {len(devices)} devices")]
+    return []
+
+
+def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[Problem]:
+    """What in a configuration's lengths and tokens does not fit the model."""
+    problems: list[Problem] = []
+    context = model.max_position_embeddings
+    if isinstance(config, PolicyExperimentConfig):
+        for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
+            if gconfig is None:
+                continue
+            if gconfig.max_tokens is not None and gconfig.max_tokens > context:
+                problems.append(
+                    Problem(f"{name}.max_tokens", f"is {gconfig.max_tokens}, the model's context is {context} tokens")
+                )
+            if gconfig.max_new_tokens >= context:
+                problems.append(
+                    Problem(
+                        f"{name}.max_new_tokens",
+                        f"is {gconfig.max_new_tokens}; the model's context of {context} tokens must also hold a prompt",
+                    )
+                )
+            for token in gconfig.stop_token_ids or []:
+                if not 0 <= token < model.vocab_size:
+                    problems.append(
+                        Problem(
+                            f"{name}.stop_token_ids", f"holds {token}; the vocabulary has {model.vocab_size} tokens"
+                        )
+                    )
+    elif config.train_dataset.max_length > context:
+        problems.append(
+            Problem(
+                "train_dataset.max_length",
+                f"is {config.train_dataset.max_length}, the model's context is {context} tokens; lower it",
+            )
+        )
+    return problems
+
+
+def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
+    """The decoder's view of a gconfig section."""
+    values = to_dict(gconfig)
+    shared = {name: values[name] for name in settings(SamplingConfig)}
+    return SamplingParams(max_context_len=gconfig.max_tokens, **shared)
+
+
+def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
+    """Tokens of the longest prompt plus completion, in training and in evaluation, so that both use one KV cache."""
+    uses = [(config.gconfig, config.train_dataset.max_length)]
+    if config.valid_dataset is not None:
+        uses.append((config.eval_gconfig or config.gconfig, config.valid_dataset.max_length))
+    return max(
+        min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
+        for gconfig, max_prompt in uses
+    )
+
+
+def experiment_roles(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
+    """The models beside the actor that an experiment asks for. Raises ConfigError or CheckpointError, naming the key.
+
+    A path that is null is the actor's own.
+    """
+    roles: dict[str, RoleSpec] = {}
+    if config.ref is not None:
+        path = model_folder(config.ref.path, "ref.path") if config.ref.path else spec.model_path
+        roles["ref"] = RoleSpec(path=path, head="lm", key="ref.path", offload=config.ref.offload)
+    if config.reward.path is not None:
+        roles["reward"] = RoleSpec(
+            path=model_folder(config.reward.path, "reward.path"),
+            head="value",
+            key="reward.path",
+            needs_head=True,
+            offload=config.reward.offload,
+        )
+    if isinstance(config, CriticExperimentConfig):
+        critic = config.critic
+        roles["critic"] = RoleSpec(
+            path=model_folder(critic.path, "critic.path") if critic.path else spec.model_path,
+            head="value",
+            key="critic.path",
+            optimizer=critic.optimizer,
+            gradient_checkpointing=critic.gradient_checkpointing,
+            offload=critic.offload,
+        )
+    return roles

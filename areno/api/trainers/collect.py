@@ -1,0 +1,162 @@
+"""From prompts to scored samples: the rollout of a step, with dynamic sampling, and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areno.api.inputs.plan import sampling_params
+from areno.api.metrics import rollout_metrics
+from areno.api.trainers.setup import PolicySetup
+from areno.config.run import GenerationConfig
+from areno.tracking.console import log_stage
+from areno.tracking.progress import RolloutProgress
+from areno.types import Batch, PromptItem, RewardOutcome, RewardRecord, RolloutResult, ScoredSample
+
+logger = logging.getLogger("areno")
+
+
+@dataclass
+class Rollout:
+    """What a step sampled. Groups are numbered within the step, a group for each time that a prompt was sampled.
+
+    keep: which samples to train on, (B,) bool; they have a reward. skipped_long, total_skipped_long: see Batch.
+    scalars: rollout/* numbers of the choice that dynamic sampling made.
+    """
+
+    samples: list[ScoredSample]
+    keep: np.ndarray
+    skipped_long: int
+    total_skipped_long: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[ScoredSample]:
+        """The samples to train on."""
+        return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
+
+
+def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
+    """Sample and score the prompts of a step, and others in place of groups that rollout.dynamic_sampling drops."""
+    config, run = setup.config, setup.run
+    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed, "rollout")
+    skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
+    keep = np.ones(len(samples), dtype=bool)
+    if config.rollout.dynamic_sampling:
+        rounds, size, most = 1, len(batch), 1 if config.dynamic_bs else config.rollout.max_sampling_rounds
+        while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.next_batch()):
+            seed = run.seed + (rounds << 40)
+            samples += sample_and_score(setup, more.items, config.gconfig, seed, "rollout", samples[-1].group + 1)
+            skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
+            rounds += 1
+        keep = first_groups(samples, has_signal(samples), size)
+        dropped = n_groups(samples) - n_groups(samples, keep)
+        scalars = {"rollout/sampling_rounds": rounds, "rollout/dropped_groups": dropped}
+        if not keep.any():
+            logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
+            keep = first_groups(samples, ~keep, size)
+    keep &= [sample.outcome.value is not None for sample in samples]
+    return Rollout(samples, keep, skipped_long, total_skipped_long, scalars)
+
+
+def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
+    """How many groups there are, or how many have a sample in `among`, (B,) bool."""
+    groups = np.array([sample.group for sample in samples])
+    return len(np.unique(groups if among is None else groups[among]))
+
+
+def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
+    """(B,) bool: the rewards of the sample's group are not all equal (DAPO, arXiv 2503.14476 eq. 11)."""
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        if sample.outcome.value is not None:
+            rewards.setdefault(sample.group, set()).add(sample.outcome.value)
+    return np.array([len(rewards.get(sample.group, ())) > 1 for sample in samples])
+
+
+def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
+    """(B,) bool: `among` without what is not of its first `n` groups."""
+    groups = np.array([sample.group for sample in samples])
+    return among & np.isin(groups, np.unique(groups[among])[:n])
+
+
+def sample_and_score(
+    setup: PolicySetup,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    title: str,
+    first_group: int = 0,
+) -> list[ScoredSample]:
+    """Completions of every prompt, with their rewards. Groups are numbered from first_group on."""
+    clock = setup.run.clock
+    with clock.phase("rollout"):
+        results = sample(setup, items, gconfig, seed, title)
+    with clock.phase("reward"):
+        return score(setup, items, results, gconfig, first_group)
+
+
+def sample(
+    setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, seed: int, title: str
+) -> list[RolloutResult]:
+    """`gconfig.n_samples` completions of every prompt."""
+    trainer, history = setup.trainer, setup.run.history
+    log_stage(f"{title}_start")
+    reward = history["reward_mean"][-1] if "reward_mean" in history else None
+    progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
+    params = sampling_params(gconfig)
+    with trainer.rollout_session(sampling_params=params, proxy=False), progress:
+        results = trainer.rollout_token_batch(
+            [item.tokens for item in items], gconfig.n_samples, params, seed=seed, on_progress=progress
+        )
+    log_stage(f"{title}_end")
+    return results
+
+
+def score(
+    setup: PolicySetup,
+    items: Sequence[PromptItem],
+    results: Sequence[RolloutResult],
+    gconfig: GenerationConfig,
+    first_group: int = 0,
+) -> list[ScoredSample]:
+    """Every completion with its text and its reward: of the function, of the reward model, or the sum of both."""
+    pairs = [(item, sequence) for item, result in zip(items, results, strict=True) for sequence in result.sequences]
+    groups = [first_group + index for index, result in enumerate(results) for _ in result.sequences]
+    token_rows = [sequence.resp_tokens for _, sequence in pairs]
+    texts = rendered = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
+    if gconfig.skip_special_tokens:
+        texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
+    outcomes = [RewardOutcome(0.0)] * len(pairs)
+    if setup.rewards is not None:
+        outcomes = setup.rewards.score(
+            [
+                RewardRecord.of_completion(item, sequence, text, raw)
+                for (item, sequence), text, raw in zip(pairs, texts, rendered, strict=True)
+            ]
+        )
+    if setup.config.reward.path is not None:
+        scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
+        outcomes = [
+            outcome if outcome.value is None else RewardOutcome(outcome.value + score)
+            for outcome, score in zip(outcomes, scores, strict=True)
+        ]
+    return [
+        ScoredSample(item=item, sequence=sequence, completion=text, outcome=outcome, group=group)
+        for (item, sequence), text, outcome, group in zip(pairs, texts, outcomes, groups, strict=True)
+    ]
+
+
+def evaluate_policy(setup: PolicySetup) -> dict[str, float]:
+    """Sample and score the whole of valid_dataset; the eval/* scalars by name."""
+    assert setup.valid_loader is not None
+    samples: list[ScoredSample] = []
+    for batch in setup.valid_loader.batches():
+        results = sample(setup, batch.items, setup.eval_gconfig, setup.config.seed, "eval")
+        samples += score(setup, batch.items, results, setup.eval_gconfig)
+    metrics = rollout_metrics(samples, np.zeros(len(samples)))
+    kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
+    return {name: metrics[f"rollout/{name}"] for name in kept}

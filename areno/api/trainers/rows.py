@@ -1,0 +1,216 @@
+"""From scored samples to training rows: rewards, advantages, corrections. What is behind every policy loop, as plain
+functions. Arrays are float64; `trained` ones hold the trained tokens of a row only, (T_i,).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areno.config.build import to_dict
+from areno.config.experiments import PolicyExperimentConfig
+from areno.config.models import NormConfig, PolicyConfig
+from areno.errors import DataError
+from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
+from areno.loss_fns.correction import behave_weights, m2_keep
+from areno.loss_fns.kl import kl_array
+from areno.loss_fns.shaping import overlong_penalty, shape_rewards
+from areno.types import ScoredSample, TrainSequence
+
+Arrays = list[np.ndarray]
+AdvantageFn = Callable[[Sequence[TrainSequence], Sequence[int], Any], Any]
+"""(rows, the number of each row's group, the actor's settings) -> an array over the trained tokens of each row.
+
+In the PPO loop, whose rows have values, two such lists: (advantages, returns). REINFORCE without a baseline would be
+
+    def advantages(rows, groups, actor):
+        return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows, trained(rows, "logprobs"))]
+"""
+
+
+def choose_advantages(
+    config: PolicyExperimentConfig, advantage_fn: AdvantageFn | None
+) -> Callable[[Sequence[TrainSequence], Sequence[int]], Any]:
+    """(rows, groups) -> advantages: of a script's function or, where there is none, as the configuration says."""
+    if advantage_fn is None:
+        return config.advantages
+    return lambda rows, groups: advantage_fn(rows, groups, config.actor)
+
+
+def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
+    """The reward of each sample, (B,), as the actor's settings shape it: overlong penalty, bias, scale, clip, norm."""
+    rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
+    if actor.overlong_reward_penalty:
+        lengths = [len(sample.sequence.resp_tokens) for sample in samples]
+        assert actor.overlong_tokens is not None
+        assert actor.overlong_penalty_factor is not None
+        rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
+    rewards_B = shape_rewards(rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
+    if actor.reward_norm is not None:
+        rewards_B = group_advantages(rewards_B, [sample.group for sample in samples], **to_dict(actor.reward_norm))
+    return rewards_B
+
+
+def policy_rows(
+    samples: Sequence[ScoredSample],
+    rewards_B: Iterable[float],
+    eos_token_id: int,
+    drop_truncated: bool = False,
+    weights_version: int = 0,
+) -> list[TrainSequence]:
+    """A row for each sample. Its response is trained, unless `drop_truncated` is set and the response was cut off.
+
+    weights_version: of the policy as it is; a row is as stale as the oldest weights that sampled one of its tokens.
+    """
+    rows = []
+    for sample, reward in zip(samples, rewards_B, strict=True):
+        prompt, sequence = sample.item.tokens, sample.sequence
+        masked = drop_truncated and sequence.finish_reason == "length"
+        n_prompt, n_response = len(prompt), len(sequence.resp_tokens)
+        rows.append(
+            TrainSequence(
+                prompt_mask=np.repeat([True, masked], [n_prompt, n_response]),
+                tokens=np.concatenate([prompt, sequence.resp_tokens]).astype(np.int64),
+                logprobs=np.concatenate([np.zeros(n_prompt), sequence.resp_logprobs]),
+                reward=float(reward),
+                eos_token_id=eos_token_id,
+                staleness=weights_version - min(sequence.resp_versions, default=weights_version),
+            )
+        )
+    return rows
+
+
+def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
+    """The token ids of each row."""
+    return [[] if row.tokens is None else row.tokens for row in rows]
+
+
+def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
+    """The values of a per-token field at the trained tokens of each row."""
+    return [np.asarray(vars(row)[name], dtype=np.float64)[_places(row)] for row in rows]
+
+
+def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
+    """Set a per-token field from its values at trained tokens; 0.0 elsewhere.
+
+    DataError where they are not as many, of which an advantage function of one's own should hear.
+    """
+    if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
+        found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
+        raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
+    for index, (row, array) in enumerate(zip(rows, arrays, strict=True)):
+        places = _places(row)
+        if np.shape(array) != (places.sum(),):
+            raise DataError(
+                f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {places.sum()} "
+                "trained tokens is expected"
+            )
+        values = np.zeros(len(places))
+        values[places] = array
+        vars(row)[name] = values
+
+
+def _places(row: TrainSequence) -> np.ndarray:
+    return ~np.asarray(row.prompt_mask, dtype=bool)
+
+
+def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
+    """The reward of each trained token: the row's at its last one, less kl_ctl * KL at each with use_kl_in_reward."""
+    if actor.use_kl_in_reward and actor.kl_ctl:
+        pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
+        arrays = [-actor.kl_ctl * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
+    else:
+        arrays = [np.zeros(int(_places(row).sum())) for row in rows]
+    for row, array in zip(rows, arrays, strict=True):
+        if array.size:
+            array[-1] += row.reward
+    return arrays
+
+
+def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
+    """Advantages without a critic, one for each trained token.
+
+    Those of a row are equal and come from its reward, normalised over samples by adv_norm, unless the KL is part of the
+    reward: then a group still compares the samples by what their tokens earn in all (RLOO), while without a group each
+    token has the sum of what follows, normalised over the tokens of the batch (REINFORCE++).
+    """
+    norm = actor.adv_norm
+    per_token = token_rewards(rows, actor)
+    if actor.use_kl_in_reward and (norm is None or "group" not in (norm.mean_level, norm.std_level)):
+        returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
+        return returns if norm is None else _normalize(returns, groups, norm)
+    earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
+    values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **to_dict(norm))
+    return [np.full(rewards.size, value) for rewards, value in zip(per_token, values_B, strict=True)]
+
+
+def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
+    """(advantages, returns) by GAE from the rows' values; the advantages are then normalised over tokens (whitened)."""
+    found = [
+        gae(rewards, values, actor.discount, actor.gae_lambda)
+        for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
+    ]
+    advantages, returns = [one for one, _ in found], [other for _, other in found]
+    return (advantages if actor.adv_norm is None else _normalize(advantages, groups, actor.adv_norm)), returns
+
+
+def _normalize(arrays: Arrays, groups: Sequence[int], norm: NormConfig) -> Arrays:
+    return normalize_tokens(arrays, groups, **to_dict(norm))
+
+
+def needs_proximal(actor: PolicyConfig) -> bool:
+    """Whether `correct_rows` wants the log-probabilities of the policy as it is before the update."""
+    decoupled = actor.use_decoupled_loss and actor.prox_logp_method != "loglinear"
+    return actor.recompute_logprob or decoupled or actor.m2_threshold is not None
+
+
+def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: PolicyConfig) -> dict[str, float]:
+    """Bring the proximal policy in: which tokens are trained, with what weight, and against what the ratio is taken.
+
+    prox_logprobs: of whole rows, by a forward pass before the update. Returns how far the two policies are apart, under
+    the names that the train backend uses for its own comparison, and how much was masked.
+    """
+    behave = trained(rows, "logprobs")
+    prox = [np.asarray(all_)[_places(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
+    diff = np.concatenate([old - new for old, new in zip(behave, prox, strict=True)] or [np.zeros(0)])
+    stats: dict[str, float] = {}
+    if diff.size:
+        stats = {
+            "logp_diff_mean": diff.mean(),
+            "logp_abs_diff_mean": np.abs(diff).mean(),
+            "logp_abs_diff_max": np.abs(diff).max(),
+        }
+    if actor.prox_logp_method == "metrics":
+        stats["prox_approx_abs_diff_mean"] = _loglinear_error(rows, behave, prox)
+    weights = [np.ones(len(old)) for old in behave]
+    if actor.use_decoupled_loss:
+        limits = {} if actor.rejection_sampling is None else to_dict(actor.rejection_sampling)
+        weights, passed = behave_weights(prox, behave, **limits)
+        stats["rejected_frac"] = _share_masked(passed)
+    if actor.m2_threshold is not None:
+        keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
+        stats["m2_masked_frac"] = _share_masked(keep)
+        weights = [one * other for one, other in zip(weights, keep, strict=True)]
+    if actor.use_decoupled_loss or actor.m2_threshold is not None:
+        set_trained(rows, "weights", weights)
+    if actor.use_decoupled_loss or actor.recompute_logprob:
+        set_trained(rows, "logprobs", prox)
+    if actor.use_decoupled_loss:
+        for row, kept in zip(rows, passed, strict=True):
+            places = _places(row)
+            places[places] = kept
+            row.prompt_mask = ~places
+    return {name: float(value) for name, value in stats.items()}
+
+
+def _loglinear_error(rows: Sequence[TrainSequence], behave: Arrays, prox: Arrays) -> float:
+    """Mean absolute error of what prox_logp_method=loglinear would have taken for `prox`."""
+    errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
+    return float(np.concatenate(errors).mean())
+
+
+def _share_masked(keep: Arrays) -> float:
+    kept = np.concatenate(keep)
+    return float(1.0 - kept.mean()) if kept.size else 0.0

@@ -1,0 +1,197 @@
+"""One run: its step, its clock, its batches, its trackers, and when to save and to evaluate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.api.metrics import step_scalars, step_times, with_prefix
+from areno.checkpoint.saver import Saver
+from areno.checkpoint.trigger import Trigger
+from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.data.loader import BatchLoader
+from areno.tracking import new_run
+from areno.tracking.console import log_done, log_epoch, log_stopped
+from areno.tracking.recorder import open_trackers
+from areno.tracking.run_log import RunLog
+from areno.tracking.stopwatch import Stopwatch
+from areno.types import Batch
+
+
+class Run:
+    """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
+
+    run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/ and checkpoints/; None makes a new one under
+    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint. evaluate: returns eval/*
+    scalars by name; None where nothing is evaluated. headline: see open_trackers.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run_dir: str | Path | None,
+        loader: BatchLoader[Any],
+        *,
+        save: Callable[[Path], object],
+        evaluate: Callable[[], dict[str, float]] | None = None,
+        headline: Sequence[str] = (),
+    ):
+        self.config, self.loader = config, loader
+        self._save, self._evaluate = save, evaluate
+        self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
+        self.saver = Saver(config.saver, self.folder / "checkpoints")
+        self.saver.check_writable()
+        self.trackers = open_trackers(config, self.folder, headline)
+        self._log = RunLog(self.folder / "logs" / "run.log")
+        self.evaluator = Trigger(config.evaluator)
+        self.clock = Stopwatch()  # of the step under way
+        self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
+        self.step = 0  # the step under way; the first is 1
+        self._rows_left = config.total_train_n_seqs
+        self._evaluated_step: int | None = None
+        self._epoch: int | None = None  # under way
+        self._epoch_ended = self._ended = False
+        self._seconds_before = 0.0  # of earlier sessions of this run
+        self._started = time.monotonic()
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    @property
+    def seed(self) -> int:
+        """The seed of what is random in the step under way."""
+        return self.config.seed * 1_000_003 + self.step
+
+    def steps(self) -> Iterator[Batch[Any]]:
+        """The batch of each step, until the run has had its epochs, steps or rows.
+
+        Evaluates before the first step where evaluator.eval_before_train asks for it.
+        """
+        if not self.step and self.config.evaluator.eval_before_train:
+            self.evaluate()
+        self._batches = self._through_epochs()
+        total = self.config.total_train_steps
+        while total is None or self.step < total:
+            self._epoch_ended = False
+            batch = self.next_batch()
+            if batch is None:
+                break
+            self.step += 1
+            self.clock.reset()
+            yield batch
+        if self._epoch is not None:
+            log_epoch(self._epoch, "end")
+
+    def next_batch(self) -> Batch[Any] | None:
+        """The next batch, also for a step that needs more than its own. None where the run has had them all."""
+        batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
+        if batch is not None and self._rows_left is not None:
+            samples = self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
+            self._rows_left -= len(batch) * samples
+        return batch
+
+    def _through_epochs(self) -> Generator[Batch[Any], None, None]:
+        for batch in self.loader.epochs(self.config.total_train_epochs):
+            if self._epoch is None:
+                self._epoch = batch.epoch
+                log_epoch(batch.epoch, "start")
+            self._epoch_ended = self._epoch_ended or batch.ends_epoch
+            yield batch
+            if batch.ends_epoch:
+                log_epoch(batch.epoch, "end")
+                self._epoch = None
+
+    # -- records ---------------------------------------------------------------------------------------------------
+
+    def log(self, scalars: Mapping[str, float]) -> None:
+        """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
+        self.trackers.log(self.step, scalars)
+
+    def keep(self, **values: float) -> None:
+        """Remember the values of this step in `history`."""
+        for name, value in values.items():
+            self.history.setdefault(name, []).append(float(value))
+
+    def recent(self, name: str, n: int = 1) -> float:
+        """The mean of the last `n` values of `history[name]`."""
+        return float(np.mean(self.history[name][-n:]))
+
+    def result(self, evaluated: str, trained: str, n: int = 1) -> float:
+        """The last value of `evaluated` or, where nothing was evaluated, the mean of the last `n` of `trained`."""
+        return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
+
+    def end_step(self, stats: Mapping[str, float]) -> None:
+        """Log train/* and time/* of the step; then save and evaluate where that is due."""
+        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
+        if self.saver.due(self.step, self._epoch_ended):
+            self.saver.save(self._save, self.step)
+        if self.evaluator.due(self.step, self._epoch_ended):
+            self.evaluate()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
+        if self._evaluate is None:
+            return {}
+        scalars = self._evaluate()
+        self.log(with_prefix("eval", scalars))
+        self.keep(**{f"eval_{name}": value for name, value in scalars.items()})
+        self._evaluated_step = self.step
+        return scalars
+
+    def finish(self, told: Mapping[str, int]) -> None:
+        """The end of the run: save and evaluate unless that has just been done, and say how the numbers changed.
+
+        told: names in `history`, each with how many last steps its final value is the mean of. Values of evaluations
+        are told where there was more than one.
+        """
+        if self.saver.saved_step != self.step:
+            self.saver.save(self._save, self.step)
+        if self._evaluated_step != self.step:
+            self.evaluate()
+        changes = [
+            f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
+            for name, n in told.items()
+            if len(values := self.history.get(name, [])) > name.startswith("eval_")
+        ]
+        log_done(self.step, self._seconds, ", ".join(changes), self.folder)
+        self._ended = True
+
+    @property
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._started
+
+    def close(self) -> None:
+        """Finish the trackers. A run that did not come to its end says what is left of it."""
+        if self.step and not self._ended:
+            log_stopped(self.step, self.saver.saved_step)
+        self.trackers.finish()
+        self._log.close()
+
+    # -- resuming --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""
+        return {
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "rows_left": self._rows_left,
+            "evaluated_step": self._evaluated_step,
+            "saver": self.saver.state_dict(),
+            "evaluator": self.evaluator.state_dict(),
+            "history": {name: list(values) for name, values in self.history.items()},
+            "seconds": self._seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the step at which `state_dict` was taken. To be called before `steps`."""
+        self.step = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        self._rows_left = state["rows_left"]
+        self._evaluated_step = state["evaluated_step"]
+        self.saver.load_state_dict(state["saver"])
+        self.evaluator.load_state_dict(state["evaluator"])
+        self.history = {name: list(values) for name, values in state["history"].items()}
+        self._seconds_before, self._started = state["seconds"], time.monotonic()

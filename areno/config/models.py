@@ -1,0 +1,344 @@
+"""Settings of the models of a run: actor, reference, critic, their optimizer and micro-batches. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.config.fields import Section, check, forbid, setting
+from areno.errors import Problem
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
+
+    type: Literal["adam", "adam_8bit"] = setting(
+        "adam",
+        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
+        flag="--adam-8bit",
+    )
+    lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
+    min_lr_ratio: float = setting(0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "cosine", help="Shape of the learning-rate decay", flag="--lr-decay-style"
+    )
+    lr_decay_steps: int = setting(
+        1000,
+        help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up",
+        gt=0,
+        flag="--lr-decay-steps",
+    )
+    warmup_steps_proportion: float = setting(
+        0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
+    )
+    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
+    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
+    eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
+    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
+    gradient_clipping: float = setting(
+        1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
+    )
+
+
+@dataclass(kw_only=True)
+class MicroBatchSpec(Section):
+    """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
+
+    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0, flag="--mini-bs")
+    max_tokens_per_mb: int | None = setting(
+        None, help="Token budget of a micro-batch, filled first-fit decreasing. mini_bs is then ignored", gt=0
+    )
+
+
+@dataclass(kw_only=True)
+class NormConfig(Section):
+    """Normalisation: (x - mean) / (std + eps). Mean and std are each over the group or the batch, or left out."""
+
+    mean_level: Literal["batch", "group"] | None = setting(
+        "group", help="Subtract the mean over the group or batch. null: no mean"
+    )
+    mean_leave1out: bool = setting(False, help="Leave the sample itself out of its mean (RLOO 2402.14740)")
+    std_level: Literal["batch", "group"] | None = setting(
+        "group", help="Divide by the standard deviation over the group or batch. null: no division (Dr.GRPO)"
+    )
+    std_unbiased: bool = setting(False, help="Divide by n - 1 instead of n in the variance")
+    eps: float = setting(1e-6, help="Added to the standard deviation", gt=0)
+
+    @forbid("mean_leave1out", "is true, but mean_level is null, so no mean is subtracted; set mean_level=group")
+    def leave_one_out_without_mean(self) -> bool:
+        return self.mean_leave1out and self.mean_level is None
+
+    @forbid("std_unbiased", "is true, but std_level is null, so there is no deviation; set it to false")
+    def unbiased_without_deviation(self) -> bool:
+        return self.std_unbiased and self.std_level is None
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Section):
+    """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
+
+    path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", help="Type of weights and activations. auto: bfloat16 on CUDA, float32 on CPU. Masters are always fp32"
+    )
+    init_from_scratch: bool = setting(
+        False,
+        help="Start this model from random weights, drawn with seed, in the shape of path/config.json. Its folder "
+        "needs no weight files. Models of other folders are read from these",
+    )
+    gradient_checkpointing: bool = setting(
+        True,
+        help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed",
+        flag="--activation-checkpointing",
+    )
+    gradient_accumulation_steps: int | None = setting(
+        None,
+        help="Micro-batches per optimizer step. null: one optimizer step per batch",
+        gt=0,
+        flag="--gradient-accumulation-steps",
+    )
+    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
+
+
+@dataclass(kw_only=True)
+class RejectionSamplingConfig(Section):
+    """What happens to tokens or rows on which the proximal policy and the behaviour policy disagree."""
+
+    level: Literal["token", "sequence"] = setting("token", help="Judge each token alone, or each row as a whole")
+    action: Literal["mask", "clamp"] = setting(
+        "mask", help="mask: leave it out of training. clamp: limit its weight to [lower, upper] (truncated IS)"
+    )
+    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = setting(
+        "ratio",
+        help="ratio: r = proximal / behaviour probability. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1",
+    )
+    agg: Literal["sum", "mean", "max"] = setting(
+        "mean", help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric"
+    )
+    upper: float = setting(5.0, help="Largest metric that is accepted", gt=0)
+    lower: float | None = setting(None, help="Smallest metric that is accepted. null: no bound")
+
+    @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
+    def clamp_without_ratio(self) -> bool:
+        return self.action == "clamp" and self.metric != "ratio"
+
+    @forbid("agg", "is {self.agg}, but clamp limits a row's weight, its geometric mean; use mean")
+    def clamp_of_a_row_without_mean(self) -> bool:
+        return self.action == "clamp" and self.level == "sequence" and self.agg != "mean"
+
+    @forbid("agg", "is {self.agg}, which only level=sequence uses, but level is token")
+    def aggregated_tokens(self) -> bool:
+        return self.agg != "mean" and self.level == "token"
+
+    @check
+    def a_kl_of_zero_passes(self) -> Iterator[Problem]:
+        if self.lower is None or self.metric == "ratio":
+            return
+        if self.metric != "kl_k1":
+            yield Problem("lower", f"is {self.lower}, but {self.metric} is never negative, and 0 must pass; use null")
+        elif self.lower >= 0:
+            yield Problem("lower", f"is {self.lower}, but a kl_k1 of 0 (no difference) must pass; use lower < 0")
+
+    @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
+    def bounds_out_of_order(self) -> bool:
+        return self.lower is not None and self.lower >= self.upper
+
+    @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
+    def ratio_of_one_outside(self) -> bool:
+        return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(ModelConfig):
+    """Settings that the actors of all policy algorithms have."""
+
+    ppo_n_minibatches: int = setting(
+        1, help="Optimizer steps per rollout batch. The ratio is always to the policy of the rollout", gt=0
+    )
+    eps_clip: float = setting(0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
+    eps_clip_higher: float | None = setting(
+        None, help="Upper clip range, if different (clip-higher, DAPO 2503.14476)", gt=0
+    )
+    c_clip: float | None = setting(
+        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+    )
+    recompute_logprob: bool = setting(
+        False,
+        help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
+        "rollout. The ratio is then free of bf16 differences between the two, which matters for GSPO",
+    )
+    use_decoupled_loss: bool = setting(
+        False,
+        help="Clip against the proximal policy (prox_logp_method) and weight tokens by proximal / behaviour "
+        "probability (decoupled PPO 2505.24298). Corrects for stale or mismatched rollouts",
+    )
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
+        "recompute",
+        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: interpolated between behaviour "
+        "and current policy by the row's staleness. metrics: recompute, and log the error of loglinear",
+    )
+    rejection_sampling: RejectionSamplingConfig | None = setting(
+        None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither"
+    )
+    m2_threshold: float | None = setting(
+        None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
+    )
+    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k3",
+        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        flag="--kl-loss-type",
+    )
+    use_kl_in_reward: bool = setting(
+        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss"
+    )
+    reward_bias: float = setting(0.0, help="Added to each reward, before reward_scaling")
+    reward_scaling: float = setting(1.0, help="Factor on each reward")
+    reward_clip: float | None = setting(None, help="Largest absolute reward after scaling. null: no limit", gt=0)
+    overlong_reward_penalty: bool = setting(
+        False, help="Reduce rewards of completions close to max_new_tokens (DAPO 2503.14476 eq. 13)"
+    )
+    overlong_tokens: int | None = setting(None, help="Tokens before max_new_tokens over which the penalty grows", gt=0)
+    overlong_penalty_factor: float | None = setting(None, help="Penalty at max_new_tokens", gt=0)
+    mask_no_eos_with_zero: bool = setting(
+        False, help="Do not train on completions cut off at max_new_tokens. Their rewards still count in the group"
+    )
+    reward_norm: NormConfig | None = setting(None, help="Normalise rewards before any other use. null: as they are")
+    adv_norm: NormConfig | None = setting(
+        factory=NormConfig, help="Turns rewards into advantages. null: the reward itself"
+    )
+
+    @property
+    def kl_in_loss(self) -> float:
+        """The coefficient of the KL term of the loss: kl_ctl, unless the KL is part of the reward."""
+        return 0.0 if self.use_kl_in_reward else self.kl_ctl
+
+    @forbid(
+        "ppo_n_minibatches",
+        "is {self.ppo_n_minibatches}, and gradient_accumulation_steps is {self.gradient_accumulation_steps}. Both cut "
+        "the batch into optimizer steps; set only one of them",
+    )
+    def two_ways_to_cut_the_batch(self) -> bool:
+        return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
+
+    @forbid("rejection_sampling", "is set, but use_decoupled_loss is false, so there are no weights; set it to true")
+    def rejection_without_weights(self) -> bool:
+        return self.rejection_sampling is not None and not self.use_decoupled_loss
+
+    @forbid(
+        "adv_norm.mean_leave1out",
+        "needs one advantage per sample. With use_kl_in_reward, only group advantages are per sample; set "
+        "adv_norm.mean_level=group",
+    )
+    def leave_one_out_is_for_samples(self) -> bool:
+        norm = self.adv_norm
+        return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
+
+    @forbid(
+        "prox_logp_method",
+        "is loglinear, which has no proximal log-probabilities before the update. rejection_sampling, m2_threshold "
+        "and recompute_logprob need them; set it to recompute",
+    )
+    def loglinear_decides_late(self) -> bool:
+        needed = self.rejection_sampling is not None or self.m2_threshold is not None or self.recompute_logprob
+        return self.prox_logp_method == "loglinear" and needed
+
+    @forbid("prox_logp_method", "is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true")
+    def unused_proximal_policy(self) -> bool:
+        return self.prox_logp_method != "recompute" and not self.use_decoupled_loss
+
+    @forbid("use_kl_in_reward", "is true, but kl_ctl is 0, so nothing is subtracted; set kl_ctl")
+    def kl_in_reward_without_coefficient(self) -> bool:
+        return self.use_kl_in_reward and not self.kl_ctl
+
+    @check
+    def overlong_penalty_is_whole(self) -> Iterator[Problem]:
+        if self.overlong_reward_penalty:
+            values = {"overlong_tokens": self.overlong_tokens, "overlong_penalty_factor": self.overlong_penalty_factor}
+            for name in (name for name, value in values.items() if value is None):
+                yield Problem(name, "is null, but overlong_reward_penalty is true; set it")
+        elif self.overlong_tokens is not None or self.overlong_penalty_factor is not None:
+            yield Problem(
+                "overlong_reward_penalty", "is false, so overlong_tokens and overlong_penalty_factor have no effect"
+            )
+
+
+@dataclass(kw_only=True)
+class TokenPolicyConfig(PolicyConfig):
+    """The actor of GRPO and PPO, which have one ratio per token."""
+
+    reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
+        "seq_mean_token_mean",
+        help="How token losses become one number: as in the GRPO paper, DAPO, or Dr.GRPO (sum / max_new_tokens)",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token", help="sequence: the row's ratio with each token's gradient (GSPO-token 2507.18071 eq. 13)"
+    )
+    use_cispo_loss: bool = setting(False, help="Clip the gradient's weight, not the objective (CISPO 2506.13585 eq. 4)")
+    use_sapo_loss: bool = setting(False, help="Replace the clip by a soft gate (SAPO 2511.20347)")
+    sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for positive advantages", gt=0)
+    sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for negative advantages", gt=0)
+
+    @property
+    def surrogate(self) -> Literal["clip", "cispo", "sapo"]:
+        """How the loss uses the importance ratio; see areno.loss_fns.surrogates."""
+        return "sapo" if self.use_sapo_loss else "cispo" if self.use_cispo_loss else "clip"
+
+    @forbid("use_sapo_loss", "is true, and so is use_cispo_loss; set one of them")
+    def two_surrogates(self) -> bool:
+        return self.use_cispo_loss and self.use_sapo_loss
+
+    @check
+    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
+        other = "use_sapo_loss" if self.use_sapo_loss else "use_cispo_loss" if self.use_cispo_loss else ""
+        if other and self.c_clip is not None:
+            yield Problem("c_clip", f"is {self.c_clip}, but the loss of {other} has no dual clip; set it to null")
+
+    @forbid("eps_clip_higher", "is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null")
+    def upper_clip_without_clip(self) -> bool:
+        return self.use_sapo_loss and self.eps_clip_higher is not None
+
+    @check
+    def gate_is_used(self) -> Iterator[Problem]:
+        for name, value in {"sapo_tau_pos": self.sapo_tau_pos, "sapo_tau_neg": self.sapo_tau_neg}.items():
+            if not self.use_sapo_loss and not self.is_default(name):
+                yield Problem(name, f"is {value}, but use_sapo_loss is false; set it to true")
+
+
+@dataclass(kw_only=True)
+class RefConfig(Section):
+    """The frozen reference policy."""
+
+    path: str | None = setting(
+        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both", flag="--ref-ckpt"
+    )
+    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
+
+
+@dataclass(kw_only=True)
+class ScoringRefConfig(Section):
+    """A reference that scores the data before training and is then released."""
+
+    path: str | None = setting(
+        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
+    )
+
+
+@dataclass(kw_only=True)
+class CriticConfig(Section):
+    """The value function of PPO: a transformer body with one output per token."""
+
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
+    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
+    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
+    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
+    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
+    ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
+    gradient_checkpointing: bool = setting(True, help="Recompute the critic's activations in the backward pass")
+    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
+    optimizer: OptimizerConfig = setting(
+        factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and learning-rate schedule"
+    )

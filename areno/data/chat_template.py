@@ -1,0 +1,157 @@
+"""The chat template: messages to the text that a model reads, and where the assistant speaks in that text.
+
+No tokens here: areno.data.encode makes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from areno.errors import DataError, Key
+from areno.types import Message
+
+Prompt = str | Sequence[Message]
+
+# Stands for a place in a rendered text. Private-use characters, which no template and no content has.
+_MARK = "\ue000areno-end\ue001"
+
+
+def render_generation_prompt(
+    tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
+) -> str:
+    """The text a model is given to continue. Raises DataError for messages without a chat template."""
+    if tokenizer.chat_template is None:
+        if isinstance(prompt, str):
+            return prompt
+        raise DataError(
+            "messages need a tokenizer with a chat template; set {} to one that has it, or give the prompt as text",
+            Key("tokenizer_path"),
+        )
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return render(tokenizer, messages, enable_thinking, tools, add_generation_prompt=True)
+
+
+def render(tokenizer: Any, messages: list[Any], thinking: bool | None, tools: Any, **options: Any) -> str:
+    if thinking is not None:
+        options["enable_thinking"] = thinking
+    try:
+        try:
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except TypeError:
+            if thinking is None:
+                raise
+            # Some tokenizers bring a method of their own that does not know the switch; there it has no meaning.
+            del options["enable_thinking"]
+            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+    except Exception as error:  # whatever the template's author raises
+        raise DataError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+
+
+def assistant_spans(
+    tokenizer: Any, messages: list[Any], text: str, thinking: bool | None = None, tools: Any = None
+) -> list[tuple[int, int]]:
+    """Where in `text`, the rendered conversation, the assistant's turns stand: (first, past the end-of-turn token).
+
+    Templates may render a message differently once others follow it (Qwen3 drops earlier reasoning), so places are
+    found by marks put behind the contents. Raises DataError where one cannot be found for certain: a wrong span would
+    train on the wrong words.
+    """
+    contents = _content_ends(tokenizer, messages, text, tools)
+    end_token = _end_of_turn(tokenizer, messages, tools)
+    spans: list[tuple[int, int]] = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = _turn_start(tokenizer, messages[:turn], text, contents.get(turn - 1), thinking, tools)
+        if start is None or start < (spans[-1][1] if spans else 1) or start > contents.get(turn, start):
+            raise DataError(
+                f"where messages[{turn}] begins cannot be found in the chat template's output; "
+                "give the rows as {prompt, response}"
+            )
+        content_end = contents.get(turn, start)
+        later = [end for other, end in contents.items() if other > turn]
+        end_at = text.find(end_token, content_end, min(later, default=len(text))) if end_token else -1
+        if end_at < 0 and turn not in contents:
+            raise DataError(f"where messages[{turn}], which has no text, ends cannot be found; leave it out")
+        if message.get("tool_calls") and not text[start : max(content_end, end_at)].strip():
+            raise DataError(f"the chat template leaves out the tool calls of messages[{turn}]; use one that has tools")
+        spans.append((start, end_at + len(end_token) if end_at >= 0 else content_end))
+    return spans
+
+
+def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
+    """The special token that the template puts behind an assistant's text; the tokenizer's own end where it has none.
+
+    The two differ in base models (Qwen2.5: <|im_end|> and <|endoftext|>), and a turn must teach the former.
+    """
+    answers = ((i, message) for i, message in enumerate(messages) if message["role"] == "assistant")
+    texts = [i for i, answer in answers if not answer.get("tool_calls") and str(answer["content"]).strip()]
+    if texts:
+        turn = messages[texts[-1]]
+        marked = [*messages[: texts[-1]], {**turn, "content": _with_mark(turn["content"], texts[-1])}]
+        behind = render(tokenizer, marked, None, tools, add_generation_prompt=False).split(_MARK)[-1].lstrip()
+        special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        if found := [token for token in special if behind.startswith(token)]:
+            return max(found, key=len)
+    return tokenizer.eos_token or ""
+
+
+def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) -> dict[int, int]:
+    """Message number -> where in `text` its content ends. Has all of the assistant, others where possible."""
+    with_text = [i for i, message in enumerate(messages) if message.get("content") and str(message["content"]).strip()]
+    of_assistant = [i for i in with_text if messages[i]["role"] == "assistant"]
+    for numbers in (with_text, of_assistant):
+        marked = [dict(message) for message in messages]
+        for number in numbers:
+            marked[number]["content"] = _with_mark(marked[number]["content"], number)
+        pieces = render(tokenizer, marked, None, tools, add_generation_prompt=False).split(_MARK)
+        if len(pieces) == len(numbers) + 1 and "".join(pieces) == text:
+            return dict(zip(numbers, itertools.accumulate(len(piece) for piece in pieces), strict=False))
+    raise DataError(
+        "the chat template rewrites assistant messages, so the trained words cannot be found in its output; "
+        "give the rows as {prompt, response}"
+    )
+
+
+def _with_mark(content: Any, number: int) -> str:
+    if not isinstance(content, str):
+        raise DataError(f"messages[{number}].content is a list; only text can be trained on")
+    # Before trailing space: many templates trim it.
+    body = content.rstrip()
+    return body + _MARK + content[len(body) :]
+
+
+def _turn_start(
+    tokenizer: Any, before: list[Any], text: str, content_end: int | None, thinking: bool | None, tools: Any
+) -> int | None:
+    """Where in `text` the turn that follows the messages `before` starts, or None.
+
+    content_end: where the content of the last of them ends, if that is known.
+    """
+    if not before:
+        return None
+    prompts = [render(tokenizer, before, switch, tools, add_generation_prompt=True) for switch in {thinking, None}]
+    fitting = [len(prompt) for prompt in prompts if text.startswith(prompt)]
+    if fitting:
+        return max(fitting)
+    if content_end is None:
+        return None
+    # What stands between the last content and the turn: as much as the generation prompt has of it. The prompt may open
+    # more than this turn has, such as an empty block of reasoning where the turn has a full one; then the rest is the
+    # turn's own.
+    marked = [*before[:-1], {**before[-1], "content": _with_mark(before[-1]["content"], len(before) - 1)}]
+    history, *tails = (
+        render(tokenizer, marked, switch, tools, add_generation_prompt=opened).split(_MARK)[-1]
+        for switch, opened in [(None, False), (None, True), (thinking, True)]
+    )
+    after = text[content_end:]
+    shared = max(_shared_length(tail, after) for tail in tails)
+    return content_end + shared if after.startswith(history) and shared > len(history) else None
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Characters that both texts begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

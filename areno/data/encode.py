@@ -1,0 +1,139 @@
+"""Rows to token ids: one prompt, one supervised row, one preference pair.
+
+One rule for prompts: messages always go through the chat template. A plain text goes through it as one user message if
+the tokenizer has a template. Without a template a plain text is encoded as it is, with the special tokens that the
+tokenizer adds (such as BOS).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
+from areno.data.row_schema import prompt_and_answers
+from areno.errors import DataError, Key
+from areno.types import PairItem, PromptItem, TrainSequence
+
+
+def encode_generation_prompt(
+    tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of `render_generation_prompt`."""
+    text = render_generation_prompt(tokenizer, prompt, enable_thinking, tools)
+    return tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+
+
+def prompt_item(
+    tokenizer: Any,
+    row: Mapping[str, Any],
+    index: int,
+    enable_thinking: bool | None = None,
+    *,
+    prompt_key: str = "prompt",
+    solutions_key: str = "solutions",
+) -> PromptItem:
+    """One RL row, encoded."""
+    prompt = row[prompt_key]
+    text = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
+    plain = isinstance(prompt, str)
+    return PromptItem(
+        prompt=prompt if plain else text,
+        text=text,
+        tokens=tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None),
+        messages=None if plain else [dict(message) for message in prompt],
+        solutions=row.get(solutions_key),
+        record=row,
+        index=index,
+    )
+
+
+def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
+    """One supervised row: {prompt, response} trains on the response and its end, {messages} on every assistant turn."""
+    if row.get("response") is not None:
+        return _answer(tokenizer, row["prompt"], row["response"], enable_thinking, _tools(row))
+    return _conversation(tokenizer, list(row["messages"]), 0, enable_thinking, _tools(row))
+
+
+def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
+    """One DPO row. Answers are encoded as those of supervised rows; turns in the prompt are not trained on."""
+    prompt, *answers = prompt_and_answers(row)
+    tools = _tools(row)
+    if isinstance(answers[0], str):
+        pair = [_answer(tokenizer, prompt, answer, None, tools) for answer in answers]
+    else:
+        pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), None, tools) for answer in answers]
+    for name, sequence in zip(("chosen", "rejected"), pair, strict=True):
+        if all((sequence.prompt_mask or [])[1:]):
+            raise DataError(f"the answer in field {name} has no token to train on")
+    return PairItem(chosen=pair[0], rejected=pair[1], index=index)
+
+
+def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
+    """A prompt and its answer, which is trained on, with its end."""
+    tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
+    response = tokenizer.encode(answer, add_special_tokens=False)
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end-of-sequence token; set {} to one that has", Key("tokenizer_path"))
+    return _sequence(tokenizer, [(tokens, False), ([*response, tokenizer.eos_token_id], True)])
+
+
+def _sequence(tokenizer: Any, pieces: list[tuple[list[int], bool]]) -> TrainSequence:
+    return TrainSequence(
+        tokens=[token for piece, _ in pieces for token in piece],
+        prompt_mask=[not trained for piece, trained in pieces for _ in piece],
+        eos_token_id=tokenizer.eos_token_id or 0,
+    )
+
+
+def _tools(row: Mapping[str, Any]) -> Any:
+    """The row's tool descriptions; many data sets hold them as JSON text."""
+    tools = row.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) if tools.strip() else None
+    except json.JSONDecodeError as error:
+        raise DataError(f"field tools is text, but not JSON: {error.msg}") from error
+
+
+def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:
+    """A conversation. The assistant's turns are trained on, from message number `first` on.
+
+    Trained and other text is encoded apart, as prompt and completion are in a rollout.
+    """
+    if tokenizer.chat_template is None:
+        raise DataError(
+            "messages need a tokenizer with a chat template; set {} to one that has it", Key("tokenizer_path")
+        )
+    if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
+        return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
+    text = render(tokenizer, messages, None, tools, add_generation_prompt=False)
+    earlier = sum(message["role"] == "assistant" for message in messages[:first])
+    pieces = []
+    at = 0
+    for start, end in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
+        pieces += [(text[at:start], False), (text[start:end], True)]
+        at = end
+    pieces.append((text[at:], False))
+    encoded = [(tokenizer.encode(piece, add_special_tokens=False), trained) for piece, trained in pieces if piece]
+    return _sequence(tokenizer, encoded)
+
+
+def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
+    """The template itself marks what the assistant says ({% generation %})."""
+
+    def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
+        encoded = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
+
+    # Templates may shorten earlier turns once others follow, so turns are counted, and not their tokens.
+    earlier = sum(trained for _, trained in turns(messages[:first])) if first else 0
+    seen = itertools.count()
+    return [(tokens, trained and next(seen) >= earlier) for tokens, trained in turns(messages)]

@@ -1,0 +1,268 @@
+"""Rows to batches: a seeded order for each epoch, a limit on the length of a row, a position that can be saved.
+
+areno.data.sources reads the rows, areno.data.encode makes their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Generic, Literal
+
+import numpy as np
+
+from areno.config.run import DatasetConfig
+from areno.data.encode import pair_item, prompt_item, sft_sequence
+from areno.data.row_schema import Rows, row_problem, rows_problem
+from areno.errors import DataError, Key, Problem
+from areno.types import Batch, Item, PromptItem
+
+logger = logging.getLogger("areno.data")
+
+# Encoded rows are kept for the next epoch up to this many tokens in all (some 40 bytes each as Python lists).
+_CACHED_TOKENS = 4_000_000
+
+
+@dataclass
+class _Filled(Generic[Item]):
+    """Rows of one batch. skipped: too long rows passed over for it. next: the place in the epoch behind them."""
+
+    items: list[Item]
+    skipped: int
+    next: int
+
+
+@dataclass(eq=False, repr=False)
+class BatchLoader(Generic[Item]):
+    """Batches of encoded rows, epoch after epoch.
+
+    encode: (row, its index) -> an item that has `tokens`. Items of more than `max_tokens` tokens are skipped, and
+    counted in `total_skipped_long`. max_tokens_key: the setting behind `max_tokens`, for messages. key: the dataset's
+    section, for messages. The order of an epoch depends on (seed, epoch) alone. The constructor raises DataError if
+    there are too few rows for a batch or if the first row cannot be encoded.
+    """
+
+    rows: Rows
+    encode: Callable[[Mapping[str, Any], int], Item]
+    config: DatasetConfig
+    _: KW_ONLY
+    max_tokens: int
+    max_tokens_key: str
+    seed: int = 0
+    key: str = "train_dataset"
+
+    def __post_init__(self) -> None:
+        # For messages: what the rows are called, and the setting that they come from.
+        path = self.config.path
+        self.name, self._setting = (path, f"{self.key}.path") if path else ("the data given", self.key)
+        self.epoch = 0
+        self.total_skipped_long = 0
+        self._next = 0  # the place in this epoch's order behind the last batch given
+        self._cache: dict[int, Item] = {}
+        self._cached_tokens = 0
+        self._too_long: dict[int, int] = {}  # row -> its tokens
+        if self.config.drop_last and len(self.rows) < self.config.batch_size:
+            raise self._too_few(len(self.rows))
+        self._item(0)
+
+    def batches(self) -> Iterator[Batch[Item]]:
+        """The batches that are left of the current epoch. At its end `epoch` goes up by one.
+
+        The loader encodes one batch ahead to know which is the last of an epoch; `state_dict` does not count that one.
+        Raises DataError if a whole epoch gives no batch.
+        """
+        order = self._order()
+        ahead = self._fill(order, self._next)
+        if self._next == 0 and not self._is_batch(ahead.items):
+            raise self._nothing_left(len(ahead.items))
+        while self._is_batch(ahead.items):
+            filled, ahead = ahead, self._fill(order, ahead.next)
+            self._next = filled.next
+            self.total_skipped_long += filled.skipped
+            yield Batch(
+                items=filled.items,
+                skipped_long=filled.skipped,
+                total_skipped_long=self.total_skipped_long,
+                epoch=self.epoch,
+                ends_epoch=not self._is_batch(ahead.items),
+            )
+        self.total_skipped_long += ahead.skipped
+        self.epoch += 1
+        self._next = 0
+
+    def epochs(self, n: int) -> Iterator[Batch[Item]]:
+        """The batches that are left of the first `n` epochs."""
+        while self.epoch < n:
+            yield from self.batches()
+
+    def _fill(self, order: np.ndarray, start: int) -> _Filled[Item]:
+        """The next batch of an epoch, read from place `start` of its order on. It is short where the rows end."""
+        items: list[Item] = []
+        skipped, place = 0, start
+        while place < len(order) and len(items) < self.config.batch_size:
+            item = self._item(int(order[place]))
+            place += 1
+            if item is None:
+                skipped += 1
+            else:
+                items.append(item)
+        return _Filled(items, skipped, place)
+
+    def _is_batch(self, items: list[Item]) -> bool:
+        return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
+
+    def items(self) -> Iterator[Item]:
+        """Every row that is not too long, in the order of the dataset. The loader's position does not change."""
+        for index in range(len(self.rows)):
+            item = self._item(index)
+            if item is not None:
+                yield item
+
+    def state_dict(self) -> dict[str, int]:
+        """The loader's position: right behind the batch that it gave last."""
+        return {"epoch": self.epoch, "next": self._next, "total_skipped_long": self.total_skipped_long}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a position that `state_dict` returned, with the same rows and seed."""
+        self.epoch = state["epoch"]
+        self._next = state["next"]
+        self.total_skipped_long = state["total_skipped_long"]
+
+    def _order(self) -> np.ndarray:
+        if not self.config.shuffle:
+            return np.arange(len(self.rows))
+        return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.rows))
+
+    def _item(self, index: int) -> Item | None:
+        """The encoded row, or None if it is too long."""
+        if index in self._too_long:
+            return None
+        item = self._cache.get(index)
+        if item is not None:
+            return item
+        try:
+            item = self.encode(self.rows[index], index)
+        except DataError as error:
+            raise self._row_error(index, error) from error
+        n_tokens = len(item.tokens)  # type: ignore[attr-defined]
+        if n_tokens > self.max_tokens:
+            if not self._too_long:
+                logger.warning(
+                    "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted",
+                    self.name, index, n_tokens, self.max_tokens, self.max_tokens_key,
+                )  # fmt: skip
+            self._too_long[index] = n_tokens
+            return None
+        if self._cached_tokens + n_tokens <= _CACHED_TOKENS:
+            self._cache[index] = item
+            self._cached_tokens += n_tokens
+        return item
+
+    def _row_error(self, index: int, error: DataError) -> DataError:
+        [problem] = error.problems
+        text, args = (problem.template, problem.args) if problem.args else ("{}", (problem.message,))
+        if self.config.path:
+            return DataError(Problem(self._setting, "{} row {}: " + text, self.name, index, *args))
+        return DataError("{} row {}: " + text, Key(self.key), index, *args)
+
+    def _nothing_left(self, usable: int) -> DataError:
+        if usable:
+            return self._too_few(usable)
+        shortest = min(self._too_long.values(), default=0)
+        text = "every row of {} has more than {} tokens ({}), the shortest {}; use shorter rows, or raise the limit"
+        limit = Key(self.max_tokens_key)
+        return DataError(Problem(self._setting, text, self.name, self.max_tokens, limit, shortest))
+
+    def _too_few(self, usable: int) -> DataError:
+        long = f" ({len(self._too_long)} are too long)" if self._too_long else ""
+        text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
+        values = (self.config.batch_size, self.name, usable, long, Key(f"{self.key}.drop_last"))
+        return DataError(Problem(f"{self.key}.batch_size", text, *values))
+
+
+def prompt_loader(
+    rows: Rows,
+    tokenizer: Any,
+    config: DatasetConfig,
+    *,
+    context_len: int | None = None,
+    context_key: str = "gconfig.max_tokens",
+    enable_thinking: bool | None = None,
+    seed: int = 0,
+    key: str = "train_dataset",
+) -> BatchLoader[PromptItem]:
+    """Batches of prompts.
+
+    context_len: the most tokens of prompt plus completion, so a prompt must leave room for one token. context_key: the
+    setting behind it, for messages.
+    """
+
+    def encode(row: Mapping[str, Any], index: int) -> PromptItem:
+        return prompt_item(tokenizer, row, index, enable_thinking)
+
+    limit, limit_key = _limit(config, key, None if context_len is None else context_len - 1, context_key)
+    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
+
+
+def given_prompt_loader(
+    dataset: Any,
+    tokenizer: Any,
+    *,
+    batch_size: int,
+    max_prompt_tokens: int,
+    prompt_key: str,
+    solutions_key: str,
+    enable_thinking: bool | None,
+) -> BatchLoader[PromptItem]:
+    """Batches of the prompts that a script passes in, in their order; the last batch may be short.
+
+    A row is checked when its batch is filled. Raises DataError if `dataset` is not a dataset or is empty.
+    """
+    if problem := rows_problem(dataset):
+        raise DataError(f"dataset {problem}")
+    if not len(dataset):
+        raise DataError("dataset has no rows")
+
+    def encode(row: Any, index: int) -> PromptItem:
+        if problem := row_problem(row, "prompt", prompt_key):
+            raise DataError(problem)
+        return prompt_item(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
+
+    return BatchLoader(
+        dataset,
+        encode,
+        DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False),
+        max_tokens=max_prompt_tokens,
+        max_tokens_key="max_prompt_tokens",
+        key="dataset",
+    )
+
+
+def train_row_loader(
+    kind: Literal["sft", "dpo"],
+    rows: Rows,
+    tokenizer: Any,
+    config: DatasetConfig,
+    *,
+    context_len: int | None = None,
+    seed: int = 0,
+    key: str = "train_dataset",
+) -> BatchLoader[Any]:
+    """Batches of supervised rows (TrainSequence) or of preference pairs (PairItem).
+
+    context_len: the model's context. A row may fill it; of a pair, the longer row counts.
+    """
+
+    def encode(row: Mapping[str, Any], index: int) -> Any:
+        return sft_sequence(tokenizer, row) if kind == "sft" else pair_item(tokenizer, row, index)
+
+    limit, limit_key = _limit(config, key, context_len, "the model's context")
+    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
+
+
+def _limit(config: DatasetConfig, key: str, other: int | None, other_key: str) -> tuple[int, str]:
+    """The smaller of max_length and `other`, and the setting behind it."""
+    if other is not None and other < config.max_length:
+        return other, other_key
+    return config.max_length, f"{key}.max_length"

@@ -1,0 +1,156 @@
+"""What a row of a dataset must look like, for each kind of training, and the check that it does.
+
+prompt  {prompt: text or messages, solutions?: anything}                      reinforcement learning
+sft     {prompt: text or messages, response: text} or {messages}              supervised fine-tuning
+dpo     {prompt: text or messages, chosen, rejected}                          preference pairs
+        chosen and rejected are both text, or both messages that follow the prompt;
+        or {chosen: messages, rejected: messages}: two conversations that begin with the same messages, the prompt
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from areno.errors import DataError
+
+Row = Mapping[str, Any]
+RowKind = Literal["prompt", "sft", "dpo"]
+
+
+class Rows(Protocol):
+    """What a dataset must offer: a list of dictionaries does, and so does a `datasets.Dataset`."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+EXPECTED = {
+    "prompt": "{prompt: text or messages, solutions: optional}",
+    "sft": "{prompt, response} or {messages}",
+    "dpo": "{prompt, chosen, rejected}, or {chosen, rejected} as messages that begin alike",
+}
+FIELDS = {
+    "prompt": ("prompt",),
+    "sft": ("prompt", "response", "messages"),
+    "dpo": ("prompt", "chosen", "rejected"),
+}
+
+
+def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
+    """Why a row is not of `kind`, or None if it is. prompt_key: the name of its field prompt."""
+    if not isinstance(row, Mapping):
+        return f"is {describe_value(row)}, not a dictionary"
+    if kind == "prompt":
+        return _prompt_problem(row, prompt_key)
+    if kind == "dpo":
+        try:
+            prompt_and_answers(row)
+        except DataError as error:
+            return str(error)
+        return None
+    if row.get("messages") is not None and row.get("response") is None:
+        problem = messages_problem(row["messages"])
+        if problem is None and not any(m["role"] == "assistant" for m in row["messages"]):
+            problem = "has no assistant message to train on"
+        return problem and f"field messages {problem}"
+    problem = _prompt_problem(row)
+    if problem is None and not isinstance(row.get("response"), str):
+        problem = f"field response is {describe_value(row.get('response'), 'response' in row)}, not text"
+    return problem
+
+
+def rows_problem(rows: Any) -> str | None:
+    """Why `rows`, which a script passes in, is not a list of dictionaries or a dataset; None if it may be one."""
+    expected = "a list of dictionaries, or a dataset, is expected"
+    if hasattr(rows, "iloc"):  # its brackets choose columns
+        return f'is a pandas {type(rows).__name__}; {expected}: write .to_dict("records")'
+    if isinstance(rows, Mapping | str | bytes) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        return f"is {describe_value(rows)}; {expected}"
+    return None
+
+
+def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
+    prompt = row.get(field)
+    if isinstance(prompt, str):
+        return None if prompt else f"field {field} is empty"
+    if not isinstance(prompt, Sequence):
+        return f"field {field} is {describe_value(prompt, field in row)}, not text or messages"
+    problem = messages_problem(prompt)
+    if problem is None and prompt[-1]["role"] == "assistant":
+        problem = "ends with an assistant message, so there is nothing left to answer"
+    return problem and f"field {field} {problem}"
+
+
+def messages_problem(messages: Any) -> str | None:
+    """Why `messages` is not a list of chat messages, or None if it is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        return f"is {describe_value(messages)}, not a list of messages"
+    if not messages:
+        return "is an empty list of messages"
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return f"[{number}] is {describe_value(message)}, not a message {{role, content}}"
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            return f"[{number}].content is {describe_value(content, 'content' in message)}, not text"
+    return None
+
+
+def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of a DPO row. Text answers keep the prompt as it is; else all three are message lists.
+
+    Raises DataError if the row is not a pair.
+    """
+    answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
+    for name, answer in answers.items():
+        if not isinstance(answer, str) and (isinstance(answer, Mapping) or not isinstance(answer, Sequence)):
+            raise DataError(f"field {name} is {describe_value(answer, name in row)}, not text or messages")
+    chosen, rejected = answers.values()
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise DataError("of the fields chosen and rejected one is text and one is messages; give both in one form")
+    if chosen == rejected:
+        raise DataError("fields chosen and rejected are the same, so none is preferred")
+    if isinstance(chosen, str) or row.get("prompt") is not None:
+        problem = _prompt_problem(row)
+        if problem:
+            raise DataError(problem)
+    if isinstance(chosen, str):
+        return row["prompt"], chosen, rejected
+    for name, answer in answers.items():
+        if problem := messages_problem(answer):
+            raise DataError(f"field {name} {problem}")
+    prompt, chosen, rejected = _split_conversations(row.get("prompt"), list(chosen), list(rejected))
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer:
+            raise DataError(f"field {name} has nothing after the {len(prompt)} messages that both begin with")
+        if answer[0]["role"] != "assistant":
+            raise DataError(
+                f"field {name} goes on after the prompt with a message of role {answer[0]['role']!r}; the first "
+                "message in which the two differ must be the assistant's"
+            )
+    return prompt, chosen, rejected
+
+
+def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """(prompt, answer, answer) as message lists. Both conversations may repeat the prompt, which is cut off then."""
+    if prompt is None:
+        pairs = zip(chosen, rejected, strict=False)
+        n = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+        if not n:
+            raise DataError(
+                "field prompt is missing, and chosen and rejected begin with different messages; give a prompt, or "
+                "conversations that share their first messages"
+            )
+        return chosen[:n], chosen[n:], rejected[n:]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    n = len(asked) if chosen[: len(asked)] == rejected[: len(asked)] == asked else 0
+    return asked, chosen[n:], rejected[n:]
+
+
+def describe_value(value: Any, present: bool = True) -> str:
+    """A value in a few words, for a message that expected another. present: whether the row has the field at all."""
+    if value is None:
+        return "null" if present else "missing"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

@@ -1,0 +1,294 @@
+"""Datasets to rows: reads files, save_to_disk folders, hub references and loaders that users bring, in the driver.
+
+A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
+(absolute where such a file exists) and may be anything that the loader understands. The function can call
+`read_rows(path, split)` for the formats that areno knows, or make its rows from nothing. It returns a list (or any
+iterable) of dictionaries, or a `datasets.Dataset`.
+
+Every row read is checked against areno.data.row_schema. Its other fields are passed on to reward functions. Rows that
+a script passes in are only checked (`check_dataset`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areno.config.experiments import ExperimentConfig
+from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, describe_value, row_problem, rows_problem
+from areno.errors import ArenoError, ConfigError, DataError, Key, Problem
+from areno.files.paths import existing_path, find_file
+from areno.files.user_code import describe_error, load_function, split_spec
+
+_FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
+
+
+def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
+    """The rows of a configured dataset, each checked against `kind`. key: the name of the section, for messages.
+
+    Raises DataError if the data is missing, unreadable or empty or a row does not fit, and ConfigError if there is no
+    path or the loader cannot be imported.
+    """
+    if config.path is None:
+        raise ConfigError([Problem(f"{key}.path", "missing; set it, or hand rows to the trainer")])
+    if config.loader is not None:
+        rows, setting, hint = _rows_from_loader(config, config.path, key), f"{key}.loader", None
+    else:
+        rows, setting, hint = read_rows(config.path, config.split, key), f"{key}.path", f"{key}.loader"
+    if found := _first_problem(rows, kind, hint):
+        text, *args = found
+        raise DataError(Problem(setting, "{}" + text, config.path, *args))
+    return rows
+
+
+def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
+    """(rows, section to go on with) of a run: the rows `given` by a script or, without these, the configured ones."""
+    if given is None:
+        return load_rows(config, kind, key), config
+    return check_dataset(given, kind, key), replace(config, path=None)  # messages should not mention a path
+
+
+def valid_section(config: ExperimentConfig, given: Any) -> ValidDatasetConfig | None:
+    """The section valid_dataset, or one for the rows `given` by a script. None if the run does not evaluate."""
+    if config.valid_dataset is not None or given is None:
+        return config.valid_dataset
+    train = config.train_dataset
+    return ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
+
+
+def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
+    """`rows` that a script passes in: a list of dictionaries, or anything with a length and indexing.
+
+    key: the name of the argument, for messages. Raises DataError if `rows` is something else or empty, or at the first
+    row that is not of `kind`.
+    """
+    if problem := rows_problem(rows):
+        raise DataError(Problem(key, problem))
+    if found := _first_problem(rows, kind):
+        text, *args = found
+        raise DataError("{}" + text, Key(key), *args)
+    return rows
+
+
+def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:
+    """Rows of a json, jsonl, parquet, csv, tsv or arrow file, a folder, or a hub reference repo[:config[:split]].
+
+    `split` chooses where the source has several. Raises DataError.
+    """
+    file = existing_path(path)
+    if file is not None and file.is_dir():
+        return _read_folder(file, path, split, key)
+    if file is not None:
+        if file.suffix not in _FORMATS:
+            expected = f"expected one of {' '.join(_FORMATS)} or a folder"
+            raise DataError(Problem(f"{key}.path", f"{path} has no known format; {expected}"))
+        try:
+            if file.suffix == ".jsonl":
+                return _read_jsonl(file, path)
+            return _read_json(file, path, split) if file.suffix == ".json" else _read_table(file, path)
+        except DataError as error:
+            raise DataError(Problem(f"{key}.path", str(error))) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(Problem(f"{key}.path", f"cannot read {path}: {error}")) from error
+    if Path(path).suffix in _FORMATS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) or path[0] in "./~":
+        place = Path(path).expanduser().absolute()
+        raise DataError(Problem(f"{key}.path", f"there is no file or folder {path} (looked for {place})"))
+    return _read_hub(path, split, key)
+
+
+def _first_problem(rows: Rows, kind: RowKind, loader_key: str | None = None) -> tuple[Any, ...] | None:
+    """(text, *args) about the first row that is not of `kind`, or if there is none; None if all is well."""
+    if len(rows) == 0:
+        return (" has no rows",)
+    for number, row in enumerate(_iter_fields(rows, FIELDS[kind])):
+        if (problem := row_problem(row, kind)) is None:
+            continue
+        has = f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}" if isinstance(row, Mapping) else ""
+        said = f" row {number}: {problem}; expected {EXPECTED[kind]}{has}"
+        if loader_key is None:
+            return "{}", said
+        return "{}; set {} to a file.py that makes such rows", said, Key(loader_key)
+    return None
+
+
+def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
+    """Every row, reduced to `fields` where that is cheaper: columns of an Arrow table are read in batches."""
+    columns = getattr(rows, "column_names", None)
+    if columns is None:
+        yield from (rows[number] for number in range(len(rows)))
+        return
+    table: Any = rows
+    present = [name for name in fields if name in columns]
+    if not present:  # one row is enough to report that the fields are missing
+        yield {}
+        return
+    for batch in table.select_columns(present).with_format(None).iter(1000):
+        for values in zip(*(batch[name] for name in present), strict=True):
+            yield dict(zip(present, values, strict=True))
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
+    spec = str(config.loader)
+    file, name = split_spec(spec, "load_dataset")
+    loader_file = find_file(file, f"{key}.loader")
+    function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
+    try:
+        found = function(str(existing_path(path) or path), config.split)
+        rows = _as_rows(found, config.split)
+    except ArenoError:
+        raise
+    except Exception as error:
+        where = describe_error(error, loader_file.resolve())
+        raise DataError(Problem(f"{key}.loader", f"{name}(path, split) in {file} failed: {where}")) from error
+    if rows is None:
+        returned = f"{name} in {file} returned {describe_value(found)}"
+        raise DataError(Problem(f"{key}.loader", f"{returned}; expected a list of rows"))
+    return rows
+
+
+def _as_rows(found: Any, split: str) -> Any:
+    """What a loader returned, as rows; None if it cannot be rows."""
+    if isinstance(found, Mapping) and split in found:  # a DatasetDict, or the like
+        found = found[split]
+    if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
+        return None
+    return found if isinstance(found, Sequence) or hasattr(found, "column_names") else list(found)
+
+
+def _read_json(file: Path, shown: str, split: str) -> list[Row]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # one JSON value on each line, under the wrong name
+            return _read_jsonl(file, shown)
+        raise DataError(f"{shown} line {error.lineno}: not JSON: {error.msg}") from error
+    if isinstance(content, dict):
+        for name in ("data", split):
+            if isinstance(content.get(name), list):
+                return content[name]
+    if not isinstance(content, list):
+        raise DataError(f'{shown}: holds {describe_value(content)}; expected a list of rows, or {{"data": [rows]}}')
+    return content
+
+
+def _read_jsonl(file: Path, shown: str) -> list[Row]:
+    rows = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise DataError(f"{shown} line {number}: not JSON: {error.msg}") from error
+    return rows
+
+
+def _read_table(file: Path, shown: str) -> Rows:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    try:
+        if file.suffix == ".parquet":
+            from pyarrow.parquet import read_table
+
+            return Dataset(read_table(file))
+        if file.suffix == ".arrow":
+            # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
+            with pa.memory_map(str(file)) as source:
+                is_file = source.read(6) == b"ARROW1"
+            with pa.memory_map(str(file)) as source:
+                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+                return Dataset(reader.read_all())
+        from pyarrow.csv import ConvertOptions, ParseOptions, open_csv, read_csv
+
+        parse = ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
+        with open_csv(file, parse_options=parse) as reader:
+            names = reader.schema.names
+        # Cells are text, as they stand in the file: a solution "10" must not become the number 10.
+        convert = ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        return Dataset(read_csv(file, parse_options=parse, convert_options=convert))
+    except pa.ArrowException as error:
+        raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
+
+
+def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
+    import datasets
+
+    is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    try:
+        if is_saved:
+            found = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(str(folder), split=split)
+    except Exception as error:  # the library raises a dozen kinds, none of them shared
+        text = "cannot read folder {}: {}; set it to a data file, or set {} to a file.py that reads it"
+        raise DataError(Problem(f"{key}.path", text, shown, _first_line(error), Key(f"{key}.loader"))) from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            has = ", ".join(map(str, found))
+            raise DataError(Problem(f"{key}.split", f"{shown} has no split {split!r}; it has {has}"))
+        found = found[split]
+    return found
+
+
+def _read_hub(path: str, split: str, key: str) -> Rows:
+    import datasets.config
+    import huggingface_hub.constants
+
+    repo, _, rest = path.partition(":")
+    name, _, own_split = rest.partition(":")
+    setting = f"{key}.path"
+    offline = datasets.config.HF_HUB_OFFLINE
+    reachable = not offline and _hub_answers()
+    if not reachable:  # what is in the cache can still be used, and the library's own retries take half a minute
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(repo, name or None, split=own_split or split)
+    except Exception as error:  # the library raises a dozen kinds, none of them shared
+        text = "cannot load {} from the hub: {}"
+        if not reachable:
+            text = "there is no file {}, and the Hugging Face hub cannot be reached and the dataset is not in its cache"
+        text += "; to use local data, set {} to a file or folder"
+        args = (path, _first_line(error), Key(setting)) if reachable else (path, Key(setting))
+        raise DataError(Problem(setting, text, *args)) from error
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
+
+
+def _hub_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the hub's web server can be reached, by way of the proxies that are set; at most about `timeout_s`."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=timeout_s).close()
+        except urllib.error.HTTPError:
+            pass
+        except OSError:
+            return
+        answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)  # name resolution knows no timeout, so wait from outside
+    asking.start()
+    asking.join(timeout_s + 1.0)
+    return answered.is_set()
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    # The library wraps what was wrong in an error that says next to nothing.
+    return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"

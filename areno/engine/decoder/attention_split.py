@@ -1,0 +1,88 @@
+"""How the attention of a decode step is split into pieces of work that run side by side. No tensors.
+
+Two things are split. Rows whose prompts are in the same blocks form shared-prefix groups, for which the kernel reads
+these blocks once. The positions of a group, and those that each row has alone, are then cut into spans whose length
+keeps all processors busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from areno.engine.decoder.sequence import Sequence
+
+_MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
+_MIN_SPAN, _MAX_SPLITS = 64, 16
+_MAX_OWN_SPAN, _MAX_SHARED_SPAN = 256, 512  # rows' own lengths differ, and short spans balance them better
+_PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
+
+
+@dataclass(slots=True)
+class AttentionSplit:
+    """The split of one decode step: the fields of the same names in `areno.kernels.paged`, as numpy arrays.
+
+    The numbers of splits and the shape of prefix_groups_GR are constants of a captured graph. So the numbers of splits
+    are powers of two, to keep graphs few.
+    """
+
+    shared_lens_B: np.ndarray
+    prefix_groups_GR: np.ndarray | None
+    spans: np.ndarray
+    splits: tuple[int, int]
+
+
+def split_attention(
+    sequences: list[Sequence], block_size: int, *, group_size: int, max_groups: int, n_heads: int, n_processors: int
+) -> AttentionSplit:
+    """The split for one new token of each sequence.
+
+    group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
+    each makes its own pieces. n_processors: multiprocessors of the device.
+    """
+    rows_by_prompt: dict[int, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        n_blocks = sequence.n_prompt // block_size
+        if n_blocks:
+            # A block belongs to one prefix, so two prompts that share their last full block share all before it.
+            rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
+    shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
+    prefix_groups_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
+    shared_lens: list[int] = []
+    n_saved = 0
+    for rows in rows_by_prompt.values():
+        n_shared = sequences[rows[0]].n_prompt // block_size * block_size
+        for start in range(0, len(rows), group_size):
+            group = rows[start : start + group_size]
+            if len(group) == 1 or len(shared_lens) == max_groups:
+                break
+            prefix_groups_GR[len(shared_lens), : len(group)] = group
+            shared_lens_B[group] = n_shared
+            shared_lens.append(n_shared)
+            n_saved += (len(group) - 1) * n_shared
+    uses_groups = n_saved > _MIN_SAVING * len(sequences)
+    if not uses_groups:
+        shared_lens_B[:] = 0
+    own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
+    per_piece = n_heads / (_PIECES_PER_PROCESSOR * n_processors)
+    own_span, own_splits = _span_and_splits(int(own_lens_B.max()), own_lens_B.sum() * per_piece, _MAX_OWN_SPAN)
+    shared_span, shared_splits = _MAX_SHARED_SPAN, 0
+    if uses_groups:
+        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece, _MAX_SHARED_SPAN)
+    spans = np.array([own_span, shared_span], dtype=np.int64)
+    return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, (own_splits, shared_splits))
+
+
+def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, int]:
+    """A power of two near the wanted span, and how many such spans cover `longest`, rounded up to a power of two.
+
+    The span exceeds `max_span` only where `_MAX_SPLITS` of them would not cover `longest`.
+    """
+    span = _MIN_SPAN
+    while (2 * span <= wanted and span < max_span) or span * _MAX_SPLITS < longest:
+        span *= 2
+    splits = 1
+    while splits * span < longest:
+        splits *= 2
+    return span, splits

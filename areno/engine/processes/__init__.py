@@ -1,0 +1,1 @@
+"""Worker processes: how they start, meet each other, get commands and end."""

@@ -1,0 +1,130 @@
+"""Cuts rows into optimizer steps, data-parallel shares and micro-batches. The driver does this, so it imports no torch.
+
+A unit is a number of adjacent rows that are never separated: a single row, or the two rows of a preference pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.spec import UpdateSpec
+from areno.engine.train.rows import Row
+from areno.errors import DataError, Key
+
+
+@dataclass(slots=True)
+class StepShare:
+    """What one data-parallel rank does in one optimizer step.
+
+    micro_batches: the rows of each forward pass. step_tokens, step_rows: trained tokens, and rows that have any, of
+    the whole step over all ranks.
+    """
+
+    micro_batches: list[list[Row]]
+    step_tokens: int
+    step_rows: int
+
+
+def share_steps(
+    rows: Sequence[Row], update: UpdateSpec, dp_size: int = 1, section: str = "actor"
+) -> list[list[StepShare]]:
+    """The optimizer steps of each data-parallel rank, all ranks having equally many: result[rank][step].
+
+    section: the configuration section that messages name. DataError where rows do not fill the units, or a step has
+    fewer units than there are ranks.
+    """
+    units, update_of_units = units_of(rows, update)
+    lengths = [sum(row.n_tokens for row in unit) for unit in units]
+    shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
+    for step in optimizer_steps(lengths, update_of_units):
+        _check_enough(len(step), update.rows_per_unit, dp_size, section)
+        trained = [row.n_trained for index in step for row in units[index]]
+        for rank, share in enumerate(split_balanced([lengths[index] for index in step], dp_size)):
+            mine = [step[place] for place in share]
+            micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec)
+            batches = [[row for place in batch for row in units[mine[place]]] for batch in micro]
+            shares[rank].append(StepShare(batches, sum(trained), sum(n > 0 for n in trained)))
+    return shares
+
+
+def _check_enough(n_units: int, rows_per_unit: int, dp_size: int, section: str) -> None:
+    if n_units < dp_size:
+        units = f", in units of {rows_per_unit}," if rows_per_unit > 1 else ""
+        raise DataError(
+            f"an optimizer step has {n_units * rows_per_unit} rows{units} for {dp_size} copies of the model; each "
+            "needs one: raise {}, or lower {} or {}",
+            Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
+        )  # fmt: skip
+
+
+def units_of(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
+    """Units of `rows_per_unit` rows each, and `update` with rows counted in units. DataError where rows are left."""
+    rows_per_unit, spec = update.rows_per_unit, update.mb_spec
+    if rows_per_unit < 1:
+        raise DataError(f"rows_per_unit is {rows_per_unit}; expected the number of adjacent rows that belong together")
+    if len(rows) % rows_per_unit:
+        raise DataError(
+            f"there are {len(rows)} rows, not a multiple of rows_per_unit={rows_per_unit}; each unit is that many "
+            "adjacent rows (a preference pair: chosen, then rejected)"
+        )
+    units = [rows[start : start + rows_per_unit] for start in range(0, len(rows), rows_per_unit)]
+    spec = replace(spec, mini_bs=max(1, spec.mini_bs // rows_per_unit))
+    return units, replace(update, mb_spec=spec)
+
+
+def optimizer_steps(lengths: Sequence[int], update: UpdateSpec) -> list[list[int]]:
+    """Unit indices of each optimizer step, from the number of tokens in each unit. `update` counts units, not rows."""
+    if (n := update.gradient_accumulation_steps) is not None:
+        if update.n_minibatches != 1:
+            raise ValueError("give n_minibatches or gradient_accumulation_steps, not both")
+        batches = micro_batches(lengths, update.mb_spec)
+        groups = [batches[i : i + n] for i in range(0, len(batches), n)]
+        return [sorted(unit for batch in group for unit in batch) for group in groups]
+    if update.n_minibatches == 1:
+        return [list(range(len(lengths)))]
+    order = np.random.default_rng(update.seed).permutation(len(lengths))
+    return [part.tolist() for part in np.array_split(order, update.n_minibatches) if part.size]
+
+
+def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
+    """Unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing under `max_tokens_per_mb`.
+
+    A unit longer than the budget gets a micro-batch of its own. Indices ascend within a micro-batch, and micro-batches
+    are ordered by their first unit, so that training follows the order of the data as far as the packing allows.
+    """
+    budget = spec.max_tokens_per_mb
+    if budget is None:
+        return [
+            list(range(start, min(start + spec.mini_bs, len(lengths))))
+            for start in range(0, len(lengths), spec.mini_bs)
+        ]
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        size = lengths[unit]
+        fit = next((i for i, left in enumerate(room) if left >= size), None)
+        if fit is None:
+            batches.append([unit])
+            room.append(budget - size)
+        else:
+            batches[fit].append(unit)
+            room[fit] -= size
+    return sorted(sorted(batch) for batch in batches)
+
+
+def split_balanced(lengths: Sequence[int], n: int) -> list[list[int]]:
+    """Unit indices of `n` shares with nearly equal token counts: the longest unit left goes to the lightest share.
+
+    No share is empty as long as there are `n` units. Indices ascend within a share.
+    """
+    shares: list[list[int]] = [[] for _ in range(n)]
+    load = [0] * n
+    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        lightest = min(range(n), key=lambda i: (load[i], len(shares[i])))
+        shares[lightest].append(unit)
+        load[lightest] += lengths[unit]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,137 @@
+"""Checks the rows of a caller once and turns them into arrays. The driver does this, so it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areno.errors import DataError
+from areno.types import TrainSequence
+
+# TrainSequence's optional per-token fields -> their names in DataPack
+FIELDS = {
+    "logprobs": "old_logprobs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "values": "values",
+    "ref_logprobs": "ref_logprobs",
+    "weights": "weights",
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """One checked TrainSequence as arrays of its n tokens."""
+
+    tokens: np.ndarray  # int64
+    trained: np.ndarray  # bool; never the first token, because nothing predicts it
+    fields: dict[str, np.ndarray] = field(default_factory=dict)  # DataPack name -> float32
+    reward: float = 0.0
+    staleness: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_trained(self) -> int:
+        return int(self.trained.sum())
+
+
+def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
+    """The token ids of one row as an (n,) int64 array. `name` says in messages which row it is.
+
+    Raises DataError unless there is at least one id, the model has them all, and they fit its context.
+    """
+    if isinstance(tokens, str):
+        raise DataError(f"{name} is a string; token ids are expected: tokenizer.encode(text)")
+    tokens = [] if tokens is None else tokens
+    try:
+        ids = np.asarray(tokens)
+    except ValueError:  # lists of different lengths inside
+        raise DataError(f"{name} is nested; a flat list of token ids is expected") from None
+    if ids.ndim == 0:
+        raise DataError(f"{name} is the number {tokens!r}; a list of token ids is expected: [[...]]")
+    if ids.ndim > 1:
+        raise DataError(f"{name} has {ids.ndim} dimensions; a flat list of token ids is expected")
+    if not ids.size:
+        raise DataError(f"{name} is empty; at least one token is needed")
+    if ids.dtype.kind not in "iu":
+        wrong = next((token for token in tokens if not isinstance(token, (int, np.integer))), tokens[0])
+        raise DataError(f"{name} holds {wrong!r}; token ids are ints")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
+        raise DataError(
+            f"{name} holds {wrong}; the model has token ids 0 to {vocab_size - 1}; check that the tokenizer is "
+            "the model's"
+        )
+    if context_len is not None and ids.size > context_len:
+        raise DataError(f"{name} has {ids.size} tokens, more than the model's context of {context_len}; cut the row")
+    return ids.astype(np.int64, copy=False)
+
+
+def read_rows(rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None) -> list[Row]:
+    """Check every row and turn it into arrays. DataError names the row's index and the field."""
+    if not rows:
+        raise DataError("there are no rows to train on")
+    given = [name for name in FIELDS if vars(rows[0])[name] is not None]
+    return [_read_row(row, index, given, vocab_size, context_len) for index, row in enumerate(rows)]
+
+
+def _read_row(row: TrainSequence, index: int, given: list[str], vocab_size: int, context_len: int | None) -> Row:
+    tokens = read_tokens(row.tokens, f"row {index}: tokens", vocab_size, context_len)
+    _check_row(row, index, given, len(tokens))
+    trained = ~_read_mask(row.prompt_mask, index)
+    trained[0] = False
+    out = Row(tokens, trained, reward=float(row.reward), staleness=int(row.staleness))
+    for name in given:
+        try:
+            values = np.asarray(vars(row)[name], dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"row {index}: {name} holds something that is no number: {error}") from error
+        if values.ndim != 1:
+            raise DataError(f"row {index}: {name} has {values.ndim} dimensions; one number for each token is expected")
+        bad = np.flatnonzero(trained & ~np.isfinite(values))
+        if bad.size:
+            raise DataError(f"row {index}: {name} is {values[bad[0]]} at token {bad[0]}; trained tokens need a number")
+        out.fields[FIELDS[name]] = values
+    return out
+
+
+def _check_row(row: TrainSequence, index: int, given: list[str], n_tokens: int) -> None:
+    """What can be said of a row before its values are looked at."""
+    if row.prompt_mask is None:
+        raise DataError(f"row {index}: prompt_mask is missing; give True for each token that is not trained")
+    for name in ("prompt_mask", *FIELDS):
+        values = vars(row)[name]
+        if name in FIELDS and (values is not None) != (name in given):
+            has, lacks = (0, index) if name in given else (index, 0)
+            raise DataError(f"row {lacks}: {name} is missing, but row {has} has it; set it on every row or on none")
+        if values is None:
+            continue
+        if not hasattr(values, "__len__"):
+            raise DataError(f"row {index}: {name} is {values!r}; a list with an entry for each token is expected")
+        if len(values) != n_tokens:
+            raise DataError(
+                f"row {index}: {name} has {len(values)} entries, tokens has {n_tokens}; per-token lists cover "
+                "prompt and response"
+            )
+    if not hasattr(row.reward, "__float__"):
+        raise DataError(f"row {index}: reward is {row.reward!r}; a number is expected")
+    is_whole = isinstance(row.staleness, (int, np.integer)) and not isinstance(row.staleness, bool)
+    if not is_whole or row.staleness < 0:
+        raise DataError(f"row {index}: staleness is {row.staleness!r}; a whole number of at least 0 is expected")
+
+
+def _read_mask(prompt_mask: Any, index: int) -> np.ndarray:
+    """(n,) bool. Text would count as True, so only True and False, or 1 and 0, are accepted."""
+    try:
+        mask = np.asarray(prompt_mask)
+    except ValueError:  # lists of different lengths inside
+        mask = np.zeros((0, 0))
+    if mask.ndim != 1 or mask.dtype.kind not in "biuf" or not ((mask == 0) | (mask == 1)).all():
+        raise DataError(f"row {index}: prompt_mask holds something else than True and False, one for each token")
+    return mask.astype(bool)

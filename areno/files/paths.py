@@ -1,0 +1,48 @@
+"""Where files are: beside the user's working directory, or among those that come with areno."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areno.errors import CheckpointError, ConfigError, Problem
+
+
+def root() -> Path:
+    """The folder that holds conf/, recipes/ and examples/: the repository in a clone, areno/_data in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    data = package / "_data"
+    return data if data.is_dir() else package.parent
+
+
+def existing_path(path: str | Path) -> Path | None:
+    """`path` as an absolute path, looked up from the working directory and then from `root()`; None if in neither."""
+    path = Path(path).expanduser()
+    for base in (Path.cwd(), root()):
+        if (base / path).exists():
+            return (base / path).absolute()
+    return None
+
+
+@contextmanager
+def model_of(key: str) -> Iterator[None]:
+    """Around code that reads the model folder or hub id of the setting `key`: a CheckpointError then names it.
+
+    The models themselves assume that a model comes from actor.path. An error that does not name it gets `key` in front.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        error = error.renamed({"actor.path": key}.get)
+        problems = [p if key in p.mentions() else Problem(p.key or key, p.template, *p.args) for p in error.problems]
+        raise CheckpointError(problems) from error
+
+
+def find_file(path: str | Path, key: str = "") -> Path:
+    """Like `existing_path`, but a path that is in neither place is a ConfigError of the setting `key`."""
+    found = existing_path(path)
+    if found is None:
+        places = "" if Path(path).expanduser().is_absolute() else f", neither in {Path.cwd()} nor in {root()}"
+        raise ConfigError([Problem(key, f"there is no {str(path)!r}{places}")])
+    return found

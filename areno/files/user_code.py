@@ -1,0 +1,84 @@
+"""Imports functions that users bring as `file.py` or `file.py:function`: reward functions and dataset loaders."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+
+
+def split_spec(spec: str, default: str) -> tuple[str, str]:
+    """`file.py:function` -> (file, function); the function is `default` where the spec names none."""
+    file, colon, name = spec.rpartition(":")
+    if colon and name.isidentifier() and file:
+        return file, name
+    return spec, default
+
+
+def load_function(spec: str, default: str, key: str) -> Callable[..., Any]:
+    """Import the file of `spec` and return its function.
+
+    The file's folder is put on sys.path, so the file can import its neighbours. Raises ConfigError of the setting `key`
+    if the file cannot be imported or does not have the function.
+    """
+    file, name = split_spec(spec, default)
+    path = Path(file).expanduser().resolve()
+    check_file(path, file, key)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module_name = f"areno_user_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError([Problem(key, f"{file} cannot be imported as Python")])
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except ArenoError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError([Problem(key, f"{file} does not import: {describe_error(error, path)}")]) from error
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    if function is not None:
+        raise ConfigError([Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed")])
+    own = [
+        n
+        for n, v in vars(module).items()
+        if callable(v) and getattr(v, "__module__", None) == module_name and n[0] != "_"
+    ]
+    hint = did_you_mean(name, own, otherwise=f"; it has {', '.join(own) or 'no functions'}")
+    raise ConfigError([Problem(key, f"{file} has no function {name}{hint} (write {file}:function)")])
+
+
+def check_file(path: Path, shown: str, key: str) -> None:
+    """Raise ConfigError of the setting `key` unless `path` is a Python file that parses."""
+    if path.suffix != ".py":
+        raise ConfigError([Problem(key, f"is {shown!r}; expected file.py or file.py:function")])
+    if not path.is_file():
+        raise ConfigError([Problem(key, f"there is no file {shown} (looked for {path})")])
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        where = f"{path.name}:{line}" if line else path.name
+        message = getattr(error, "msg", None) or str(error)
+        raise ConfigError([Problem(key, f"{shown} does not import: SyntaxError: {message} ({where})")]) from error
+    except OSError as error:
+        raise ConfigError([Problem(key, f"{shown} cannot be read: {error.strerror}")]) from error
+
+
+def describe_error(error: BaseException, path: Path | None = None) -> str:
+    """An error in one line: `ValueError: text (reward.py:12)`, with the last line of `path` that it passed through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if path is not None:
+        frames = [frame for frame in frames if frame.filename == str(path)] or frames
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' + text if text else ''}{where}"

@@ -1,0 +1,188 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The AdamW update as Triton kernels: every number is read once and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, borders, codes
+
+_BLOCK = 1024
+_ROWS = 8  # quantised blocks of one program
+_MAX_PROGRAMS = 2048  # of a reduction; each sums so much that its count stays exact in fp32
+
+
+def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
+    """As `areno.kernels.adam.adam`."""
+    n = grad.numel()
+    if n:
+        grid = (triton.cdiv(n, _BLOCK),)
+        _adam_kernel[grid](grad, master, param, *moments, n, *_numbers(update), BLOCK=_BLOCK, num_warps=4)
+
+
+def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
+    """As `areno.kernels.adam.adam_8bit`."""
+    n, device = grad.numel(), grad.device
+    if n:
+        _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
+            grad,
+            master,
+            param,
+            *moments,
+            *scales,
+            codes(True, device),
+            borders(True, device),
+            codes(False, device),
+            borders(False, device),
+            n,
+            *_numbers(update),
+            TINY,
+            BLOCK=BLOCK,
+            ROWS=_ROWS,
+            num_warps=8,
+        )
+
+
+def squares_and_nonzeros(grad: Tensor) -> Tensor:
+    """As `areno.kernels.adam.squares_and_nonzeros`."""
+    n_programs = min(triton.cdiv(grad.numel(), _BLOCK), _MAX_PROGRAMS)
+    partial_P2 = grad.new_zeros((max(n_programs, 1), 2))
+    if n_programs:
+        _squares_kernel[(n_programs,)](grad, partial_P2, grad.numel(), BLOCK=_BLOCK, num_warps=4)
+    return partial_P2.double().sum(0)
+
+
+def _numbers(update: Update) -> tuple[float, ...]:
+    return (
+        update.beta1,
+        (1.0 - update.beta1) * update.scale,
+        update.beta2,
+        (1.0 - update.beta2) * update.scale**2,
+        update.eps * update.correction_2,
+        update.decay,
+        update.lr * update.correction_2 / update.correction_1,
+    )
+
+
+@triton.jit
+def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
+    squares = tl.zeros([BLOCK], tl.float32)
+    nonzeros = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, n, tl.num_programs(0) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        grad = tl.load(grad_ptr + place, mask=place < n, other=0.0)
+        squares += grad * grad
+        nonzeros += (grad != 0.0).to(tl.float32)
+    out = partial_ptr + 2 * tl.program_id(0)
+    tl.store(out, tl.sum(squares, axis=0))
+    tl.store(out + 1, tl.sum(nonzeros, axis=0))
+
+
+@triton.jit
+def _adam_kernel(
+    grad_ptr,
+    master_ptr,
+    param_ptr,
+    first_ptr,
+    second_ptr,
+    n,
+    keep_first,
+    take_first,
+    keep_second,
+    take_second,
+    eps,
+    decay,
+    rate,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
+    first = tl.load(first_ptr + place, mask=inside, other=0.0) * keep_first + grad * take_first
+    second = tl.load(second_ptr + place, mask=inside, other=0.0) * keep_second + grad * grad * take_second
+    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    tl.store(first_ptr + place, first, mask=inside)
+    tl.store(second_ptr + place, second, mask=inside)
+    tl.store(master_ptr + place, master, mask=inside)
+    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _adam_8bit_kernel(
+    grad_ptr,
+    master_ptr,
+    param_ptr,
+    first_ptr,
+    second_ptr,
+    first_scale_ptr,
+    second_scale_ptr,
+    signed_ptr,
+    signed_borders_ptr,
+    unsigned_ptr,
+    unsigned_borders_ptr,
+    n,
+    keep_first,
+    take_first,
+    keep_second,
+    take_second,
+    eps,
+    decay,
+    rate,
+    tiny,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = place < n
+    real_row = row * BLOCK < n
+    grad = tl.load(grad_ptr + place, mask=inside, other=0.0)
+
+    scale = tl.load(first_scale_ptr + row, mask=real_row, other=0.0)
+    code = tl.load(first_ptr + place, mask=inside, other=0).to(tl.int32)
+    first = tl.load(signed_ptr + code) * scale[:, None] * keep_first + grad * take_first
+    first = tl.where(inside, first, 0.0)
+    scale = tl.max(tl.abs(first), axis=1)
+    code = _nearest(first / tl.maximum(scale, tiny)[:, None], signed_borders_ptr, True)
+    tl.store(first_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(first_scale_ptr + row, scale, mask=real_row)
+
+    scale = tl.load(second_scale_ptr + row, mask=real_row, other=0.0)
+    code = tl.load(second_ptr + place, mask=inside, other=0).to(tl.int32)
+    second = tl.load(unsigned_ptr + code) * scale[:, None] * keep_second + grad * grad * take_second
+    second = tl.where(inside, second, 0.0)
+    scale = tl.max(second, axis=1)
+    share = second / tl.maximum(scale, tiny)[:, None]
+    code = tl.maximum(_nearest(share, unsigned_borders_ptr, False), (share > 0.0).to(tl.int32))
+    tl.store(second_ptr + place, code.to(tl.uint8), mask=inside)
+    tl.store(second_scale_ptr + row, scale, mask=real_row)
+
+    master = tl.load(master_ptr + place, mask=inside, other=0.0) * decay - rate * first / (tl.sqrt(second) + eps)
+    tl.store(master_ptr + place, master, mask=inside)
+    tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
+    """The number of the nearest code. A guess from the formula of the codes is at most one off: two borders decide."""
+    size = tl.abs(share)
+    scaled = size
+    n_fractions = tl.full(share.shape, 64 if SIGNED else 128, tl.int32)
+    for _ in tl.static_range(6):  # type: ignore[misc]
+        is_small = scaled < 0.1
+        scaled = tl.where(is_small, scaled * 10.0, scaled)
+        n_fractions = tl.where(is_small, n_fractions // 2, n_fractions)
+    fraction = tl.floor((scaled - 0.1) * (n_fractions.to(tl.float32) / 0.9)).to(tl.int32)
+    number = tl.maximum(n_fractions + tl.minimum(fraction, n_fractions), 0)  # from 0 as number 0, but for 1 more above
+    if SIGNED:
+        number = 127 + tl.where(share < 0.0, -number, number)
+    else:
+        number = number - 1
+    number = tl.minimum(tl.maximum(number, 1), 254)
+    number -= (share <= tl.load(borders_ptr + number - 1)).to(tl.int32)
+    number += (share > tl.load(borders_ptr + number)).to(tl.int32)
+    return number

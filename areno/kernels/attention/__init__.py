@@ -1,0 +1,118 @@
+"""Causal attention over packed rows of any length, by the fastest kernel that is installed.
+
+Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from areno.errors import ConfigError, Problem
+from areno.kernels.attention.sdpa import sdpa_attention
+
+BACKENDS = {"flash": "flash-attn", "varlen": "torch varlen_attn", "sdpa": "torch scaled_dot_product_attention"}
+
+
+def choose_backend(
+    requested: Literal["auto", "flash", "native"], device: torch.device | str, dtype: torch.dtype
+) -> str:
+    """The kernel for this device and dtype: one of BACKENDS.
+
+    ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
+    """
+    device = torch.device(device)
+    half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    has_flash = half_on_cuda and importlib.util.find_spec("flash_attn") is not None
+    if requested == "flash" and not has_flash:
+        lack = "the flash-attn package is not installed" if half_on_cuda else f"it cannot run {dtype} on {device.type}"
+        message = f"is flash, but {lack}; use auto or native, or `pip install flash-attn` on a CUDA machine"
+        raise ConfigError([Problem("engine.attn_backend", message)])
+    if has_flash and requested != "native":
+        return "flash"
+    if half_on_cuda and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        return "varlen"
+    return "sdpa"
+
+
+def varlen_attention(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    backend: str,
+) -> Tensor:
+    """Causal attention of each row's queries to its own keys: (N, H, D), differentiable.
+
+    cu_seqlens_q, cu_seqlens_k: (R + 1,) int32 row borders on the device of q. Where a row has more keys than queries,
+    the queries are its last tokens (bottom-right aligned). No row has fewer keys than queries. max_q, max_k: longest.
+    """
+    if backend == "sdpa":
+        return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    if backend == "varlen":
+        attn, causal = _varlen_kernel()
+        return attn(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **causal)
+    if backend == "flash":
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal=True)
+    raise ValueError(f"unknown attention backend {backend!r}")
+
+
+def varlen_forward(
+    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, cu_seqlens: Tensor, max_len: int, backend: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """varlen_attention of rows to themselves, outside autograd, with what `varlen_backward` will want to know of it."""
+    if backend == "varlen":
+        out_NHD, *saved = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False
+        )
+        return out_NHD, tuple(saved[:3])  # log-sum-exp, and a random state that backward asks for without dropout too
+    with torch.no_grad():
+        return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend), ()
+
+
+def varlen_backward(
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    out_NHD: Tensor,
+    saved: Sequence[Tensor],
+    cu_seqlens: Tensor,
+    max_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
+    rows = cu_seqlens, cu_seqlens, max_len, max_len
+    if backend == "varlen":
+        log_sum, *states = saved
+        return torch.ops.aten._flash_attention_backward(
+            grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states
+        )
+    with torch.enable_grad():  # the other kernels have no backward pass that could be called: compute forward again
+        q_NHD, k_NKD, v_NKD = (x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, *rows, backend)
+        return torch.autograd.grad(out_NHD, (q_NHD, k_NKD, v_NKD), grad_NHD)  # type: ignore[return-value]
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Any, dict[str, Any]]:
+    """torch's varlen_attn with the keywords that make it causal and grouped; they differ between torch releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    if "enable_gqa" in names:
+        causal["enable_gqa"] = True
+    return varlen_attn, causal

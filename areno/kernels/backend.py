@@ -1,0 +1,26 @@
+"""Which form of an operation runs: Triton kernels or plain torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether operations on x run as Triton kernels: on CUDA, or anywhere with TRITON_INTERPRET=1, if it is installed.
+
+    Every operation in `areno.kernels` asks here. Where the answer is no, its torch reference runs.
+    """
+    return (x.is_cuda or _interprets()) and _is_installed()
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,245 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The norm of each query and key head with the rotation after it. Letters as in the package.
+
+The plain forms are `areno/layers/norm.py` and `areno/layers/rotary.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.elementwise.triton_norm import add_sums, n_processors
+
+QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel, for each processor of the device; see `triton_norm.py`
+
+
+def qk_norm_rope(
+    qkv_NX: Tensor,
+    cos_N1F: Tensor,
+    sin_N1F: Tensor,
+    q_weight_C: Tensor | None,
+    k_weight_C: Tensor | None,
+    eps: float,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
+
+    qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
+    """
+    n = qkv_NX.shape[0]
+    q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
+    k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
+    v_NKC = qkv_NX[:, (n_heads + n_kv_heads) * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
+    if n:
+        has_norm = q_weight_C is not None
+        _qk_norm_rope_kernel[(n,)](
+            qkv_NX,
+            cos_N1F,
+            sin_N1F,
+            q_weight_C if has_norm else cos_N1F,
+            k_weight_C if has_norm else cos_N1F,
+            q_NHC,
+            k_NKC,
+            qkv_NX.stride(0),
+            eps,
+            HEADS=n_heads,
+            KV_HEADS=n_kv_heads,
+            HALF=head_dim // 2,
+            HAS_NORM=has_norm,
+            HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
+            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            num_warps=4,
+        )
+    return q_NHC, k_NKC, v_NKC
+
+
+def qk_norm_rope_backward(
+    grad_q_NHC: Tensor,
+    grad_k_NKC: Tensor,
+    grad_v_NKC: Tensor,
+    qkv_NX: Tensor,
+    cos_N1F: Tensor,
+    sin_N1F: Tensor,
+    q_weight_C: Tensor | None,
+    k_weight_C: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradient of qkv, and of the two norm weights, (C,) float32 each; None without norms."""
+    n, n_heads, head_dim = grad_q_NHC.shape
+    n_kv_heads = grad_k_NKC.shape[1]
+    grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
+    has_norm = q_weight_C is not None
+    # Long loops cost less than a wide sum over programs, but some programs per processor hide the latency of loads.
+    n_programs = max(1, min(n, QK_PROGRAMS * n_processors(qkv_NX.device)))
+    partial_P2C = qkv_NX.new_zeros((n_programs, 2, head_dim), dtype=torch.float32) if has_norm else grad_qkv_NX
+    if n:
+        _qk_norm_rope_backward_kernel[(n_programs,)](
+            grad_q_NHC.contiguous(),
+            grad_k_NKC.contiguous(),
+            grad_v_NKC.contiguous(),
+            qkv_NX,
+            cos_N1F,
+            sin_N1F,
+            q_weight_C if has_norm else cos_N1F,
+            k_weight_C if has_norm else cos_N1F,
+            grad_qkv_NX,
+            partial_P2C,
+            n,
+            qkv_NX.stride(0),
+            eps,
+            HEADS=n_heads,
+            KV_HEADS=n_kv_heads,
+            HALF=head_dim // 2,
+            HAS_NORM=has_norm,
+            HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
+            KV_BLOCK=triton.next_power_of_2(n_kv_heads),
+            HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            num_warps=QK_WARPS,
+        )
+    if not has_norm:
+        return grad_qkv_NX, None, None
+    grad_2C = partial_P2C.new_zeros((2, head_dim))
+    add_sums(partial_P2C.flatten(1), grad_2C.view(-1))
+    return grad_qkv_NX, grad_2C[0], grad_2C[1]
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    q_ptr,
+    k_ptr,
+    qkv_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    inside = (head < HEADS + KV_HEADS) & (half < HALF)
+    place = qkv_ptr + row * qkv_stride + head * (2 * HALF) + half
+    a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF)
+        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF)
+        a = (a * scale * weight_a).to(q_ptr.dtype.element_ty).to(tl.float32)
+        b = (b * scale * weight_b).to(q_ptr.dtype.element_ty).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HALF + half, mask=half < HALF, other=0.0)
+    sin = tl.load(sin_ptr + row * HALF + half, mask=half < HALF, other=0.0)
+    first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
+    second = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
+    q_place = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + half
+    tl.store(q_place, first, mask=inside & is_q)
+    tl.store(q_place + HALF, second, mask=inside & is_q)
+    k_place = k_ptr + row * (KV_HEADS * 2 * HALF) + (head - HEADS) * (2 * HALF) + half
+    tl.store(k_place, first, mask=inside & is_k)
+    tl.store(k_place + HALF, second, mask=inside & is_k)
+
+
+@triton.jit
+def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside):
+    """The norm weight of each head's kind."""
+    q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q, q_weight, k_weight)
+
+
+@triton.jit
+def _qk_norm_rope_backward_kernel(
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    out_ptr,
+    partial_ptr,
+    n,
+    qkv_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Each program takes every n_programs-th token and sums its share of the weights' gradients."""
+    head = tl.arange(0, HEADS_BLOCK)[:, None]
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    real = half < HALF
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    inside = (head < HEADS + KV_HEADS) & real
+    kv_head = tl.arange(0, KV_BLOCK)[:, None]
+    kv_inside = (kv_head < KV_HEADS) & real
+    C: tl.constexpr = 2 * HALF
+    dtype = out_ptr.dtype.element_ty
+    sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
+    sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
+    if HAS_NORM:
+        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, real)
+        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real)
+    for token in range(tl.program_id(0), n, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
+        cos = tl.load(cos_ptr + row * HALF + half, mask=real, other=0.0)
+        sin = tl.load(sin_ptr + row * HALF + half, mask=real, other=0.0)
+        q_place = grad_q_ptr + row * (HEADS * C) + head * C + half
+        k_place = grad_k_ptr + row * (KV_HEADS * C) + (head - HEADS) * C + half
+        first = tl.load(q_place, mask=is_q & real, other=0.0).to(tl.float32)
+        first += tl.load(k_place, mask=is_k & real, other=0.0).to(tl.float32)
+        second = tl.load(q_place + HALF, mask=is_q & real, other=0.0).to(tl.float32)
+        second += tl.load(k_place + HALF, mask=is_k & real, other=0.0).to(tl.float32)
+        # The gradient of a rotation is the rotation back.
+        a_grad = first * cos + second * sin
+        b_grad = second * cos - first * sin
+        if HAS_NORM:
+            place = qkv_ptr + row * qkv_stride + head * C + half
+            a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
+            a *= scale
+            b *= scale
+            sum_a += a_grad * a
+            sum_b += b_grad * b
+            a_grad *= weight_a
+            b_grad *= weight_b
+            along = ((tl.sum(a_grad * a, axis=1) + tl.sum(b_grad * b, axis=1)) / C)[:, None]
+            a_grad = scale * (a_grad - a * along)
+            b_grad = scale * (b_grad - b * along)
+        out_row = out_ptr + row * ((HEADS + 2 * KV_HEADS) * C)
+        tl.store(out_row + head * C + half, a_grad.to(dtype), mask=inside)
+        tl.store(out_row + head * C + HALF + half, b_grad.to(dtype), mask=inside)
+        v_place = grad_v_ptr + row * (KV_HEADS * C) + kv_head * C + half
+        v_out = out_row + (HEADS + KV_HEADS + kv_head) * C + half
+        tl.store(v_out, tl.load(v_place, mask=kv_inside, other=0.0), mask=kv_inside)
+        tl.store(v_out + HALF, tl.load(v_place + HALF, mask=kv_inside, other=0.0), mask=kv_inside)
+    if HAS_NORM:
+        column = tl.arange(0, HALF_BLOCK)
+        q_out = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * C) + column
+        keep = column < HALF
+        tl.store(q_out, tl.sum(tl.where(is_q, sum_a, 0.0), axis=0), mask=keep)
+        tl.store(q_out + HALF, tl.sum(tl.where(is_q, sum_b, 0.0), axis=0), mask=keep)
+        tl.store(q_out + C, tl.sum(tl.where(is_k, sum_a, 0.0), axis=0), mask=keep)
+        tl.store(q_out + C + HALF, tl.sum(tl.where(is_k, sum_b, 0.0), axis=0), mask=keep)

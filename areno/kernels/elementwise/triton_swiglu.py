@@ -1,0 +1,61 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The activation of a gated MLP. The plain form is `areno/layers/mlp.py`. Letters as in the package."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def swiglu(gate_up_N2I: Tensor) -> Tensor:
+    """silu(gate) * up, (N, I), of gate and up side by side."""
+    n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
+    out_NI = gate_up_N2I.new_empty((n, inner))
+    if n:
+        _swiglu_kernel[(n, triton.cdiv(inner, 1024))](gate_up_N2I.contiguous(), out_NI, inner, BLOCK=1024)
+    return out_NI
+
+
+def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of gate and up side by side, and the forward result once more, which costs no pass of its own here."""
+    n, inner = grad_NI.shape
+    grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
+    out_NI = torch.empty_like(grad_NI)
+    if n:
+        _swiglu_backward_kernel[(n, triton.cdiv(inner, 1024))](
+            grad_NI.contiguous(), gate_up_N2I.contiguous(), grad_gate_up_N2I, out_NI, inner, BLOCK=1024
+        )
+    return grad_gate_up_N2I, out_NI
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    place = gate_up_ptr + row * (2 * inner) + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + inner, mask=inside, other=0.0).to(tl.float32)
+    silu = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * inner + column, (silu * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    dtype = out_ptr.dtype.element_ty
+    place = row * (2 * inner) + column
+    gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = (gate * sigmoid).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * inner + column, (silu * up).to(dtype), mask=inside)
+    gate_grad = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(grad_gate_up_ptr + place, gate_grad.to(dtype), mask=inside)
+    tl.store(grad_gate_up_ptr + place + inner, (grad * silu).to(dtype), mask=inside)

@@ -1,0 +1,166 @@
+"""Log-probabilities of given tokens under the LM head, without ever holding the logits of all positions.
+
+Shape letters: K positions, C of them in one chunk, V vocabulary rows of this rank, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areno.kernels.backend import use_triton
+from areno.kernels.logprobs import reference
+from areno.kernels.matmul import add_product
+
+CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
+FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
+KEEP_BYTES = 2**26  # gradients of logits held from the forward to the backward pass; what a small vocabulary needs
+
+
+def selected_logprobs(
+    hidden_KD: Tensor,
+    weight_VD: Tensor,
+    targets_K: Tensor,
+    *,
+    temperature: float,
+    chunk: int | None = None,
+    first: int = 0,
+    all_reduce: Callable[..., Tensor] | None = None,
+    weight_grad: Tensor | None = None,
+    keep_bytes: int = KEEP_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden W^T / temperature)[target] and the entropy of that softmax: (K,) each, the entropy detached.
+
+    Computed in fp32 (float64 inputs stay float64) in chunks of `chunk` positions. Whatever the loss, the gradient of a
+    position's logits is one factor times onehot - softmax. That is formed while the logits are there and held, in the
+    type of hidden, for as many positions as keep_bytes has room for; the backward pass has then nothing to do but two
+    matrix products. The logits of further positions are computed again.
+
+    first, all_reduce: where several ranks share the vocabulary, `weight` has this rank's rows, from the row `first` of
+    the whole on, and all_reduce(x, op=None) sums x over the ranks (or reduces it by the ReduceOp `op`) in place. hidden
+    and targets are the same on every rank, and so are the results and the gradient of hidden.
+    weight_grad: (V, D) float32. If given, the gradient of the weight is added into it, and autograd gets none: this
+    saves two copies of the largest matrix of a small model.
+    """
+    form = _form(hidden_KD)
+    chunk = chunk or (CHUNK if form is reference else FUSED_CHUNK)
+    head = _Head(form, temperature, chunk, first, all_reduce, weight_grad, keep_bytes)
+    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What `selected_logprobs` was told beside its tensors. form: `reference`, or the module of the Triton kernels."""
+
+    form: Any
+    temperature: float
+    chunk: int
+    first: int
+    all_reduce: Callable[..., Tensor] | None
+    weight_grad: Tensor | None
+    keep_bytes: int
+
+    def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+        """(C, V) float32. The product is kept in fp32 where the device can: in bf16 a logit of 20 is off by 0.06."""
+        if hidden_CD.is_cuda and hidden_CD.dtype in (torch.bfloat16, torch.float16):
+            return torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
+        logits_CV = torch.mm(hidden_CD, weight_VD.t())
+        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+    def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
+        stats = self.form.softmax_statistics(logits_CV, targets_C, self.first, self.temperature)
+        top_C, sums_3C = stats[0], stats[1:]
+        if self.all_reduce is not None:
+            mine_C = top_C.clone()
+            self.all_reduce(top_C, dist.ReduceOp.MAX)
+            shift_C, (total_C, weighted_C, target_C) = mine_C - top_C, sums_3C
+            sums_3C = torch.stack(
+                [
+                    total_C * shift_C.exp(),
+                    (weighted_C + shift_C * total_C) * shift_C.exp(),
+                    (target_C + shift_C).where(reference.local_rows(targets_C, self.first, logits_CV.shape[1])[1], 0.0),
+                ]
+            )
+            self.all_reduce(sums_3C)
+        total_C, weighted_C, target_C = sums_3C
+        log_total_C = total_C.log()
+        return target_C - log_total_C, log_total_C - weighted_C / total_C, top_C + log_total_C
+
+    def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
+        """onehot - softmax into out: temperature times the gradient of the log-probability. May destroy the logits."""
+        self.form.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
+
+
+def _form(hidden_KD: Tensor) -> Any:
+    """Triton's kernels work in fp32."""
+    if hidden_KD.dtype == torch.float64 or not use_triton(hidden_KD):
+        return reference
+    from areno.kernels.logprobs import triton
+
+    return triton
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        n = hidden_KD.shape[0]
+        dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
+        logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
+        n_kept = 0
+        if any(ctx.needs_input_grad):
+            n_kept = min(n, head.keep_bytes // max(1, len(weight_VD) * hidden_KD.element_size()))
+        kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
+        for part in _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk):
+            logits_CV = head.logits(hidden_KD[part], weight_VD)
+            logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
+            if part.stop <= n_kept:
+                head.gradient(logits_CV, lse_K[part], targets_K[part], kept_CV[part])
+            del logits_CV  # before the next ones are made
+        ctx.save_for_backward(hidden_KD, weight_VD, targets_K, lse_K, kept_CV)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropy_K)
+        return logprobs_K, entropy_K
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_KD, weight_VD, targets_K, lse_K, kept_CV = ctx.saved_tensors
+        head: _Head = ctx.head
+        n, n_kept = len(hidden_KD), len(kept_CV)
+        grad_K1 = (grads[0] / head.temperature).unsqueeze(-1)
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden_KD = torch.empty_like(hidden_KD) if want_hidden else None
+        grad_weight_VD = head.weight_grad
+        if grad_weight_VD is None and want_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_K.dtype)
+        for part in _chunks(0, n_kept, max(1, n_kept)) + _chunks(n_kept, n, head.chunk):
+            if part.stop <= n_kept:
+                grad_CV = kept_CV
+            else:
+                logits_CV = head.logits(hidden_KD[part], weight_VD)
+                grad_CV = torch.empty_like(logits_CV, dtype=hidden_KD.dtype)
+                head.gradient(logits_CV, lse_K[part], targets_K[part], grad_CV)
+                del logits_CV
+            # The factor of each position is applied to the short side of either product.
+            if grad_hidden_KD is not None:
+                torch.mul(grad_CV @ weight_VD, grad_K1[part], out=grad_hidden_KD[part])
+            if want_weight and grad_weight_VD is not None:
+                scaled_CD = (hidden_KD[part] * grad_K1[part]).to(hidden_KD.dtype)
+                add_product(grad_weight_VD, grad_CV.t(), scaled_CD)
+        if grad_hidden_KD is not None and head.all_reduce is not None:
+            head.all_reduce(grad_hidden_KD)
+        if head.weight_grad is not None or not want_weight:
+            return grad_hidden_KD, None, None, None
+        assert grad_weight_VD is not None
+        return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None
+
+
+def _chunks(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

@@ -1,0 +1,109 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The head's softmax as Triton kernels: one pass over the logits for its statistics, one for its gradient.
+
+Shape letters: C positions of one chunk, V vocabulary rows of this rank.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float) -> Tensor:
+    """As `reference.softmax_statistics`, float32."""
+    n_positions, n_rows = logits_CV.shape
+    out_4C = logits_CV.new_empty((4, n_positions))
+    if n_positions:
+        _softmax_statistics_kernel[(n_positions,)](
+            logits_CV,
+            targets_C,
+            out_4C,
+            logits_CV.stride(0),
+            n_rows,
+            first,
+            1.0 / temperature,
+            out_4C.stride(0),
+            BLOCK=min(_BLOCK, triton.next_power_of_2(max(n_rows, 1))),
+            num_warps=8,
+        )
+    return out_4C
+
+
+def logprob_gradient(
+    logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, first: int, temperature: float, out_CV: Tensor
+) -> None:
+    """As `reference.logprob_gradient`."""
+    n_positions, n_rows = logits_CV.shape
+    if not n_positions or not n_rows:
+        return
+    block = min(_BLOCK, triton.next_power_of_2(n_rows))
+    _logprob_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
+        logits_CV,
+        lse_C,
+        targets_C,
+        out_CV,
+        logits_CV.stride(0),
+        out_CV.stride(0),
+        n_rows,
+        first,
+        1.0 / temperature,
+        BLOCK=block,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _softmax_statistics_kernel(
+    logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, inverse_temperature, out_stride, BLOCK: tl.constexpr
+):
+    position = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + position * stride
+    best = tl.full([], -1e30, tl.float32)  # of no rows; finite, so that differences of it are numbers
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n_rows, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < n_rows
+        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse_temperature
+        new_best = tl.maximum(best, tl.max(x, axis=0))
+        decay = tl.exp(best - new_best)
+        weight = tl.exp(x - new_best)
+        weighted = (weighted + (best - new_best) * total) * decay + tl.where(inside, x - new_best, 0.0) * weight
+        total = total * decay + weight
+        best = new_best
+    target = tl.load(targets_ptr + position) - first
+    here = (target >= 0) & (target < n_rows)
+    chosen = tl.load(base + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
+    chosen = tl.where(here, chosen - best, 0.0)
+    out = out_ptr + position
+    tl.store(out, best)
+    tl.store(out + out_stride, tl.sum(total, axis=0))
+    tl.store(out + 2 * out_stride, tl.sum(weighted, axis=0))
+    tl.store(out + 3 * out_stride, chosen)
+
+
+@triton.jit
+def _logprob_gradient_kernel(
+    logits_ptr,
+    lse_ptr,
+    targets_ptr,
+    out_ptr,
+    stride,
+    out_stride,
+    n_rows,
+    first,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+):
+    position = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < n_rows
+    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+    target = tl.load(targets_ptr + position) - first
+    grad = tl.where(column == target, 1.0, 0.0) - tl.exp(x - tl.load(lse_ptr + position))
+    tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)

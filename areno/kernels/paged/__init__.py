@@ -1,0 +1,26 @@
+"""Paged attention of a decode step: one new token for each row, with its keys and values in blocks.
+
+Shape letters as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from areno.kernels.backend import use_triton
+from areno.kernels.paged import reference
+from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
+
+__all__ = ["GROUP_SIZE", "PagedBatch", "decode_attention"]
+
+
+def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+    """Write each row's new key and value to its last position; return softmax(q k / sqrt(C)) v over all its positions.
+
+    kv_blocks: (2, P, S, K, C), keys then values, changed in place. The result is (B, H, C) in the dtype of q.
+    """
+    if not use_triton(q_BHC):
+        return reference.decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
+    from areno.kernels.paged import triton
+
+    return triton.decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)

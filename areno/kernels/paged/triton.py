@@ -1,0 +1,372 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Paged decode attention as Triton kernels: the work of a step is cut into pieces that run side by side,
+and a second kernel joins the partial results of each row (flash-decoding; running softmax: arXiv 1805.02867).
+
+A piece is either a span of one row's own positions, or a span of the positions that a prefix group shares, for all of
+its rows at once: their queries that use one key head are the rows of one matrix product, so shared blocks are read once
+for the group instead of once for each row (the idea of cascade attention, arXiv 2402.05099). In the kernels below a
+group is a "team" and a block a "page".
+
+Shape letters as in `reference.py`. No number of one step goes into a launch: the grid depends on the shapes alone and
+each program reads lengths on the device, so a launch can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """tile: positions read together, a power of two that divides the spans of a batch. *_warps: of the two kernels.
+
+    join_heads: heads that one program of the second kernel takes, a power of two.
+    """
+
+    tile: int
+    n_warps: int
+    n_stages: int
+    join_heads: int = 8
+    join_warps: int = 4
+
+
+_SMALL, _LARGE = Tuning(tile=32, n_warps=1, n_stages=2), Tuning(tile=32, n_warps=2, n_stages=3)
+
+
+def decode_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, tuning: Tuning | None = None
+) -> Tensor:
+    """As `areno.kernels.paged.decode_attention`."""
+    n_rows, n_heads, head_dim = q_BHC.shape
+    n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
+    q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
+    k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
+    n_shared_heads = n_heads // n_kv_heads
+    if tuning is None:  # measured on an H200
+        tuning = _SMALL if n_shared_heads * GROUP_SIZE <= 16 else _LARGE
+    own_splits, shared_splits = batch.splits
+    n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
+    if n_groups == 0:
+        shared_splits = 0
+    n_parts = own_splits + shared_splits
+    out = q_BHC.new_empty((n_rows, n_heads, head_dim))
+    partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
+    log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    _piece_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+        q_BHC,
+        k_BKC,
+        v_BKC,
+        k_blocks,
+        v_blocks,
+        batch.table_TW,
+        batch.slots_B,
+        batch.lengths_B,
+        batch.shared_lens_B,
+        batch.spans,
+        batch.prefix_groups_GR,
+        partial,
+        log_sum,
+        head_dim**-0.5 * 1.4426950408889634,  # log2(e): the kernels use powers of 2
+        q_BHC.stride(0),
+        k_BKC.stride(0),
+        v_BKC.stride(0),
+        k_blocks.stride(0),
+        k_blocks.stride(1),
+        k_blocks.stride(2),
+        batch.table_TW.stride(0),
+        n_groups * shared_splits,
+        own_splits,
+        shared_splits,
+        GROUP=n_shared_heads,
+        TEAM=group_size,
+        OWN_ROWS=max(16, triton.next_power_of_2(n_shared_heads)),  # tl.dot needs 16 rows
+        TEAM_ROWS=max(16, triton.next_power_of_2(n_shared_heads * group_size)),
+        HEAD_DIM=head_dim,
+        PADDED_DIM=padded_dim,
+        PAGE_SIZE=block_size,
+        TILE=tuning.tile,
+        HAS_TEAMS=n_groups > 0,
+        ONE_PART=n_parts == 1,
+        num_warps=tuning.n_warps,
+        num_stages=tuning.n_stages,
+    )
+    if n_parts > 1:
+        _join_kernel[(n_rows, triton.cdiv(n_heads, tuning.join_heads))](
+            partial,
+            log_sum,
+            batch.lengths_B,
+            batch.shared_lens_B,
+            batch.spans,
+            out,
+            n_heads,
+            JOIN_HEADS=tuning.join_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim,
+            OWN_SPLITS=own_splits,
+            SHARED_SPLITS=shared_splits,
+            num_warps=tuning.join_warps,
+        )
+    return out
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """x itself where each row's heads lie side by side, else a copy."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@triton.jit
+def _attend(
+    q,
+    best,
+    total,
+    acc,
+    start,
+    end,
+    k_ptr,
+    v_ptr,
+    table_row,
+    scale,
+    page_stride,
+    token_stride,
+    dim,
+    real_dim,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Take the positions [start, end) of one table row and one key head into the running softmax."""
+    for first in range(start, end, TILE):
+        position = first + tl.arange(0, TILE)
+        inside = position < end
+        if PAGE_SIZE % TILE == 0:  # a tile lies in one page: spans begin at multiples of a tile
+            page = tl.load(table_row + first // PAGE_SIZE).to(tl.int64)
+            base = page * page_stride + (first % PAGE_SIZE + tl.arange(0, TILE)) * token_stride
+        else:
+            page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            base = page * page_stride + (position % PAGE_SIZE) * token_stride
+        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        decay = tl.exp2(best - new_best)
+        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"])
+def _piece_kernel(
+    q_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    slots_ptr,
+    lengths_ptr,
+    shared_ptr,
+    spans_ptr,
+    teams_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    scale,
+    q_stride,
+    new_k_stride,
+    new_v_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    table_stride,
+    n_team_pieces,
+    own_splits,
+    shared_splits,
+    GROUP: tl.constexpr,
+    TEAM: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    TEAM_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_TEAMS: tl.constexpr,
+    ONE_PART: tl.constexpr,
+):
+    """One program for each piece and key head. A piece without positions leaves nothing; the join knows which."""
+    kv_head = tl.program_id(0)
+    piece = tl.program_id(1)
+    n_heads = tl.num_programs(0) * GROUP
+    n_parts = own_splits + shared_splits
+    k_ptr += kv_head * head_stride
+    v_ptr += kv_head * head_stride
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < HEAD_DIM
+
+    if piece < n_team_pieces:
+        if HAS_TEAMS:
+            team = piece // shared_splits
+            split = piece % shared_splits
+            leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
+            if leader >= 0:
+                length = tl.load(shared_ptr + leader).to(tl.int32)
+                span = tl.load(spans_ptr + 1).to(tl.int32)
+                start = split * span
+                if start < length:
+                    cell = tl.arange(0, TEAM_ROWS)
+                    member = cell // GROUP
+                    row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
+                    head = kv_head * GROUP + cell % GROUP
+                    slot = tl.load(slots_ptr + leader).to(tl.int64)
+                    q = tl.load(
+                        q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :],
+                        mask=(row >= 0)[:, None] & real_dim[None, :],
+                        other=0.0,
+                    )
+                    best, total, acc = _attend(
+                        q,
+                        tl.full([TEAM_ROWS], float("-inf"), tl.float32),
+                        tl.zeros([TEAM_ROWS], tl.float32),
+                        tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32),
+                        start,
+                        tl.minimum(start + span, length),
+                        k_ptr,
+                        v_ptr,
+                        table_ptr + slot * table_stride,
+                        scale,
+                        page_stride,
+                        token_stride,
+                        dim,
+                        real_dim,
+                        PAGE_SIZE,
+                        TILE,
+                    )
+                    part = (row * n_heads + head) * n_parts + own_splits + split
+                    tl.store(
+                        partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
+                        (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
+                        mask=(row >= 0)[:, None] & real_dim[None, :],
+                    )
+                    tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
+    else:
+        piece -= n_team_pieces
+        row = (piece // own_splits).to(tl.int64)
+        split = piece % own_splits
+        last = tl.load(lengths_ptr + row).to(tl.int32) - 1
+        span = tl.load(spans_ptr).to(tl.int32)
+        start = tl.load(shared_ptr + row).to(tl.int32) + split * span
+        if (start < last) | (split == 0):
+            table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+            cell = tl.arange(0, OWN_ROWS)
+            real = cell < GROUP
+            head = kv_head * GROUP + cell
+            q = tl.load(
+                q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :],
+                mask=real[:, None] & real_dim[None, :],
+                other=0.0,
+            )
+            best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([OWN_ROWS], tl.float32)
+            acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
+            if split == 0:
+                # The new token's key and value are not in the cache yet: put them there, and begin with them.
+                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
+                page = tl.load(table_row + last // PAGE_SIZE).to(tl.int64)
+                place = page * page_stride + (last % PAGE_SIZE) * token_stride
+                tl.store(k_ptr + place + dim, new_k, mask=real_dim)
+                tl.store(v_ptr + place + dim, new_v, mask=real_dim)
+                best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
+                total = tl.full([OWN_ROWS], 1.0, tl.float32)
+                acc += new_v.to(tl.float32)[None, :]
+            best, total, acc = _attend(
+                q,
+                best,
+                total,
+                acc,
+                start,
+                tl.minimum(start + span, last),
+                k_ptr,
+                v_ptr,
+                table_row,
+                scale,
+                page_stride,
+                token_stride,
+                dim,
+                real_dim,
+                PAGE_SIZE,
+                TILE,
+            )
+            part = (row * n_heads + head) * n_parts + split
+            tl.store(
+                partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
+                (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
+                mask=real[:, None] & real_dim[None, :],
+            )
+            if not ONE_PART:
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=real)
+
+
+@triton.jit
+def _join_kernel(
+    partial_ptr,
+    log_sum_ptr,
+    lengths_ptr,
+    shared_ptr,
+    spans_ptr,
+    out_ptr,
+    n_heads,
+    JOIN_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    OWN_SPLITS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
+):
+    """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
+    dim = tl.arange(0, PADDED_DIM)
+    real = head < n_heads
+    head += row * n_heads
+    shared = tl.load(shared_ptr + row).to(tl.int32)
+    own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
+    own_span = tl.load(spans_ptr).to(tl.int32)
+    shared_span = tl.load(spans_ptr + 1).to(tl.int32)
+    best = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([JOIN_HEADS], tl.float32)
+    acc = tl.zeros([JOIN_HEADS, PADDED_DIM], tl.float32)
+    for part in tl.static_range(OWN_SPLITS + SHARED_SPLITS):
+        if part == 0:  # holds the new token, so `best` is finite from here on
+            left = tl.full([JOIN_HEADS], 1, tl.int32)
+        elif part < OWN_SPLITS:
+            left = tl.zeros([JOIN_HEADS], tl.int32) + (own - part * own_span)
+        else:
+            left = tl.zeros([JOIN_HEADS], tl.int32) + (shared - (part - OWN_SPLITS) * shared_span)
+        exists = real & (left > 0)
+        cell = head * (OWN_SPLITS + SHARED_SPLITS) + part
+        log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
+        partial = tl.load(
+            partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :],
+            mask=exists[:, None] & (dim < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_best = tl.where(real, tl.maximum(best, log_sum), 0.0)
+        weight = tl.exp2(log_sum - new_best)
+        decay = tl.exp2(best - new_best)
+        acc = acc * decay[:, None] + weight[:, None] * partial
+        total = total * decay + weight
+        best = new_best
+    tl.store(
+        out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
+        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+    )

@@ -1,0 +1,175 @@
+"""Drawing tokens in plain torch, with the settings of each slot and the random number of each draw.
+
+The random number of a draw is a hash of (key of the sample, position in the completion), whatever the other rows, the
+device, or how often a generator was used before. The hash is splitmix64 (Steele, Lea, Flood 2014, "Fast splittable
+pseudorandom number generators"), computed in wrapping int64: the same bits on every device.
+
+Shape letters: B rows (one token to draw for each), V vocabulary, C chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK = 128  # vocabulary entries summed together by the two-level inverse CDF
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_WORD = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class SamplingSettings:
+    """One entry for each slot: `key` and `top_k` int64, `temperature` and `top_p` float32, `greedy` bool.
+
+    `sample_tokens` says what they mean. last_token: int64, the token that was drawn last for the slot.
+    """
+
+    key: Tensor
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    last_token: Tensor
+
+
+def sample_slots(
+    logits_BV: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    *,
+    filtered: bool,
+    banned: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """As `areno.kernels.sampling.sample_slots`."""
+    tokens_B, logprobs_B = sample_tokens(
+        logits_BV,
+        settings.temperature[slots_B],
+        settings.greedy[slots_B],
+        uniform(settings.key[slots_B], positions_B),
+        top_k_B=settings.top_k[slots_B] if filtered else None,
+        top_p_B=settings.top_p[slots_B] if filtered else None,
+        banned=banned,
+    )
+    settings.last_token[slots_B] = tokens_B
+    return torch.stack((tokens_B.double(), logprobs_B.double()))
+
+
+def sample_tokens(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    greedy_B: Tensor,
+    uniform_B: Tensor,
+    *,
+    top_k_B: Tensor | None = None,
+    top_p_B: Tensor | None = None,
+    banned: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token for each row.
+
+    logits_BV: float32. temperature_B: float32, above 0. greedy_B: bool, rows that take the most likely token.
+    uniform_B: float64 in [0, 1). top_k_B (int64, below 1 = all) and top_p_B (float32) come together; without them no
+    row is truncated. banned: (rows, token ids), int64, that must not be drawn.
+
+    Returns tokens (B,) int64 and logprobs (B,) float32 of softmax(logits / temperature) before truncation and bans.
+    A row with a logit that is NaN or +inf gets logprob NaN and some token inside the vocabulary.
+    """
+    scaled_BV = logits_BV / temperature_B[:, None]
+    top_B, best_B = scaled_BV.max(dim=-1)
+    weights_BV = (scaled_BV - top_B[:, None]).exp_()
+    sums_BC = _chunk_sums(weights_BV)
+    log_norm_B = top_B + sums_BC.sum(-1).log().float()
+    if banned is not None:
+        weights_BV.index_put_(banned, weights_BV.new_zeros(()))
+        best_B = scaled_BV.index_put(banned, scaled_BV.new_full((), -torch.inf)).argmax(dim=-1)
+    if top_k_B is not None and top_p_B is not None:
+        weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
+    if banned is not None or top_k_B is not None:
+        sums_BC = _chunk_sums(weights_BV)
+    drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
+    # Rounding could leave the draw on an entry of weight 0, if hardly ever, and NaN compares as false: take the best.
+    drawable_B = weights_BV.gather(1, drawn_B[:, None]).squeeze(1) > 0
+    tokens_B = torch.where(greedy_B | ~drawable_B, best_B, drawn_B)
+    logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_norm_B
+    return tokens_B, logprobs_B
+
+
+def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+    """(B, V) bool: the k most likely tokens, and of these the fewest whose share reaches top_p (at least one).
+
+    Of equally likely tokens those with the lower id come first. Rows that truncate nothing keep everything.
+    """
+    sorted_BV, order_BV = weights_BV.sort(dim=-1, descending=True, stable=True)
+    all_k_B, all_p_B = top_k_B < 1, top_p_B >= 1
+    rank_V = torch.arange(weights_BV.shape[-1], device=weights_BV.device)
+    inside_BV = (rank_V < top_k_B[:, None]) | all_k_B[:, None]
+    sorted_BV = sorted_BV.double() * inside_BV
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    inside_BV &= (before_BV < top_p_B[:, None] * sorted_BV.sum(-1, keepdim=True)) | all_p_B[:, None]
+    return torch.empty_like(inside_BV).scatter_(1, order_BV, inside_BV)
+
+
+def _chunks(weights_BV: Tensor) -> Tensor:
+    n_rows, vocab = weights_BV.shape
+    return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
+
+
+def _chunk_sums(weights_BV: Tensor) -> Tensor:
+    """(B, C) float64. Two levels keep the sums exact over any vocabulary without a (B, V) float64 tensor."""
+    return _chunks(weights_BV).sum(-1, dtype=torch.float64)
+
+
+def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first entry at which the running sum of the weights exceeds `uniform` of the total: (B,) int64."""
+    cumulated_BC = sums_BC.cumsum(-1)
+    chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
+    index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
+    inner = _chunks(weights_BV).gather(1, index).squeeze(1).double().cumsum(-1)
+    inner_B, _ = _first_above(inner, rest_B)
+    return (chunk_B * _CHUNK + inner_B).clamp_(max=weights_BV.shape[1] - 1)
+
+
+def _first_above(cumulated_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first entry above `target` (kept below the last one), and what of the target is left before it."""
+    target_B = torch.minimum(target_B.clamp(min=0), cumulated_BC[:, -1] * (1 - 2.0**-50))
+    index_B1 = torch.searchsorted(cumulated_BC, target_B[:, None], right=True)
+    index_B1 = index_B1.clamp_(max=cumulated_BC.shape[1] - 1)
+    before_B1 = cumulated_BC.gather(1, (index_B1 - 1).clamp(min=0)) * (index_B1 > 0)
+    return index_B1.squeeze(1), target_B - before_B1.squeeze(1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _WORD
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix(value: int) -> int:
+    value &= _WORD
+    value = (value ^ (value >> 30)) * _MIX_1 & _WORD
+    value = (value ^ (value >> 27)) * _MIX_2 & _WORD
+    return value ^ (value >> 31)
+
+
+def sample_key(seed: int, sample: int) -> int:
+    """The key of one sample of a request: int64, a hash of the two."""
+    return _signed(_mix(_mix(seed + _GOLDEN) + (sample + 1) * _GOLDEN))
+
+
+def _shift(value_B: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's own is arithmetic)."""
+    return (value_B >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
+    """One number in [0, 1) for each row: float64 with 53 random bits, a function of (key, position), both int64."""
+    value = key_B + (position_B + 1) * _signed(_GOLDEN)
+    value = (value ^ _shift(value, 30)) * _signed(_MIX_1)
+    value = (value ^ _shift(value, 27)) * _signed(_MIX_2)
+    value = value ^ _shift(value, 31)
+    return _shift(value, 11).double() * 2.0**-53

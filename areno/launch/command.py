@@ -1,0 +1,232 @@
+"""The command of an algorithm: it reads the arguments, does what they ask for and makes messages and exit codes of it.
+
+`compose` makes a configuration of the arguments, `help` prints what they can be; the runs are started here.
+
+Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
+(SIGTERM). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The first
+combination of a sweep is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from areno import __version__
+from areno.api.algorithms import Algorithm
+from areno.config.build import build, with_defaults
+from areno.config.fields import Missing
+from areno.errors import ArenoError, ConfigError
+from areno.launch import help
+from areno.tracking.run_log import RunLog
+
+if TYPE_CHECKING:
+    from areno.launch.compose import HydraSession, Job
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM. It is a KeyboardInterrupt so that whatever handles Ctrl-C handles it too."""
+
+
+class JobFailed(Exception):
+    """One run of a sweep failed. Hydra's launcher goes on with the next run, and a sweeper sees no objective."""
+
+
+def run_recipe(module: str) -> NoReturn:
+    """Run the ALGORITHM of the recipe `module` with the arguments of this process, and end the process.
+
+    `python -m` has loaded the module as `__main__`. It is imported again under its own name, so that what it defines
+    can be pickled for spawned processes.
+    """
+    sys.exit(run(import_module(module).ALGORITHM, f"python -m {module}", sys.argv[1:]))
+
+
+def run_algorithm(algorithm: Algorithm) -> NoReturn:
+    """Run the algorithm of a file that is itself the script, with the arguments of this process; ends the process."""
+    sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
+
+
+def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
+    """Do what the arguments ask for, and return the exit code. A run that fails raises SystemExit.
+
+    command: how the user started it, for the help text.
+    """
+    args = _parser(command).parse_intermixed_args(arguments)
+    config_dir = Path(args.config_dir).expanduser().absolute() if args.config_dir else None
+    try:
+        if args.help:
+            print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
+            return 0
+        from areno.launch.compose import HydraSession  # --help does without it: the import of Hydra takes long
+
+        name = args.config_name or algorithm.default
+        options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
+        with _sigterm_interrupts(), HydraSession(algorithm.config, name, args.overrides, **options) as session:
+            if args.info:
+                session.show_info(args.info)
+                return 0
+            if args.cfg in ("hydra", "all"):
+                session.show_hydra(args.cfg, args.package, args.resolve)
+                return 0
+            if args.cfg:
+                return _show(algorithm, session, args.package, args.resolve)
+            return _train(algorithm, session)
+    except ArenoError as error:
+        return _report(error)
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        _trace(interrupt)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=command,
+        add_help=False,
+        allow_abbrev=False,
+        usage="%(prog)s [options] [key=value ...]",
+    )
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="version", version=f"areno {__version__}")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--multirun", "-m", action="store_true")
+    mode.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    topics = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    mode.add_argument("--info", "-i", nargs="?", const="all", choices=topics)
+    parser.add_argument("overrides", nargs="*")
+    return parser
+
+
+def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> int:
+    """Print the configuration as YAML, with ??? where a required value is missing; other problems are errors."""
+    from areno.launch.compose import to_yaml
+
+    composition = session.compose()
+    shown = with_defaults(algorithm.config, composition.data) if resolve else composition.raw
+    for name in package.split(".") if package and package != "_global_" else ():
+        if not isinstance(shown, dict) or name not in shown:
+            raise ConfigError(f"--package: there is no {package!r} in the configuration")
+        shown = shown[name]
+    print(to_yaml(shown) if isinstance(shown, dict) else shown, end="" if isinstance(shown, dict) else "\n")
+    try:
+        build(algorithm.config, composition.data, composition.problems)
+    except ConfigError as error:
+        wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
+        if wrong:
+            raise ConfigError(wrong) from None
+    return 0
+
+
+def _train(algorithm: Algorithm, session: HydraSession) -> int:
+    from areno.tracking import new_run
+
+    composition = session.compose()
+    build(algorithm.config, composition.data, composition.problems)
+    if composition.output_dir is None:
+        raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
+    output_dir = composition.output_dir
+    while not new_run.make(output_dir, new=output_dir in session.named_by_time):
+        output_dir = session.rename(output_dir)
+    if not session.multirun:
+        session.run(lambda job: _run_alone(algorithm, job))
+        return 0
+
+    outcomes: list[tuple[Job, float | str]] = []
+    with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
+        session.run(lambda job: _run_in_sweep(algorithm, job, outcomes))
+    print(f"\n{len(outcomes)} runs in {output_dir}")
+    for job, outcome in outcomes:
+        result = f"{outcome:.6g}" if isinstance(outcome, float) else outcome
+        print(f"  {job.number}  {' '.join(job.overrides)}  {result}")
+    return int(any(isinstance(outcome, str) for _, outcome in outcomes))
+
+
+def _run_alone(algorithm: Algorithm, job: Job) -> float:
+    """Run without a sweep. A failure becomes SystemExit, which Hydra passes on without a message of its own."""
+    try:
+        return _run(algorithm, job)
+    except ArenoError as error:
+        raise SystemExit(_report(error)) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def _run_in_sweep(algorithm: Algorithm, job: Job, outcomes: list[tuple[Job, float | str]]) -> float:
+    """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
+    print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
+    try:
+        objective = _run(algorithm, job)
+    except ArenoError as error:
+        _report(error)
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    else:
+        outcomes.append((job, objective))
+        return objective
+    outcomes.append((job, "failed"))
+    raise JobFailed(f"run {job.number} failed")
+
+
+def _run(algorithm: Algorithm, job: Job) -> float:
+    from areno.tracking import new_run
+
+    config = build(algorithm.config, job.composition.data, job.composition.problems)
+    new_run.make(job.run_dir)
+    new_run.describe(job.run_dir, config, job.overrides)
+    try:
+        with RunLog(own_process=True):
+            return float(algorithm.run(config, job.run_dir))
+    except BaseException:
+        new_run.discard(job.run_dir)
+        raise
+
+
+def _report(error: ArenoError) -> int:
+    """Print the message, with the traceback if ARENO_DEBUG=1; the exit code."""
+    _trace(error)
+    print(f"error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+def _trace(error: BaseException) -> None:
+    if os.environ.get("ARENO_DEBUG") == "1":
+        traceback.print_exception(error)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Unwind on SIGTERM as on Ctrl-C, so that workers and reward processes end and nothing half-written stays."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
+        yield
+        return
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,373 @@
+"""Composes a configuration from YAML files and overrides with Hydra. No other module of launch uses Hydra or OmegaConf.
+
+The result is one plain dictionary, together with all problems that were found.
+
+Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
+that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
+(`++key=value`). `areno.config.build` then checks everything at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areno.config.build import build, with_defaults
+from areno.config.fields import Section
+from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+from areno.files.paths import root
+from areno.launch import library
+
+T = TypeVar("T", bound=Section)
+
+_RUN_DIR = "${areno.run_dir:${cluster.fileroot},${experiment_name},${trial_name}}"
+_HYDRA = {
+    "run": {"dir": _RUN_DIR},
+    "sweep": {"dir": _RUN_DIR, "subdir": "${hydra.job.num}"},
+    "output_subdir": None,
+    "job": {"chdir": False},
+    # A root of null keeps Hydra from configuring logging, which is areno's own business.
+    "job_logging": {"root": None},
+    "hydra_logging": {"root": None},
+}
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+
+
+@dataclass
+class Composition:
+    """The values of files and command line. data: plain values, interpolations resolved, without missing keys."""
+
+    data: dict[str, Any]
+    raw: dict[str, Any]  # the same with interpolations and ??? as they are written
+    problems: list[Problem]
+    output_dir: Path | None = None  # of the run or the sweep; None where the settings it is made of are wrong
+
+
+@dataclass
+class Job:
+    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep."""
+
+    composition: Composition
+    run_dir: Path
+    overrides: list[str]
+    number: int | None
+
+
+@dataclass
+class _CommandLine:
+    """The user's overrides, rewritten. lines: for Hydra. sample: the same with the first value of every sweep."""
+
+    lines: list[str] = field(default_factory=list)
+    sample: list[str] = field(default_factory=list)
+    deletions: list[str] = field(default_factory=list)
+    chosen: set[str] = field(default_factory=set)  # groups
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, line: str, sample: str | None = None) -> None:
+        self.lines.append(line)
+        self.sample.append(line if sample is None else sample)
+
+
+class SearchPath(SearchPathPlugin):
+    """The user's --config-dir, then conf/ (Hydra's main folder), then recipes/."""
+
+    config_dir: Path | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.config_dir:
+            search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
+        search_path.append("recipes", f"file://{root() / 'recipes'}")
+
+
+def load(cls: type[T], config_name: str, overrides: list[str] | None = None, config_dir: Path | None = None) -> T:
+    """The configuration that a recipe gets from `--config-name=config_name` and `overrides`. Raises ConfigError."""
+    with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
+        composition = session.compose()
+    return build(cls, composition.data, composition.problems)
+
+
+def to_yaml(data: dict[Any, Any]) -> str:
+    """YAML text that Hydra reads back as the same values."""
+    return OmegaConf.to_yaml(OmegaConf.create(data))
+
+
+class HydraSession(AbstractContextManager["HydraSession"]):
+    """Hydra, set up for one configuration class and one command line. It composes, and it starts runs and sweeps."""
+
+    def __init__(
+        self,
+        cls: type[Section],
+        config_name: str,
+        overrides: list[str],
+        *,
+        config_dir: Path | None = None,
+        multirun: bool = False,
+        job_name: str = "areno",
+    ):
+        self.cls = cls
+        self.config_name = config_name.removesuffix(".yaml")
+        self.config_dir = config_dir.expanduser().absolute() if config_dir else None
+        self.overrides = overrides
+        self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
+        self._job_name = job_name
+        self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
+        self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
+        self._counts = itertools.count(2)
+
+    def __enter__(self) -> HydraSession:
+        if self.config_dir and not self.config_dir.is_dir():
+            raise ConfigError(f"--config-dir: there is no folder {str(self.config_dir)!r}")
+        SearchPath.config_dir = self.config_dir
+        Plugins.instance().register(SearchPath)
+        ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
+        OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
+        # HydraConfig is global and outlives the session that set it; a later one must not see it.
+        self._earlier = HydraConfig.instance().cfg
+        self._initialized = initialize_config_dir(
+            config_dir=str(root() / "conf"), job_name=self._job_name, version_base="1.3"
+        )
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        self._hydra = hydra
+        try:
+            self._check_config_name()
+            self._command_line = self._read_overrides()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        HydraConfig.instance().cfg = self._earlier
+        self._initialized.__exit__(*(exc_info or (None, None, None)))
+
+    def compose(self) -> Composition:
+        """The configuration of files and command line. For a sweep: that of its first run."""
+        line = self._command_line
+        try:
+            config = self._hydra.compose_config(self.config_name, line.sample, RunMode.RUN)
+            HydraConfig.instance().set_config(config)
+        except _HYDRA_ERRORS as error:
+            raise ConfigError([*line.problems, Problem("", explain(error))]) from error
+        self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
+        composition = self._plain(config, config.hydra.runtime.choices, line.problems)
+        with suppress(OmegaConfBaseException):
+            composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
+        return composition
+
+    def run(self, job: Callable[[Job], Any]) -> None:
+        """Call `job` once, or once for each combination of a sweep, one after another in this process.
+
+        `job` may raise ArenoError, SystemExit and exceptions of its own kind. Others are taken for errors of Hydra.
+        """
+        line = self._command_line
+        try:
+            if self.multirun:
+                self._hydra.multirun(self.config_name, self._task(job), [*line.lines, "hydra.mode=MULTIRUN"])
+            else:
+                self._hydra.run(self.config_name, self._task(job), line.lines)
+        except ArenoError:
+            raise
+        except _HYDRA_ERRORS as error:
+            raise ConfigError(explain(error)) from error
+
+    def show_info(self, topic: str) -> None:
+        """Print what Hydra reports on `topic`: all, config, defaults, defaults-tree, plugins, searchpath."""
+        with _logging_kept():
+            self._hydra.show_info(topic, self.config_name, self._command_line.sample)
+
+    def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
+        """Print the configuration of Hydra itself (`hydra`), or this and the run's (`all`)."""
+        with _logging_kept():
+            self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
+
+    def _task(self, job: Callable[[Job], Any]) -> Callable[[DictConfig], Any]:
+        def task(config: DictConfig) -> Any:
+            hydra = HydraConfig.get()
+            number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
+            overrides = [line.lstrip("+") for line in hydra.overrides.task]
+            overrides += [f"~{key}" for key in self._command_line.deletions]
+            composition = self._plain(config, hydra.runtime.choices, [])
+            return job(Job(composition, Path(hydra.runtime.output_dir), overrides, number))
+
+        return task
+
+    def _check_config_name(self) -> None:
+        names = sorted({**library.tasks(self.config_dir), **library.experiments()})
+        if self.config_name not in names and not self._hydra.config_loader.get_group_options(self.config_name):
+            folder, _, name = self.config_name.rpartition("/")
+            if not folder or name not in library.groups(self.config_dir).get(folder, []):
+                raise ConfigError(
+                    f"--config-name: there is no {self.config_name!r}; there are {', '.join(names)}"
+                    f"{did_you_mean(self.config_name, names)}"
+                )
+
+    def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
+        """<fileroot>/<experiment>/<trial, or the time>. The same for every run of a sweep."""
+        folder = Path(fileroot).expanduser() / str(experiment)
+        if trial is not None:
+            return str(folder / str(trial))
+        self.named_by_time.add((folder / self._time_name).absolute())
+        return str(folder / self._time_name)
+
+    def rename(self, run_dir: Path) -> Path:
+        """Choose another name for a folder that is named by the start time, because this one is taken."""
+        self._time_name = f"{self._started}-{next(self._counts)}"
+        self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
+        return renamed
+
+    def _read_overrides(self) -> _CommandLine:
+        """Sort the overrides into groups, values and deletions. An unreadable override or choice becomes a problem."""
+        line = _CommandLine()
+        try:
+            defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
+        except _HYDRA_ERRORS as error:
+            raise ConfigError(f"{self.config_name}: {explain(error)}") from error
+        if not any(default.config_path == "recipe" for default in defaults.defaults):
+            raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
+        listed = set(defaults.overrides.known_choices)
+        groups = library.groups(self.config_dir)
+        parser = OverridesParser.create(config_loader=self._hydra.config_loader)
+        for text in self.overrides:
+            try:
+                [override] = parser.parse_overrides([text])
+                if override.is_sweep_override() and not self.multirun:
+                    line.problems.append(
+                        Problem(
+                            override.key_or_group,
+                            f"has several values in {text!r}; add -m to try each, or write a list as [a,b] and text "
+                            "that holds a comma in quotes",
+                        )
+                    )
+                else:
+                    self._sort(override, text, line, groups, listed)
+            except HydraException:
+                line.problems.append(Problem("", f"cannot read {text!r}; key=value is expected"))
+        return line
+
+    def _sort(
+        self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]], listed: set[str]
+    ) -> None:
+        key = override.key_or_group
+        if override.is_hydra_override() or override.package:
+            line.add(text)
+        elif key in groups and not isinstance(override.value(), (dict, list)):
+            if override.is_delete():
+                line.add(text) if key in listed else line.deletions.append(key)
+                return
+            values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
+            # Hydra takes no null for a choice, but takes a file of that name.
+            names = ["null" if value is None else str(value).strip("'\"") for value in values]
+            for name in names:
+                if name not in groups[key]:
+                    choices = ", ".join(groups[key])
+                    close = did_you_mean(name, groups[key])
+                    line.problems.append(Problem(key, f"has no choice {name!r}; there are {choices}{close}"))
+            if key in line.chosen:
+                line.problems.append(Problem(key, f"is chosen more than once, in {text!r} for the second time"))
+            elif all(name in groups[key] for name in names):
+                line.chosen.add(key)
+                start = f"{'' if key in listed else '+'}{key}="
+                quoted = ["'null'" if name == "null" else name for name in names]
+                line.add(start + ",".join(quoted), start + quoted[0])
+        elif override.is_delete():
+            line.deletions.append(key)
+        else:
+            forced = f"++{text.lstrip('+')}"
+            sample = forced
+            if override.is_sweep_override():
+                value = override.value()
+                first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
+                sample = f"++{key}={first}"
+            line.add(forced, sample)
+
+    def _plain(self, config: DictConfig, choices: Mapping[str, str | None], problems: list[Problem]) -> Composition:
+        """The composition of Hydra's result. choices: of config groups; null makes a section null whatever it holds."""
+        found = list(problems)
+        raw = OmegaConf.to_container(config)
+        assert isinstance(raw, dict)
+        raw.pop("hydra", None)
+        data = {str(key): value for key, value in _resolve(config, "", found) if key != "hydra"}
+        for key in (group for group, choice in choices.items() if choice == "null"):
+            data[key] = raw[key] = None
+        for key in self._command_line.deletions:
+            if not (_delete(data, key) | _delete(raw, key)):
+                found.append(Problem(key, "cannot be deleted: there is no such key"))
+        return Composition(data, with_defaults(self.cls, {str(key): value for key, value in raw.items()}), found)
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Restore the root logger, which Hydra changes when it prints."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
+    """Keys and plain values of a node. Values that are missing or whose interpolation fails are left out."""
+    for key in node:
+        full = f"{prefix}{key}"
+        if full == "hydra" or OmegaConf.is_missing(node, key):
+            continue
+        try:
+            value = node[key]
+            if isinstance(value, DictConfig):
+                value = dict(_resolve(value, f"{full}.", problems))
+            elif isinstance(value, ListConfig):
+                value = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(full, explain(error)))
+            continue
+        yield key, value
+
+
+def _delete(data: dict[Any, Any], key: str) -> bool:
+    """Remove a dotted key from nested dictionaries. False if it was not there."""
+    *path, last = key.split(".")
+    for name in path:
+        data = data.get(name, {})
+        if not isinstance(data, dict):
+            return False
+    missing = object()
+    return data.pop(last, missing) is not missing
+
+
+def explain(error: BaseException) -> str:
+    """An error of Hydra, OmegaConf or the YAML reader as one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, MissingConfigException):
+        options = sorted(error.options or ())
+        choices = f"; there are {', '.join(options)}" if options else ""
+        name = (error.missing_cfg_file or "").rsplit("/", 1)[-1].removesuffix(".yaml")
+        return f"{lines[0].rstrip('.')}{choices}{did_you_mean(name, options)}"
+    if not lines and error.__cause__ is not None:
+        return explain(error.__cause__)
+    return lines[0] if lines else type(error).__name__

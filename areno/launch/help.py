@@ -1,0 +1,116 @@
+"""The text of `--help`: usage, the YAML files that can be named, and every setting of the recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areno.config.fields import REQUIRED, Section, Setting, settings
+from areno.config.values import show
+from areno.launch import library
+
+_USAGE = """\
+usage: {command} [--config-name NAME] [key=value ...]
+
+{what}
+
+  {command}{name}
+  {command}{name} actor.optimizer.lr=2e-6 seed=2    change settings
+  {command}{name} -m seed=1,2,3                     one run for each value
+
+options:
+  --config-name, -cn NAME   name of a task or experiment file (default: {default})
+  --config-dir, -cd DIR     folder of your own YAML files, which is searched first
+  --multirun, -m            run every combination of the values that are given as a,b
+  --cfg, -c job             print the configuration and do not run (or: hydra, all; more: --resolve, --package NAME)
+  --info, -i [TOPIC]        show how Hydra reads the command line: defaults, searchpath, config, plugins, all
+  --version                 print the version
+  --help, -h                print this text"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default."""
+
+    key: str
+    setting: Setting
+    default: str
+
+
+def rows(cls: type[Section], prefix: str = "", section: Section | None = None) -> Iterator[Row]:
+    """Every setting of a section and of those inside it, in the order they are declared.
+
+    section: the instance that is the section's default, where there is one; its values are the defaults to show.
+    """
+    for name, setting in settings(cls).items():
+        default = setting.default_in(section)
+        inner = default if isinstance(default, Section) else None
+        there = setting.section is not None and default is not None
+        text = "" if there else "required" if default is REQUIRED else show(default)
+        yield Row(prefix + name, setting, text)
+        if setting.section:
+            yield from rows(setting.section, f"{prefix}{name}.", inner)
+
+
+def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
+    """The whole help text of a recipe."""
+    usage = _USAGE.format(
+        command=command, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
+    )
+    parts = [
+        usage,
+        _files("tasks (conf/)", library.tasks(config_dir)),
+        _files("experiments (recipes/)", library.experiments()),
+    ]
+    keys = {row.key for row in rows(cls)}
+    fitting = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    parts.append(_files("variants (variant=name)", fitting))
+    choices = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
+    parts.append(_columns("groups (group=choice)", {group: ", ".join(names) for group, names in choices.items()}))
+    parts += _settings(cls)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _keys(file: Path) -> Iterator[str]:
+    """The dotted settings of a YAML file. Nothing for a broken file: a run that names it reports what is wrong."""
+    import yaml
+
+    def dotted(values: Any, prefix: str = "") -> Iterator[str]:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            yield from dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+    with contextlib.suppress(yaml.YAMLError):
+        yield from dotted(yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+def _settings(cls: type[Section]) -> Iterator[str]:
+    """One block for the top-level settings and one for each section."""
+    found = list(rows(cls))
+    top = [row for row in found if "." not in row.key]
+    yield "settings\n" + "\n".join(_line(row) for row in top if not row.setting.section)
+    for section in (row for row in top if row.setting.section):
+        optional = f" (default: {section.default})" if section.default else ""
+        title = f"{section.key}: {section.setting.help}{optional}"
+        inside = [row for row in found if row.key.startswith(f"{section.key}.") and not row.setting.section]
+        yield title + "\n" + "\n".join(_line(row) for row in inside)
+
+
+def _line(row: Row) -> str:
+    kind = f"{row.setting.type_text}; {row.default if row.default == 'required' else f'default {row.default}'}"
+    body = textwrap.fill(f"{row.setting.help} [{kind}]", width=116, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {row.key}\n{body}"
+
+
+def _files(title: str, files: dict[str, Path]) -> str:
+    return _columns(title, {name: library.headline(file) for name, file in files.items()})
+
+
+def _columns(title: str, lines: dict[str, Any]) -> str:
+    if not lines:
+        return ""
+    width = max(map(len, lines))
+    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {about}".rstrip() for name, about in lines.items())

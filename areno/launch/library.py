@@ -1,0 +1,45 @@
+"""Finds the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from areno.files.paths import root
+
+
+def tasks(config_dir: Path | None = None) -> dict[str, Path]:
+    """Tasks: files of conf/ and of the user's folder, by their name for --config-name."""
+    return _files([root() / "conf", *([config_dir] if config_dir else [])])
+
+
+def experiments() -> dict[str, Path]:
+    """Tested runs: files of recipes/, by their name for --config-name."""
+    return _files([root() / "recipes"])
+
+
+def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Choices of each config group: {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
+    found: dict[str, set[str]] = {}
+    for base in (root() / "conf", root() / "recipes", *([config_dir] if config_dir else [])):
+        # Sections have at most three levels. A full search of the user's folder could take long.
+        for file in (file for pattern in ("*/*.yaml", "*/*/*.yaml", "*/*/*/*.yaml") for file in base.glob(pattern)):
+            found.setdefault(file.parent.relative_to(base).as_posix(), set()).add(file.stem)
+    return {group: sorted(choices) for group, choices in sorted(found.items())}
+
+
+def variants(config_dir: Path | None = None) -> dict[str, Path]:
+    """Choices of the group `variant`: named methods of the literature. Each sets values in several sections."""
+    return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
+
+
+def headline(file: Path) -> str:
+    """The first comment line of a YAML file, which says what the file is for."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @"):
+            return line.lstrip("# ").rstrip()
+    return ""
+
+
+def _files(folders: Iterable[Path]) -> dict[str, Path]:
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}

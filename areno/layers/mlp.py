@@ -1,0 +1,43 @@
+"""The MLP of a layer.
+
+Shape letters: N tokens, D hidden size, I inner size of this rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
+from areno.layers.shard import WeightSpec
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), arXiv 2002.05202. `forward` runs under autograd, the two fused halves outside it."""
+
+    def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool):
+        super().__init__()
+        self.gate_up = ColumnParallelLinear(hidden_size, (inner_size, inner_size), spec, bias=bias)
+        self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_ND).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+    def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and the intermediate result that `fused_backward` takes if it is kept."""
+        from areno.kernels.elementwise.triton_swiglu import swiglu
+
+        gate_up_N2I = self.gate_up.product(x_ND)
+        return self.down.product(swiglu(gate_up_N2I)), gate_up_N2I
+
+    def fused_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None) -> Tensor:
+        """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
+        from areno.kernels.elementwise.triton_swiglu import swiglu_backward
+
+        gate_up_N2I = self.gate_up.product(x_ND) if kept is None else kept
+        grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I)
+        self.down.accumulate(grad_ND, act_NI)
+        del act_NI, gate_up_N2I
+        self.gate_up.accumulate(grad_gate_up_N2I, x_ND)
+        return self.gate_up.input_gradient(grad_gate_up_N2I)

@@ -1,0 +1,130 @@
+"""What a model costs in memory and arithmetic, computed from its config alone. This module imports no torch.
+
+itemsize: bytes of a weight, an activation, or a cached key or value. tp_size: ranks that share one copy of the model;
+memory is that of one of them. Bytes count tensors, not what an allocator adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.models.config import TransformerConfig
+
+MOMENTS_BLOCK = 256  # elements of 8-bit moments that share a scale; areno.kernels.adam.BLOCK
+
+
+def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+    """Elements of all parameters."""
+    size, table = config.hidden_size, -(-config.vocab_size // tp_size) * config.hidden_size
+    head = size if config.head == "value" else 0 if config.tie_word_embeddings else table
+    return body_parameters(config, tp_size) + table + head
+
+
+def body_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+    """Elements of the layers and the final norm: what every token is multiplied with."""
+    size, inner = config.hidden_size, config.intermediate_size // tp_size
+    qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
+    layer = size * (qkv + heads + 3 * inner + 2)
+    layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
+    layer += 2 * config.head_dim * config.qk_norm
+    return config.num_layers * layer + size
+
+
+def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
+    """Cached keys and values of one token in all layers."""
+    return 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationBytes:
+    """What one layer holds for each token in training, in bytes.
+
+    always: from the forward pass to the backward pass, under recompute too: the float32 residual stream before and
+    after attention, and attention's output. kept: in addition, where the layer is not recomputed: the results of the
+    qkv and gate-up products. at_work: while the backward pass is in the layer, a bound on what it holds at once.
+    """
+
+    always: int
+    kept: int
+    at_work: int
+
+
+def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> ActivationBytes:
+    """Of one fused layer and one token."""
+    products = _qkv_size(config, tp_size) + 2 * config.intermediate_size // tp_size
+    return ActivationBytes(
+        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize,
+        kept=products * itemsize,
+        # Products and their gradients, and both halves of the layer at once.
+        at_work=(3 * products + 12 * config.hidden_size) * itemsize,
+    )
+
+
+def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, tp_size: int = 1) -> int:
+    """Float32 logits of so many positions, with their gradients."""
+    return n_positions * -(-config.vocab_size // tp_size) * (4 + itemsize)
+
+
+def optimizer_bytes(kind: Literal["adam", "adam_8bit"], itemsize: int) -> float:
+    """What training adds to each trained parameter: float32 gradient and master weight, and the two moments.
+
+    Float32 parameters are their own masters.
+    """
+    moments = 2 * (1 + 4 / MOMENTS_BLOCK) if kind == "adam_8bit" else 8
+    return 4 + (0 if itemsize == 4 else 4) + moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one token costs in a model. itemsize: bytes of a weight, and of a cached key or value."""
+
+    n_params: int
+    body_params: int  # multiplied with every token
+    head_params: int  # multiplied with tokens whose successor matters
+    kv_bytes: int  # of one token, all layers
+    attn_flops: int  # of one query with one key, all layers and heads, forward
+    itemsize: int
+
+    @staticmethod
+    def of(config: TransformerConfig, itemsize: int) -> Cost:
+        """From the shape alone, of all ranks together."""
+        return Cost(
+            n_params=parameters(config),
+            body_params=body_parameters(config),
+            head_params=config.vocab_size * config.hidden_size,
+            kv_bytes=kv_bytes(config, itemsize),
+            attn_flops=4 * config.num_layers * _q_size(config, 1),
+            itemsize=itemsize,
+        )
+
+    @property
+    def active_params(self) -> int:
+        return self.body_params + self.head_params
+
+
+def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
+    """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
+    n_tokens = sum(row_lens)
+    head_tokens = n_tokens if head_tokens is None else head_tokens
+    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
+    return flops + cost.attn_flops * pairs(row_lens)
+
+
+def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
+    """Of training on rows: the backward pass multiplies twice what the forward pass does."""
+    return 3.0 * forward_flops(cost, row_lens, head_tokens)
+
+
+def pairs(row_lens: Iterable[int]) -> float:
+    """(query, key) pairs of causal attention."""
+    return float(sum(n * (n + 1) // 2 for n in row_lens))
+
+
+def _q_size(config: TransformerConfig, tp_size: int) -> int:
+    return config.num_heads // tp_size * config.head_dim
+
+
+def _qkv_size(config: TransformerConfig, tp_size: int) -> int:
+    return (config.num_heads + 2 * config.num_kv_heads) // tp_size * config.head_dim

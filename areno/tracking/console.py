@@ -1,0 +1,83 @@
+"""What a run says while it runs: the events of the loops, and the scalars of each step as lines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from areno.tracking.tracker import Tracker
+
+logger = logging.getLogger("areno")
+
+_LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
+# They describe the answers, not how good they are.
+_EVAL_WITHOUT_LINE = {"eval/response_len_mean", "eval/truncated", "eval/num_sequences"}
+
+# How the lines begin that say how a run stands; RunReader.status looks for them.
+STARTED, DONE, STOPPED = "epoch=", "done: ", "stopped in step "
+
+
+def log_epoch(epoch: int, stage: str) -> None:
+    """`epoch=0 stage=epoch_start`; stage is start or end."""
+    logger.info("%s%d stage=epoch_%s", STARTED, epoch, stage)
+
+
+def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
+    """The last line of a run that came to its end. changes: what it reached."""
+    logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder)
+
+
+def log_stopped(step: int, saved_step: int | None) -> None:
+    """The last line of a run that did not."""
+    kept = "no checkpoint was saved" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
+    logger.warning("%s%d; %s", STOPPED, step, kept)
+
+
+def log_stage(stage: str, role: str = "policy") -> None:
+    """`role=policy stage=rollout_start`; stage is rollout_start, rollout_end, train_start, train_end, ..."""
+    logger.info("role=%s stage=%s", role, stage)
+
+
+class Console(Tracker):
+    """Logs the scalars of a run as lines of `name=value`.
+
+    headline: the scalars that the summary line of a step shows, if the step has them. total_steps: of the run, if
+    known.
+    """
+
+    def __init__(self, headline: Sequence[str] = (), total_steps: int | None = None):
+        self._headline = headline
+        self._total = f"/{total_steps}" if total_steps else ""
+        self._step: int | None = None
+        self._scalars: dict[str, float] = {}  # of this step so far
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the lines that these scalars call for:
+
+        metric=reward_mean value=0.125000                    rollout/rewards_mean, rollout/logprobs_mean and eval/*
+        train_stats={'loss': 0.0, ...}                       all train/*, the loss first
+        time rollout=213.9 train=17.3 total=231.2            time/*, in seconds
+        step=3/60 reward_mean=0.5 seconds=231.29             the headline
+        """
+        if step != self._step:
+            self._step, self._scalars = step, {}
+        self._scalars |= scalars
+        for name, value in scalars.items():
+            if name in _LABELS or (name.startswith("eval/") and name not in _EVAL_WITHOUT_LINE):
+                logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value)
+        stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}
+        if stats:
+            loss_first = sorted(stats, key=lambda name: name != "loss")
+            logger.info("train_stats=%s", {name: round(stats[name], 8) for name in loss_first})
+        if "time/step" not in scalars:
+            return
+        total = scalars["time/step"]
+        rollout, train = scalars.get("time/rollout", 0.0), scalars.get("time/train", 0.0)
+        logger.info("time rollout=%.6f train=%.6f total=%.6f", rollout, train, total)
+        shown = [
+            f"{_LABELS.get(name, name.partition('/')[2])}={self._scalars[name]:.4g}"
+            for name in self._headline
+            if name in self._scalars
+        ]
+        logger.info("step=%d%s %s seconds=%.2f", self._step, self._total, " ".join(shown), total)

@@ -1,0 +1,102 @@
+"""Shows the progress of a rollout or of scoring: a bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any, TypeVar
+
+from areno.engine.spec import RolloutStats
+from areno.types import GenerationOutput
+
+logger = logging.getLogger("areno")
+Self = TypeVar("Self", bound="Progress")  # typing has it from Python 3.11 on
+
+
+class Progress:
+    """Shows what is done, tokens per second and the mean reward. Use it as a context manager.
+
+    On a terminal it is a bar that disappears at the end. Elsewhere it is a log line at most every `interval_s` seconds.
+    """
+
+    def __init__(self, title: str, total: int, interval_s: float = 10.0, unit: str = "prompts"):
+        self.title, self.total, self.interval_s, self.unit = title, total, interval_s, unit
+        self._bar: Any = None
+
+    def __enter__(self: Self) -> Self:
+        self._started = self._said_at = time.monotonic()
+        if sys.stderr.isatty():
+            self._bar = _rich_bar()
+            self._bar.start()
+            self._bar.add_task(self.title, total=self.total, state="")
+        return self
+
+    def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
+        """done, tokens: totals so far. reward: the mean so far, if one is known."""
+        now = time.monotonic()
+        rate = tokens / max(now - self._started, 1e-9)
+        if self._bar is not None:
+            shown = f"{rate:,.0f} tok/s" + ("" if reward is None else f"  reward {reward:.3f}")
+            self._bar.update(self._bar.task_ids[0], completed=done, state=shown)
+        elif now - self._said_at >= self.interval_s:
+            self._said_at = now
+            text = f"{self.title} progress: {self.unit}={done}/{self.total} tokens_per_second={rate:.1f}"
+            logger.info(text + ("" if reward is None else f" reward_mean={reward:.6f}"))
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _rich_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+    )
+
+
+class RolloutProgress(Progress):
+    """The progress of one rollout. It also logs the decode progress of each data-parallel rank.
+
+    reward: the mean reward of the previous rollout, if there was one. It is shown beside the bar.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        n_prompts: int,
+        n_samples: int,
+        dp_size: int,
+        reward: float | None = None,
+        interval_s: float = 10.0,
+    ):
+        super().__init__(title, n_prompts, interval_s)
+        self.n_samples, self.dp_size, self.reward = n_samples, dp_size, reward
+        self._samples = 0
+        self._since = time.monotonic()
+        self._before = [RolloutStats()] * dp_size
+
+    def __call__(self, outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+        self._samples += len(outputs)
+        self.update(self._samples // self.n_samples, sum(rank.generated_tokens for rank in stats), self.reward)
+        now = time.monotonic()
+        if now - self._since < self.interval_s:
+            return
+        for rank, (new, old) in enumerate(zip(stats, self._before, strict=True)):
+            logger.info(
+                "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
+                rank, self.dp_size, new.running, new.graph_replays > old.graph_replays,
+                (new.generated_tokens - old.generated_tokens) / (now - self._since),
+            )  # fmt: skip
+        self._before, self._since = list(stats), now

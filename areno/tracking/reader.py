@@ -1,0 +1,195 @@
+"""Reads what runs left in their folders: settings, scalars, samples, checkpoints. For reports, plots and tests.
+
+run = RunReader("outputs/quickstart/trial0")
+run.series("train/loss").values
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from omegaconf import OmegaConf
+
+from areno.errors import ArenoError
+from areno.tracking.console import DONE, STARTED, STOPPED
+
+Status = Literal["completed", "stopped", "unfinished"]
+
+
+class Series(NamedTuple):
+    """One scalar of a run, in the order of recording. A value that was not finite is NaN."""
+
+    steps: list[int]
+    values: list[float]
+
+
+class RunReader:
+    """The folder of one run, which may still be going on. Methods read their files each time they are called.
+
+    Raises ArenoError if `path` is not the folder of a run. A damaged file is an ArenoError with file and line.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        if not _is_run(self.path):
+            raise ArenoError("{} {}", self.path, _why_no_run(self.path))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """All settings of the run, as nested dictionaries. {} if a script gave the run a folder of its own."""
+        settings = self._yaml("config.yaml") or {}
+        return {name: value for name, value in settings.items() if name != "defaults"}  # Hydra's, not a setting
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        """The settings of its command line, such as "seed=2"."""
+        return self._yaml("overrides.yaml") or []
+
+    @cached_property
+    def versions(self) -> dict[str, str | None]:
+        """Package -> version, and the git revision of areno."""
+        return self._yaml("versions.json") or {}  # JSON is YAML
+
+    @property
+    def sweep(self) -> Path | None:
+        """The folder of the sweep that the run is a part of."""
+        return self.path.parent if _is_sweep(self.path.parent) else None
+
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}.
+
+        A last line without its end is left out: the run is about to write the rest.
+        """
+        path = self.path / "logs" / "metrics.jsonl"
+        if not path.exists():
+            return []
+        *lines, _ = path.read_bytes().split(b"\n")
+        records = list(_parsed(path, lines))
+        for number, record in enumerate(records, 1):
+            if not isinstance(record.get("step"), int):
+                raise ArenoError("{}, line {}: has no step", path, number)
+        return records
+
+    def metrics(self) -> dict[str, Series]:
+        """Name -> values of each scalar."""
+        found: dict[str, Series] = {}
+        for step, scalars in self._scalars():
+            for name, value in scalars.items():
+                series = found.setdefault(name, Series([], []))
+                series.steps.append(step)
+                series.values.append(value)
+        return found
+
+    def series(self, name: str) -> Series:
+        """One scalar. Raises ArenoError, with the names that there are, if the run has not recorded it."""
+        metrics = self.metrics()
+        if name not in metrics:
+            raise ArenoError("{} has no scalar {}; it has {}", self.path, name, ", ".join(sorted(metrics)) or "none")
+        return metrics[name]
+
+    def steps(self) -> dict[int, dict[str, float]]:
+        """Step -> all scalars of it."""
+        found: dict[int, dict[str, float]] = {}
+        for step, scalars in self._scalars():
+            found.setdefault(step, {}).update(scalars)
+        return found
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step with their rewards. ArenoError if there are none: see rollout.dump_to_file."""
+        path = self.path / "rollouts" / f"{step}.jsonl"
+        if not path.exists():
+            raise ArenoError("{} has no samples of step {}: there is no {}", self.path, step, path)
+        return list(_parsed(path, path.read_bytes().splitlines()))
+
+    def sampled_steps(self) -> list[int]:
+        """The steps that `samples` has."""
+        names = (path.stem for path in self.path.glob("rollouts/*.jsonl"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Step -> folder, in order of steps."""
+        folder = self.config.get("saver", {}).get("path") or self.path / "checkpoints"
+        found = Path(folder).expanduser().glob("step-*")
+        return dict(sorted((int(path.name[5:]), path) for path in found if path.name[5:].isdecimal()))
+
+    def latest_checkpoint(self) -> Path | None:
+        """The folder of the last step that was saved."""
+        return next(reversed(self.checkpoints().values()), None)
+
+    def status(self) -> Status | None:
+        """completed; stopped early, by an error or by the user; unfinished: still going on, or killed.
+
+        None if its log does not say so.
+        """
+        found: Status | None = None
+        path = self.path / "logs" / "run.log"
+        if path.exists():
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                text = line[len("HH:MM:SS ") :].removeprefix("warning: ")
+                if text.startswith(STARTED):
+                    found = "unfinished"
+                elif text.startswith((DONE, STOPPED)):
+                    found = "completed" if text.startswith(DONE) else "stopped"
+        return found
+
+    def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
+        for record in self.records():
+            scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
+            yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
+
+    def _yaml(self, name: str) -> Any:
+        path = self.path / name
+        if not path.exists():
+            return None
+        try:
+            return OmegaConf.to_container(OmegaConf.load(path))
+        except Exception as error:  # of YAML or of OmegaConf
+            raise ArenoError("{} cannot be read: {}", path, error) from error
+
+
+def list_runs(root: str | Path) -> list[RunReader]:
+    """The runs below a folder, those of sweeps among them, sorted by path; numbers by value."""
+    root = Path(root).expanduser()
+    if not root.is_dir():
+        raise ArenoError("{} is not a folder", root)
+    found = []
+    for folder, names, _ in os.walk(root):
+        if _is_run(Path(folder)):
+            found.append(RunReader(folder))
+            names.clear()  # no run is inside another
+        names.sort(key=lambda name: (int(name) if name.isdecimal() else -1, name))
+    return found
+
+
+def _is_run(folder: Path) -> bool:
+    described = (folder / "config.yaml").exists() and (folder / "versions.json").exists()
+    return described or (folder / "logs" / "metrics.jsonl").exists()
+
+
+def _is_sweep(folder: Path) -> bool:
+    return (folder / "multirun.yaml").exists()
+
+
+def _why_no_run(folder: Path) -> str:
+    if not folder.is_dir():
+        return "is not a folder"
+    if _is_sweep(folder):
+        return f"holds the runs of a sweep; read one of them, such as {folder / '0'}"
+    return "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"
+
+
+def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # also of bytes that are not UTF-8
+            raise ArenoError("{}, line {}: is not JSON: {}", path, number, error) from error
+        if not isinstance(record, dict):
+            raise ArenoError("{}, line {}: is not a JSON object", path, number)
+        yield record

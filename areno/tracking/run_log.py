@@ -1,0 +1,119 @@
+"""The log lines of a run on stderr and in logs/run.log, without a change to the logging of the host program."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from areno.errors import ConfigError, Problem
+
+logger = logging.getLogger("areno")
+
+
+class RunLog:
+    """Sends what areno logs to stderr, and to `log_file` if one is given, until close(). Also a context manager.
+
+    The host program keeps its own logging. Its handlers are never removed, closed or configured. While it has one that
+    gets areno's records, nothing of ours goes to stderr, so no line appears twice. A level that it has set on the
+    logger "areno" stays. own_process: there is no host, as under a command line of ours: stderr gets the lines, and
+    handlers of other loggers do not.
+
+    Several may be open at a time. Each close() removes the file of that one, the last close() also removes our handler
+    for stderr and restores the level. Raises ConfigError if the file cannot be made.
+    """
+
+    _open: ClassVar[list[RunLog]] = []  # they share the handler for stderr and the level
+    _has_set_level: ClassVar[bool] = False
+
+    def __init__(self, log_file: str | Path | None = None, *, own_process: bool = False):
+        self._own_process, self._propagate_before = own_process, logger.propagate
+        self._file: logging.Handler | None = None
+        if log_file is not None:
+            try:
+                Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+                self._file = _FileHandler(log_file, encoding="utf-8")
+            except OSError as error:
+                text = "cannot write {}: {}"
+                raise ConfigError([Problem("cluster.fileroot", text, log_file, error.strerror)]) from error
+            self._file.setFormatter(_FORMATTER)
+            logger.addHandler(self._file)
+        logger.addHandler(_STDERR)  # no effect if it is there
+        RunLog._open.append(self)
+        if own_process:
+            logger.propagate = False
+        # A host that listens and asked for no file gets the records that its own level lets through.
+        if logger.level == logging.NOTSET and (log_file is not None or not _host_listens()):
+            RunLog._has_set_level = True
+            logger.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        """Undo what this one did. A second call does nothing."""
+        if self not in RunLog._open:
+            return
+        RunLog._open.remove(self)
+        if self._file is not None:
+            logger.removeHandler(self._file)
+            self._file.close()
+        if self._own_process:
+            logger.propagate = self._propagate_before
+        if not RunLog._open:
+            logger.removeHandler(_STDERR)
+            if RunLog._has_set_level and logger.level == logging.INFO:
+                logger.setLevel(logging.NOTSET)
+            RunLog._has_set_level = False
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _host_listens():
+            return
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """Gives up a log that cannot be written, and says so once. The run goes on without it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        logger.removeHandler(self)
+        with contextlib.suppress(OSError):
+            self.close()
+        logger.warning("%s cannot be written any more: %s", self.baseFilename, error)
+
+
+class _Formatter(logging.Formatter):
+    """Puts the level in front of warnings and errors."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            return f"{record.asctime} {record.levelname.lower()}: {record.message}"
+        return super().formatMessage(record)
+
+
+_FORMATTER = _Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+_STDERR = _StderrHandler()
+_STDERR.setFormatter(_FORMATTER)
+
+
+def _host_listens() -> bool:
+    """Whether a handler that is not ours gets areno's records."""
+    place: logging.Logger | None = logger
+    while place is not None:
+        if any(not isinstance(handler, _StderrHandler | _FileHandler) for handler in place.handlers):
+            return True
+        place = place.parent if place.propagate else None
+    return False

@@ -1,0 +1,92 @@
+"""Samples for people to read: a few in the log (ARENO_LOG_COMPLETIONS), all of them in rollouts/<step>.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from areno.errors import ArenoError, ConfigError, Problem
+from areno.tracking.tracker import Tracker
+from areno.types import ScoredSample
+
+logger = logging.getLogger("areno.rollout")
+
+VARIABLE = "ARENO_LOG_COMPLETIONS"
+_SHOWN_CHARS = 1000
+
+
+class SampleLog(Tracker):
+    """Logs prompt, completion and reward of the first samples of each step, as many as ARENO_LOG_COMPLETIONS says.
+
+    Raises ConfigError if that variable is not a number.
+    """
+
+    def __init__(self) -> None:
+        text = os.environ.get(VARIABLE, "").strip()
+        if text and not text.isdecimal():
+            raise ConfigError(
+                f"the environment variable {VARIABLE} is {text!r}; expected how many samples to log for each step"
+            )
+        self._n_samples = int(text or 0)
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        for number, sample in enumerate(samples[: self._n_samples]):
+            outcome = sample.outcome
+            reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
+            logger.info(
+                "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s",
+                step, number, reward, sample.sequence.finish_reason, len(sample.sequence.resp_tokens),
+                _short(sample.item.text), _short(sample.completion),
+            )  # fmt: skip
+
+
+class SampleFiles(Tracker):
+    """Writes all samples of a step to <folder>/<step>.jsonl, one line each.
+
+    A file is whole or absent. ArenoError, with the setting, if it cannot be written.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        path = self.folder / f"{step}.jsonl"
+        unfinished = path.with_suffix(".tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("w", encoding="utf-8") as file:
+                for sample in samples:
+                    # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+                    file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
+            unfinished.replace(path)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
+            text = "{} cannot be written: {}; free space there, or set it to false"
+            raise ArenoError(Problem("rollout.dump_to_file", text, path, error.strerror)) from error
+
+
+def _line(sample: ScoredSample) -> dict[str, object]:
+    return {
+        "row": sample.item.index,
+        "prompt": sample.item.text,
+        "completion": sample.completion,
+        "reward": sample.outcome.value,
+        "status": sample.outcome.status,
+        "message": sample.outcome.message,
+        "solutions": sample.item.solutions,
+        "prompt_tokens": len(sample.item.tokens),
+        "response_tokens": len(sample.sequence.resp_tokens),
+        "finish_reason": sample.sequence.finish_reason,
+    }
+
+
+def _short(text: str) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -1,0 +1,45 @@
+"""Trackers follow a run: they get its scalars and its samples, and show them or write them somewhere.
+
+To add one, derive a class from `Tracker` in a file of its own and add a line to `open_trackers` in recorder.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from areno.types import ScoredSample
+
+
+class Tracker:
+    """Something that follows a run. This one ignores everything. An error that a tracker raises ends the run."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take scalars of a step, named <namespace>/<name>. A step may come in several calls."""
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        """Take all samples of a step, with their rewards."""
+
+    def finish(self) -> None:
+        """Close what is open. Nothing is logged after this. A second call does nothing."""
+
+
+class Trackers(Tracker):
+    """Several trackers used as one. Each call goes to all of them, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker]):
+        self._trackers = trackers
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        for tracker in self._trackers:
+            tracker.samples(step, samples)
+
+    def finish(self) -> None:
+        """Finish all of them, also where one raises."""
+        with ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.finish)

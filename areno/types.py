@@ -1,0 +1,301 @@
+"""The plain records that cross borders: prompts, pairs, requests, samples, rewards, rows to train on. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+from areno.config.fields import setting, settings
+from areno.config.run import SamplingConfig
+from areno.errors import did_you_mean
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(init=False)
+class SamplingParams(SamplingConfig):
+    """How completions are sampled. A plain record; the values are checked when a rollout is given it.
+
+    greedy: take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
+    top_p: in (0, 1], keep the most likely tokens of this total probability. top_k: keep the k most likely; -1 = all.
+    max_new_tokens: longest completion. max_context_len: longest prompt plus completion; None is the model's limit.
+    max_prompt_len: refuse longer prompts. All three in tokens.
+    temperature: the logits are divided by it; 0 means greedy.
+    stop: strings that end a completion. stop_token_ids: token ids that end it, beside the model's own. Both stay in it.
+    ignore_eos: do not end at the model's own end-of-sequence tokens.
+    skip_special_tokens: for text made of completions. Rollouts return token ids and do not read it; the trainers read
+    it, as `gconfig.skip_special_tokens`, when they decode completions for rewards and logs.
+    Keyword arguments only: min_new_tokens (no stop token is sampled before this many tokens), frequency_penalty (in
+    [-2, 2]; a token's logit is lowered by it for each time that the completion has the token already).
+
+    Log-probabilities are those of softmax(logits / temperature), without penalty, top-k and top-p, as in training.
+    """
+
+    max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
+    max_prompt_len: int | None = setting(None, help="longest prompt in tokens", gt=0)
+
+    def __init__(
+        self,
+        greedy: bool = False,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        max_new_tokens: int = 16,
+        max_context_len: int | None = None,
+        temperature: float = 1.0,
+        stop: list[str] | None = None,
+        stop_token_ids: list[int] | None = None,
+        ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
+        max_prompt_len: int | None = None,
+        **more: Any,
+    ):
+        # The arguments above are fixed, in this order. Every other field of the class is a keyword argument in `more`.
+        known, given = settings(SamplingParams), {**locals(), **more}
+        for name in more.keys() - known:
+            raise TypeError(f"SamplingParams has no setting {name!r}{did_you_mean(name, known)}")
+        for name, field_of in known.items():
+            vars(self)[name] = given[name] if name in given else field_of.default()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in (known := settings(SamplingParams)):
+            raise AttributeError(f"SamplingParams has no setting {name!r}{did_you_mean(name, known)}")
+        super().__setattr__(name, value)
+
+
+# What help() shows: the fixed arguments without `self`, then the fields that are passed in `more`.
+_, *_FIXED, _ = inspect.signature(SamplingParams.__init__).parameters.values()
+_MORE = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field_of.default())
+    for name, field_of in settings(SamplingParams).items()
+    if name not in {parameter.name for parameter in _FIXED}
+]
+SamplingParams.__signature__ = inspect.Signature([*_FIXED, *_MORE])  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to be sampled `n_samples` times.
+
+    The random number of a token depends only on (seed, sample index, position in the completion). So the caller gives
+    every request its own `seed` (any int; 64 bits are used).
+
+    stream: return tokens as they come, as partial outputs. A partial output does not wait for stop strings: when a stop
+    string is found, its first tokens may have been returned already.
+    """
+
+    request_id: int
+    prompt: list[int]
+    n_samples: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    stream: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationOutput:
+    """One finished sample of a request, or the next tokens of a sample that is streamed.
+
+    tokens: of the completion, without the prompt, with the stop token if one was sampled. logprobs: one for each token.
+    versions: for each token, the version of the weights that sampled it. finish_reason: None marks a partial output,
+    whose lists start after the partial output before. A finished output always has the whole completion.
+    """
+
+    request_id: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class TrainSequence:
+    """One row to train on. Lists and arrays are per token of `tokens` (prompt and response) and have its length.
+
+    prompt_mask: True where the token is NOT trained (prompt, tool results); losses train on the False positions.
+    logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it; 0.0 on the prompt.
+    advantages, returns, values, ref_logprobs: per token, None where the loss does not need them.
+    reward: of the whole row. eos_token_id: for scripts that pad rows themselves; areno packs rows and does not read it.
+    weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.
+    staleness: optimizer steps between the policy that sampled the row and the policy as it is; 0 is on-policy.
+    """
+
+    prompt_mask: list[bool] | np.ndarray | None = None
+    tokens: list[int] | np.ndarray | None = None
+    logprobs: list[float] | np.ndarray | None = None
+    advantages: list[float] | np.ndarray | None = None
+    returns: list[float] | np.ndarray | None = None
+    values: list[float] | np.ndarray | None = None
+    ref_logprobs: list[float] | np.ndarray | None = None
+    reward: float = 0.0
+    eos_token_id: int = 0
+    weights: list[float] | np.ndarray | None = None
+    staleness: int = 0
+
+
+Message = dict[str, Any]
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptItem:
+    """One row of an RL dataset, ready to be sampled.
+
+    prompt: the row's own text; for a row of messages, the text these render to.
+    text: what the model reads, that is, `prompt` after the chat template; `tokens` are its ids.
+    messages: the row's messages, None for a row of plain text. solutions: the row's reference answers, None if it has
+    none.
+    record: the whole row. index: its number in the dataset.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    messages: list[Message] | None = None
+    solutions: Any = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class PairItem:
+    """One row of a preference dataset, encoded: the same prompt with two answers. index: its number in the dataset."""
+
+    chosen: TrainSequence
+    rejected: TrainSequence
+    index: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the longer row, which decides whether the pair is too long."""
+        return max(list(self.chosen.tokens or []), list(self.rejected.tokens or []), key=len)
+
+
+@dataclass(kw_only=True)
+class Batch(Generic[Item]):
+    """The rows of one step. skipped_long: rows passed over, because they are too long, while this batch was filled.
+
+    total_skipped_long: the same since the start of the run, this batch included. ends_epoch: no batch follows in the
+    same epoch.
+    """
+
+    items: list[Item]
+    skipped_long: int = 0
+    total_skipped_long: int = 0
+    epoch: int = 0
+    ends_epoch: bool = False
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+PromptBatch = Batch[PromptItem]  # of one RL step
+SequenceBatch = Batch[TrainSequence]  # of one supervised step
+PairBatch = Batch[PairItem]  # of one DPO step
+
+
+@dataclass(slots=True)
+class ModelRole:
+    """A model beside the policy, for Trainer.ensure_roles.
+
+    name: "ref" scores log-probabilities, "critic" values, "reward" whole rows; other names are free.
+    path: model folder or hub id. trainable: whether it has an optimizer (only models with values can be trained).
+    optimizer_lr: of a trainable role; None takes that of the policy's optimizer.
+    """
+
+    name: str
+    path: str
+    trainable: bool
+    optimizer_lr: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutSequence:
+    """One sampled completion.
+
+    resp_tokens: its tokens, with the stop token. resp_logprobs: their log-probabilities when they were sampled.
+    resp_versions: the version of the weights that sampled each token.
+    """
+
+    resp_tokens: list[int]
+    resp_logprobs: list[float]
+    finish_reason: FinishReason = "stop"
+    resp_versions: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutResult:
+    """All samples of one prompt."""
+
+    prompt_tokens: list[int]
+    sequences: list[RolloutSequence]
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardRecord:
+    """What a reward function is given: one completed sample.
+
+    prompt, messages, solutions, record: see PromptItem; `messages` goes on to the end of the sample.
+    completion: all text of the assistant. final_answer: its last turn. rendered_completion: the same as the model wrote
+    it, special tokens included. tool_calls, tool_results: parsed calls and what the environment answered.
+    tokens, logprobs, loss_mask: of the response, one entry each; loss_mask is True where the token is trained.
+    """
+
+    prompt: str = ""
+    completion: str = ""
+    final_answer: str = ""
+    messages: list[Message] = field(default_factory=list)
+    rendered_completion: str = ""
+    tool_calls: list[Any] = field(default_factory=list)
+    tool_results: list[Any] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    solutions: Any = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of_completion(
+        cls, item: PromptItem, sequence: RolloutSequence, completion: str, rendered: str | None = None
+    ) -> RewardRecord:
+        """The record of a single-turn sample: its text, and the same with special tokens where that differs."""
+        asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
+        return cls(
+            prompt=item.prompt,
+            completion=completion,
+            final_answer=completion,
+            messages=[*asked, {"role": "assistant", "content": completion}],
+            rendered_completion=completion if rendered is None else rendered,
+            tokens=sequence.resp_tokens,
+            logprobs=sequence.resp_logprobs,
+            loss_mask=[True] * len(sequence.resp_tokens),
+            solutions=item.solutions,
+            record=item.record,
+            prompt_tokens=item.tokens,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class RewardOutcome:
+    """What came of scoring one sample. `value` is None unless status is "ok"; `message` then says why."""
+
+    value: float | None
+    status: Literal["ok", "timeout", "error"] = "ok"
+    message: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoredSample:
+    """One sample with its text and its reward. group: number of its group, the samples drawn of one prompt at once."""
+
+    item: PromptItem
+    sequence: RolloutSequence
+    completion: str
+    outcome: RewardOutcome
+    group: int = 0

@@ -1,0 +1,258 @@
+"""Checks on the shape of a package: who imports whom, how long files are, and habits that a parser can see.
+
+A check is a function from modules to the set of violations it finds. tests/test_structure.py applies them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
+    "areno", "cli", "bench", "recipes", "launch", "api", ("rewards", "data", "tracking", "checkpoint"),
+    "engine", "models", "layers", "kernels", "loss_fns", "types", "config", "files", "errors",
+)  # fmt: skip
+STEPS = {name: at for at, step in enumerate(STAIRCASE) for name in ([step] if isinstance(step, str) else step)}
+BY_NAME = {"getattr", "hasattr", "setattr"}
+REWRITING = {"replace", "startswith", "endswith", "find", "index", "removeprefix", "removesuffix"}
+HEAVY = {"torch", "transformers", "datasets", "numpy"}
+
+
+@dataclass(frozen=True)
+class Module:
+    name: str  # dotted; that of the folder for an __init__.py
+    path: Path
+    all_names: frozenset[str]  # of the modules around it
+
+    @cached_property
+    def source(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @property
+    def step(self) -> str:
+        return self.name.split(".")[1] if "." in self.name else self.name
+
+    @property
+    def folder(self) -> str:
+        return self.name if self.path.stem == "__init__" else self.name.rpartition(".")[0]
+
+    def imported(self, *, at_start: bool = False) -> set[str]:
+        """Dotted names it imports, modules of ours as such; with `at_start`, only what runs when it is imported."""
+        found: set[str] = set()
+        for node in _run_at_start(self.tree) if at_start else self.nodes:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parts = self.folder.split(".")
+                    base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+                for name in {alias.name for alias in node.names} - {"__version__"}:
+                    found.add(f"{base}.{name}" if f"{base}.{name}" in self.all_names else base)
+        return found
+
+    def named(self) -> set[str]:
+        """Modules of ours in strings: `"areno.x"`, `f"areno.x.{name}"`, or code to run. Docstrings do not count."""
+        found: set[str] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in self._prose:
+                for path in re.findall(r"(?:^|\bimport |\bfrom |-m )(areno(?:\.\w+)+)", node.value):
+                    while path not in self.all_names:
+                        path = path.rpartition(".")[0]
+                    found.add(path)
+        return found - {"areno"}
+
+    @cached_property
+    def _prose(self) -> set[ast.AST]:
+        """Docstrings and the names of loggers."""
+        found: set[ast.AST] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Expr):
+                found.add(node.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "getLogger":
+                found.update(node.args)
+        return found
+
+    @cached_property
+    def edges(self) -> set[str]:
+        """Modules of ours that it imports or names, at any time."""
+        return {name for name in self.imported() | self.named() if name in self.all_names} - {self.name}
+
+
+def modules(root: Path) -> dict[str, Module]:
+    """The modules of the package root/areno."""
+    paths = {}
+    for path in sorted((root / "areno").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {name: Module(name, path, frozenset(paths)) for name, path in paths.items()}
+
+
+def _run_at_start(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when the module is imported."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.expr):
+        return
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _run_at_start(child)
+
+
+# Imports
+
+
+def upward(tree: dict[str, Module]) -> set[str]:
+    """Edges that go up the staircase or across a step. The public table of areno/__init__.py may name anything."""
+    found = set()
+    for module in tree.values():
+        for target in module.edges if module.name != "areno" else ():
+            own, other = module.step, tree[target].step
+            if STEPS[other] < STEPS[own] or (STEPS[other] == STEPS[own] and other != own):
+                found.add(f"{module.name} -> {target}")
+            if {tuple(name.split(".")[1:3]) for name in (module.name, target)} == {
+                ("engine", "decoder"),
+                ("engine", "train"),
+            }:
+                found.add(f"{module.name} -> {target}")
+    return found
+
+
+def circles(tree: dict[str, Module]) -> set[str]:
+    """Groups of modules that import one another, directly or in a longer circle."""
+    graph = {name: module.edges for name, module in tree.items() if name != "areno"}
+    reach: dict[str, set[str]] = {}
+    for start in graph:
+        seen, todo = set(), [start]
+        while todo:
+            for target in graph.get(todo.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        reach[start] = seen
+    return {
+        " <-> ".join(sorted(other for other in seen if name in reach.get(other, ())))
+        for name, seen in reach.items()
+        if name in seen
+    }
+
+
+def heavy_at_start(tree: dict[str, Module], steps: Iterable[str]) -> set[str]:
+    """Modules, reached when one of these steps is imported, that import torch or its like."""
+    seen: set[str] = set()
+    todo = [name for name, module in tree.items() if module.step in steps]
+    while todo:
+        name = todo.pop()
+        if name in tree and name not in seen:
+            seen.add(name)
+            todo += [*tree[name].imported(at_start=True), name.rpartition(".")[0]]
+    return {name for name in seen if HEAVY & {found.split(".")[0] for found in tree[name].imported(at_start=True)}}
+
+
+# Lengths
+
+
+def long_files(paths: Iterable[Path], root: Path, most: int) -> set[str]:
+    return {str(path.relative_to(root)) for path in paths if len(path.read_text(encoding="utf-8").splitlines()) > most}
+
+
+def long_functions(tree: dict[str, Module], most: int) -> set[str]:
+    return {
+        f"{module.name}.{node.name}"
+        for module in tree.values()
+        for node in module.nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= most
+    }
+
+
+def big_folders(tree: dict[str, Module], most: int) -> set[str]:
+    lines: dict[str, int] = {}
+    for module in tree.values():
+        lines[module.folder] = lines.get(module.folder, 0) + len(module.source.splitlines())
+    return {folder for folder, count in lines.items() if count > most}
+
+
+# Habits
+
+
+def own_attributes(tree: dict[str, Module]) -> set[str]:
+    """Names that classes of ours define, as fields, methods or on self; no dunders, which are Python's."""
+    found = set()
+    for node in (node for module in tree.values() for node in module.nodes):
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    found.add(part.target.id)
+                elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(part.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if not name.startswith("__")}
+
+
+def attributes_by_name(tree: dict[str, Module]) -> set[str]:
+    """getattr, hasattr and setattr with a literal name that a class of ours defines.
+
+    The type of the object is not known here: it may be a foreign one with an attribute of that name.
+    """
+    ours = own_attributes(tree)
+    return {
+        f"{module.name}: {name.value}"
+        for module, name in _by_name(tree)
+        if isinstance(name, ast.Constant) and name.value in ours
+    }
+
+
+def computed_attributes(tree: dict[str, Module]) -> set[str]:
+    """Modules with a getattr, hasattr or setattr of a computed name."""
+    return {module.name for module, name in _by_name(tree) if not isinstance(name, ast.Constant)}
+
+
+def _by_name(tree: dict[str, Module]) -> Iterator[tuple[Module, ast.expr]]:
+    """The name of each such call, but for those of foreign modules, as in getattr(torch, "bfloat16")."""
+    for module in tree.values():
+        foreign = {name.split(".")[0] for name in module.imported()} - {"areno"}
+        for node in module.nodes:
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME
+            if is_call and ast.unparse(node.args[0]) not in foreign:
+                yield module, node.args[1]
+
+
+def matched_messages(tree: dict[str, Module]) -> set[str]:
+    """Modules that decide by the text of an exception they caught: `in str(error)`, `str(error).replace`, `re` on it.
+
+    Cutting a text to quote it (`split`, `partition`) is no decision.
+    """
+    found = set()
+    for module in tree.values():
+        for handler in (node for node in module.nodes if isinstance(node, ast.ExceptHandler) and node.name):
+            texts = (f"str({handler.name})", f"{handler.name}.args")
+            for node in ast.walk(handler):
+                looked_at: ast.AST | None = None
+                if isinstance(node, ast.Compare):
+                    looked_at = node
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    if isinstance(node.func.value, ast.Name) and node.func.value.id == "re":
+                        looked_at = node
+                    elif node.func.attr in REWRITING:
+                        looked_at = node.func.value
+                if looked_at is not None and any(text in ast.unparse(looked_at) for text in texts):
+                    found.add(module.name)
+    return found
+
+
+def importing_re(tree: dict[str, Module]) -> set[str]:
+    return {module.name for module in tree.values() if "re" in module.imported()}

@@ -1,0 +1,91 @@
+"""The split of a decode step's attention: who reads which positions together, and that every position is read once."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.sequence import Sequence
+from areno.types import GenerationRequest
+
+SIZE = 4
+
+
+def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int) -> list[Sequence]:
+    """Sequences that share the full blocks of a prompt, numbered from `first_block`, and hold own ones after them."""
+    n_shared = n_prompt // SIZE
+    made = []
+    for i, own in enumerate(own_lens):
+        sequence = Sequence(
+            request=GenerationRequest(request_id=first_block, prompt=[1] * n_prompt),
+            sample=i,
+            key=0,
+            max_new=999,
+            stop_ids=frozenset(),
+            tokens=[],
+        )
+        sequence.n_kv = n_prompt + own
+        n_own = -(-sequence.n_kv // SIZE) - n_shared
+        sequence.blocks = [*range(first_block, first_block + n_shared), *range(own_block, own_block + n_own)]
+        own_block += n_own
+        made.append(sequence)
+    return made
+
+
+def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10):
+    return split_attention(sequences, SIZE, group_size=8, max_groups=max_groups, n_heads=2, n_processors=n_processors)
+
+
+def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:
+    group, other, single = (samples(42, [5] * 11, 0, 100), samples(41, [9, 3], 20, 500), samples(80, [1], 40, 600))
+    rows = group + other + single
+    random.Random(0).shuffle(rows)
+    made = split(rows)
+    assert made.prefix_groups_GR is not None
+    assert made.prefix_groups_GR.shape == (64, 8)
+    groups = [[row for row in members if row >= 0] for members in made.prefix_groups_GR.tolist()]
+    assert sorted(len(members) for members in groups if members) == [2, 3, 8]
+    assert all(row < 0 for members in made.prefix_groups_GR.tolist() for row in members[sum(r >= 0 for r in members) :])
+    for members in groups:
+        assert len({rows[row].request.request_id for row in members}) <= 1
+        assert all(made.shared_lens_B[row] == 40 for row in members)
+    grouped = {row for members in groups for row in members}
+    assert [row for row in range(len(rows)) if row not in grouped] == [rows.index(single[0])]
+    assert made.shared_lens_B[rows.index(single[0])] == 0
+
+
+def test_a_row_left_over_reads_for_itself_as_do_rows_beyond_the_room_for_groups() -> None:
+    nine = split(samples(40, [1] * 9, 0, 100))
+    assert nine.shared_lens_B.tolist() == [40] * 8 + [0]
+    two_groups = samples(40, [1] * 5, 0, 100) + samples(400, [1] * 3, 50, 300)
+    made = split(two_groups, max_groups=1)
+    assert made.shared_lens_B.tolist() == [40] * 5 + [0] * 3
+    none = split(two_groups, max_groups=0)
+    assert none.prefix_groups_GR is None
+    assert none.splits[1] == 0
+
+
+def test_no_groups_where_next_to_nothing_is_shared() -> None:
+    long_own = samples(4, [900] * 4, 0, 100)
+    made = split(long_own)
+    assert made.prefix_groups_GR is None
+    assert made.shared_lens_B.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("n_processors", [1, 132])
+@pytest.mark.parametrize("n_rows", [1, 9, 200])
+@pytest.mark.parametrize("longest", [1, 63, 64, 65, 3000, 40_000])
+def test_splits_reach_the_longest_row_and_no_more_than_needed(n_processors: int, n_rows: int, longest: int) -> None:
+    rng = random.Random(longest)
+    rows = samples(32, [longest, *(rng.randint(1, longest) for _ in range(n_rows - 1))], 0, 100)
+    made = split(rows, n_processors=n_processors)
+    own = np.array([row.n_kv for row in rows]) - made.shared_lens_B
+    for span, splits, most in zip(made.spans.tolist(), made.splits, (own.max(), made.shared_lens_B.max()), strict=True):
+        assert span >= 64
+        assert span & (span - 1) == splits & (splits - 1) == 0
+        assert splits * span >= most
+        assert splits <= 16
+        assert splits <= 1 or (splits // 2) * span < most

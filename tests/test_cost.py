@@ -1,0 +1,106 @@
+"""The cost of a model: computed numbers against tensors that are counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from areno.config.models import OptimizerConfig
+from areno.engine.decoder.kv_cache import KVCache
+from areno.engine.train.flat import FlatParameters
+from areno.engine.train.optimizer import AdamW
+from areno.kernels.adam import BLOCK
+from areno.layers.attention import PackedAttend
+from areno.layers.parallel import ParallelGroup
+from areno.layers.rope_config import Rope
+from areno.layers.shard import WeightSpec
+from areno.models import cost
+from areno.models.config import TransformerConfig
+from areno.models.llama import LLAMA
+from areno.models.transformer import Transformer
+from tests.interpreted import run_interpreted
+
+BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
+CONFIG = TransformerConfig(
+    family="llama", vocab_size=51, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=8, num_kv_heads=4,
+    head_dim=12, rms_norm_eps=1e-6, rope=Rope(100.0), max_position_embeddings=64, tie_word_embeddings=True,
+    qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, eos_token_ids=(1,), initializer_range=0.1, hf={},
+)  # fmt: skip
+
+
+def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torch.float32) -> Transformer:
+    tp = ParallelGroup(tp_size - 1, tp_size)
+    return Transformer(config, LLAMA, WeightSpec(dtype, "cpu", tp))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("changes", [{}, BARE, {"tie_word_embeddings": False}, {"head": "value"}])
+def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
+    config = replace(CONFIG, **changes)
+    model = build(config, tp_size)
+    assert cost.parameters(config, tp_size) == sum(parameter.numel() for parameter in model.parameters())
+    body = [*model.layers.parameters(), *model.final_norm.parameters()]
+    assert cost.body_parameters(config, tp_size) == sum(parameter.numel() for parameter in body)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
+    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), n_blocks=4, block_size=8)
+    n_bytes = sum(
+        value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
+    )
+    assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, tp_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_optimizer_bytes_are_those_of_its_buffers(kind: Any, dtype: torch.dtype) -> None:
+    flat = FlatParameters(torch.nn.Linear(16 * BLOCK, 4, bias=False, dtype=dtype))
+    optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
+    buffers = [flat.grads, *optimizer.state] + ([] if flat.masters is flat.params else [flat.masters])
+    assert cost.MOMENTS_BLOCK == BLOCK
+    per_parameter = sum(buffer.nbytes for buffer in buffers) / flat.n_params
+    assert cost.optimizer_bytes(kind, dtype.itemsize) == per_parameter
+
+
+def count_activations() -> None:
+    """What a layer saves for its backward pass. Run in a process of its own, where Triton interprets."""
+    n = 7
+    attend = PackedAttend(torch.tensor([0, n], dtype=torch.int32), n, "sdpa")
+    for dtype in (torch.float32, torch.float16):
+        model = build(CONFIG, dtype=dtype)
+        model.init_weights(1)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+        found = []
+        for recompute in (True, False):
+            out = model(torch.arange(n), torch.arange(n), attend, recompute=recompute)
+            node = out.grad_fn.next_functions[0][0]  # the last layer
+            cos_and_sin = 2 * n * CONFIG.head_dim // 2 * 4
+            found.append(sum(saved.nbytes for saved in node.saved_tensors if saved is not None) - cos_and_sin)
+        expected = cost.activation_bytes(CONFIG, dtype.itemsize)
+        assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
+
+
+def test_activation_bytes_are_what_a_layer_saves() -> None:
+    run_interpreted("from tests.test_cost import count_activations; count_activations()", timeout=200)
+
+
+def test_logits_and_flops_worked_by_hand() -> None:
+    assert cost.logits_bytes(CONFIG, 10, 2) == 10 * 51 * (4 + 2)
+    assert cost.logits_bytes(CONFIG, 10, 2, tp_size=2) == 10 * 26 * (4 + 2)
+    token = cost.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
+    products = 2.0 * (token.body_params + 51 * 24) * 5
+    assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
+    assert cost.train_flops(token, [2, 3], head_tokens=0) == 3 * (cost.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5)
+
+
+def test_config_and_cost_load_without_torch() -> None:
+    code = "import sys, areno.models.config, areno.models.cost; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

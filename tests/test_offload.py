@@ -1,0 +1,188 @@
+"""Roles that rest in host memory: what is away takes no device memory, and what returns is what left."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_roles import OPTIMIZER, ROWS, critic, critic_rows, reference
+from tiny_engine import VOCAB, model_folder, rollout, scored, spec, train_on, values
+
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.engine.engine import Engine
+from areno.engine.train.offload import Offload
+from areno.loss_fns.sft import sft_loss_fn
+from areno.loss_fns.value import value_loss_fn
+from areno.models import weights
+from areno.models.registry import build_model, load_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with weights."""
+    path = model_folder(tmp_path_factory.mktemp("actor"))
+    model = build_model(load_config(path), dtype=torch.float32, device="cpu")
+    model.init_weights(11)
+    weights.save_weights(model, path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [100, 2**28])
+def test_buffers_that_come_and_go_change_nothing(
+    folder: Path, dtype: torch.dtype, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU in the part of the device: what is away has no memory, what returns is what left."""
+    from areno.engine.roles import _offload
+    from areno.engine.train.backend import TrainBackend
+
+    monkeypatch.setattr("areno.engine.train.offload.CHUNK_BYTES", chunk_bytes)
+    backends = []
+    for _ in range(2):
+        model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")
+        weights.load_weights(model, folder)
+        backends.append(TrainBackend(model, OPTIMIZER, attn_backend="sdpa", recompute=False))
+    plain, moved = backends
+    offload = _offload(moved)
+    assert moved.flat is not None
+    assert moved.optimizer is not None
+    buffers = [
+        moved.flat.params,
+        moved.flat.masters,
+        moved.flat.grads,
+        moved.optimizer.exp_avg,
+        moved.optimizer.exp_avg_sq,
+    ]
+
+    def at_home() -> list[bool]:
+        return [buffer.untyped_storage().nbytes() > 0 for buffer in buffers]
+
+    spec = MicroBatchSpec(mini_bs=3)
+    for _ in range(3):
+        assert at_home() == [False] * 5
+        expected = train_on(plain, critic_rows(), value_loss_fn, spec)
+        with offload.on_device(training=True):
+            assert at_home() == [True] * 5
+            assert train_on(moved, critic_rows(), value_loss_fn, spec) == expected
+        with offload.on_device():
+            assert at_home() == [True, dtype == torch.float32, False, False, False]
+            assert [row.tolist() for row in moved.values(ROWS, spec)] == [
+                row.tolist() for row in plain.values(ROWS, spec)
+            ]
+    assert any(value for row in plain.values(ROWS, spec) for value in row)
+    with pytest.raises(ValueError, match="amid"), offload.on_device(training=True):
+        raise ValueError("amid")
+    assert at_home() == [False] * 5
+    with offload.on_device(training=True):
+        assert torch.equal(moved.flat.params, plain.flat.params)  # type: ignore[union-attr]
+        assert torch.equal(moved.optimizer.exp_avg_sq, plain.optimizer.exp_avg_sq)  # type: ignore[union-attr]
+
+
+def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
+    params, state = torch.arange(10.0), torch.arange(5.0)
+    offload = Offload([params], [state])
+    arrive = offload._state[0].arrive
+    offload._state[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError), offload.on_device(training=True):
+        pass
+    assert (params.untyped_storage().nbytes(), state.untyped_storage().nbytes()) == (0, 0)
+    offload._state[0].arrive = arrive  # type: ignore[method-assign]
+    with offload.on_device(training=True):
+        assert (params.tolist(), state.tolist()) == ([*range(10)], [*range(5)])
+
+
+def large_shape(folder: Path) -> Path:
+    """About 25M parameters: enough for memory to be told from noise."""
+    values = json.loads((model_folder(folder) / "config.json").read_text())
+    values |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+SLOW_OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+
+
+@pytest.mark.gpu
+def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from areno.engine.processes.process_groups import join_groups
+    from areno.engine.spec import UpdateSpec
+    from areno.engine.train.micro_batches import share_steps
+    from areno.engine.train.rows import read_rows
+    from areno.engine.worker import Worker
+
+    shape = large_shape(tmp_path / "shape")
+    build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
+    mb_spec = MicroBatchSpec(mini_bs=3)
+    update, token_rows = UpdateSpec(mb_spec), [np.array(row) for row in ROWS]
+    [steps] = share_steps(read_rows(critic_rows(), VOCAB), update)
+    losses: list[list[float]] = []
+    scores: list[list[float]] = []
+    for offload in (False, True):
+        worker = Worker(build, join_groups(build, 0))
+        worker.train("actor", steps, sft_loss_fn, update)  # libraries take their working memory
+        n_params = sum(p.numel() for p in worker.actor.parameters())
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        worker.load_role("critic", critic(shape, offload=offload, optimizer=SLOW_OPTIMIZER))
+        worker.load_role("ref", reference(shape, offload=offload))
+        # Critic: bf16 weights, fp32 masters, gradients, two moments; reference: bf16 weights.
+        kept = torch.cuda.memory_allocated() - before
+        assert (kept < 0.05 * n_params) if offload else (kept >= 20 * n_params), (kept, n_params)
+        losses.append([])
+        scores.append([])
+        for _ in range(3):
+            losses[-1].append(worker.train("critic", steps, value_loss_fn, update)["loss"])
+            for row in worker.values("critic", token_rows, mb_spec) + worker.logprobs("ref", token_rows, 1.0, mb_spec):
+                scores[-1] += row.tolist()
+        assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
+        worker.save(str(tmp_path / f"critic-{offload}"), "critic")
+        for name in ("critic", "ref"):
+            worker.release_role(name)
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before < 0.2 * n_params
+        del worker
+    assert len(set(losses[0])) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)  # sums on a GPU may differ in order
+    assert scores[1] == pytest.approx(scores[0], abs=3e-2)
+    saved = [
+        transformers.AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / f"critic-{offload}", dtype=torch.float32
+        )
+        for offload in (False, True)
+    ]
+    for one, other in zip(saved[0].parameters(), saved[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=1e-2)
+    assert saved[1].score.weight.abs().sum() > 0
+
+
+@pytest.mark.gpu
+def test_offloaded_roles_beside_a_decoder(tmp_path: Path) -> None:
+    """Rollouts between uses may take the memory that the roles left, and what returns is what left."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    shape = large_shape(tmp_path / "shape")
+    build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
+    results = []
+    for offload in (False, True):
+        wanted = critic(shape, offload=offload, optimizer=SLOW_OPTIMIZER)
+        with Engine(build) as engine:
+            engine.ensure_roles({"critic": wanted, "ref": reference(shape, offload=offload)})
+            numbers: list[float] = []
+            for _ in range(2):
+                rollout(engine)
+                numbers += [value for row in scored(engine, "ref", ROWS) for value in row]
+                numbers.append(engine.train(critic_rows(), value_loss_fn, role="critic")["loss"])
+                numbers += engine.rewards("critic", ROWS)
+            engine.release_role("critic")
+            engine.ensure_roles({"critic": wanted})
+            assert values(engine, "critic", ROWS) == [[0.0] * len(row) for row in ROWS]
+            results.append(numbers)
+    assert results[1] == pytest.approx(results[0], abs=3e-2)

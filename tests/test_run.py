@@ -1,0 +1,174 @@
+"""What a run keeps beside its models: steps, batches, records, saving and evaluating, and the state to resume from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areno.api.trainers.run import Run
+from areno.config.models import ModelConfig
+from areno.config.run import DatasetConfig, EvaluatorConfig, SaverConfig
+from areno.data.loader import BatchLoader
+from areno.recipes.sft import SFTConfig
+from areno.types import TrainSequence
+
+
+def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
+    """Batches of one row, whose only token is the row's number."""
+    return BatchLoader(
+        [{}] * n_rows,
+        lambda row, index: TrainSequence(tokens=[index]),  # type: ignore[arg-type, return-value]
+        DatasetConfig(**{"path": "rows.jsonl", "batch_size": 1, "shuffle": False, **settings}),
+        max_tokens=8,
+        max_tokens_key="max_length",
+    )
+
+
+def start(folder: Path, n_rows: int = 2, evaluate: Any = None, data: dict[str, Any] | None = None, **settings) -> Run:
+    config = SFTConfig(
+        experiment_name="e",
+        actor=ModelConfig(path="model"),
+        train_dataset=DatasetConfig(path="rows.jsonl"),
+        **settings,
+    )
+    rows = loader(n_rows, **(data or {}))
+    return Run(config, folder, rows, save=lambda at: (at / "x").write_text("x"), evaluate=evaluate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "n_steps"),
+    [
+        ({"total_train_epochs": 3}, 6),
+        ({"total_train_epochs": 3, "total_train_steps": 5}, 5),
+        ({"total_train_n_seqs": 3}, 3),
+        ({"total_train_epochs": 1, "total_train_steps": 9}, 2),
+    ],
+)
+def test_a_run_has_its_epochs_steps_or_rows(settings, n_steps, tmp_path):
+    run = start(tmp_path, **settings)
+    assert [run.step for _ in run.steps()] == list(range(1, n_steps + 1))
+    run.close()
+
+
+def test_a_run_that_is_past_its_new_end_makes_no_more_steps(tmp_path):
+    run = start(tmp_path, total_train_epochs=3)
+    for _ in run.steps():
+        if run.step == 4:
+            state = run.state_dict()
+            break
+        run.end_step({})
+    run.close()
+    shorter = start(tmp_path / "shorter", total_train_epochs=3, total_train_steps=2)
+    shorter.load_state_dict(state)
+    assert list(shorter.steps()) == []
+    shorter.close()
+
+
+@pytest.mark.parametrize(("freq_steps", "kept"), [(9, "no checkpoint was saved"), (1, "that of step 1")])
+def test_a_run_that_stops_early_says_what_is_left(freq_steps, kept, tmp_path):
+    run = start(tmp_path, saver=SaverConfig(freq_steps=freq_steps))
+    for _ in run.steps():
+        if run.step == 2:
+            break
+        run.end_step({"loss": 1.0})
+    run.close()
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert "warning: stopped in step 2" in log
+    assert kept in log
+
+
+def test_a_run_that_ends_says_so_once(tmp_path):
+    run = start(tmp_path, total_train_epochs=1)
+    for _ in run.steps():
+        run.keep(loss=3.0 - run.step)
+        run.end_step({})
+    run.finish({"loss": 1, "eval_loss": 1})
+    run.close()
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert "done: 2 steps" in log
+    assert "loss 2.000 -> 1.000; files" in log
+    assert "stopped" not in log
+    assert (tmp_path / "checkpoints" / "latest" / "x").is_file()
+
+
+def test_what_is_told_at_the_end_is_the_mean_of_the_last_steps(tmp_path):
+    run = start(tmp_path)
+    for value in (0.0, 1.0, 2.0, 6.0):
+        run.keep(reward_mean=value)
+    assert run.recent("reward_mean") == 6.0
+    assert run.recent("reward_mean", 3) == 3.0
+    assert run.recent("reward_mean", 9) == 2.25
+    run.close()
+
+
+def test_evaluations_come_when_they_are_due_and_once_at_the_end(tmp_path):
+    seen: list[int] = []
+
+    def evaluate() -> dict[str, float]:
+        seen.append(run.step)
+        return {"accuracy": float(run.step)}
+
+    evaluator = EvaluatorConfig(freq_steps=2, eval_before_train=True)
+    run = start(tmp_path, 5, evaluate, evaluator=evaluator, total_train_epochs=1)
+    for _ in run.steps():
+        run.end_step({})
+    run.finish({"eval_accuracy": 1})
+    run.close()
+    assert seen == [0, 2, 4, 5]
+    assert run.history["eval_accuracy"] == [0.0, 2.0, 4.0, 5.0]
+    assert "eval_accuracy 0.000 -> 5.000" in (tmp_path / "logs" / "run.log").read_text()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 5, 6])
+def test_a_resumed_run_is_the_run_that_would_have_been(tmp_path, stop_at, shuffle):
+    """Batches, seeds, evaluations, checkpoints and history: for every step that it may be stopped at."""
+    settings: dict[str, Any] = {
+        "total_train_epochs": 3,
+        "total_train_n_seqs": 8,
+        "saver": SaverConfig(freq_steps=3),
+        "evaluator": EvaluatorConfig(freq_epochs=2, eval_before_train=True),
+        "data": {"shuffle": shuffle},
+    }
+
+    def train(run: Run, until: int = 99) -> list[tuple[int, int, list[int]]]:
+        seen = []
+        for batch in run.steps():
+            seen.append((run.step, run.seed, [item.tokens[0] for item in batch.items]))
+            run.keep(loss=float(run.step))
+            run.end_step({})
+            if run.step == until:
+                break
+        return seen
+
+    evaluated: dict[str, list[int]] = {"whole": [], "parts": []}
+
+    def evaluation(name: str, of: list[Run]) -> Any:
+        def evaluate() -> dict[str, float]:
+            evaluated[name].append(of[-1].step)
+            return {"loss": 0.5}
+
+        return evaluate
+
+    whole: list[Run] = []
+    whole.append(start(tmp_path / "whole", 3, evaluation("whole", whole), **settings))
+    expected = train(whole[0])
+    parts: list[Run] = []
+    parts.append(start(tmp_path / "parts", 3, evaluation("parts", parts), **settings))
+    seen = train(parts[0], until=stop_at)
+    state = json.loads(json.dumps(parts[0].state_dict()))  # plain numbers: any format can hold them
+    parts[0].close()
+    parts.append(start(tmp_path / "parts", 3, evaluation("parts", parts), **settings))
+    parts[1].load_state_dict(state)
+    seen += train(parts[1])
+    assert seen == expected
+    assert [step for step, *_ in seen] == list(range(1, 9))
+    assert evaluated["parts"] == evaluated["whole"] == [0, 6]
+    assert parts[1].history == whole[0].history
+    saved = [sorted(p.name for p in (tmp_path / name / "checkpoints").glob("step-*")) for name in ("whole", "parts")]
+    assert saved[0] == saved[1] == ["step-000003", "step-000006"]
+    for run in (whole[0], parts[1]):
+        run.close()

@@ -1,0 +1,319 @@
+"""Requests awaited from asyncio: outputs as they come, beside other streams, beside generate(), and when things end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, tokens_of
+
+from areno.engine.engine import Engine
+from areno.engine.spec import RolloutSpec
+from areno.engine.streams import FairLock
+from areno.errors import ConfigError, DataError, EngineError
+from areno.types import GenerationOutput, GenerationRequest
+
+LONG = 400  # tokens
+LONG_ROLLOUT = RolloutSpec(max_running=16, max_len=LONG + 10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Iterator[dict[str, Engine]]:
+    with Engine(spec(folder), "inline") as inline, Engine(spec(folder), "spawn") as spawned:
+        yield {"inline": inline, "spawned": spawned}
+
+
+@pytest.fixture(params=["inline", "spawned"])
+def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
+    return engines[request.param]
+
+
+def long(request_id: int, **params: Any) -> GenerationRequest:
+    return request(request_id, max_new_tokens=LONG, ignore_eos=True, **params)
+
+
+async def collect(engine: Engine, item: GenerationRequest) -> list[GenerationOutput]:
+    outputs = [output async for output in engine.generate_stream(item)]
+    return sorted(outputs, key=lambda output: output.sample)
+
+
+def test_streams_give_what_generate_gives(engine: Engine) -> None:
+    expected = rollout(engine)
+
+    async def all_of_them() -> dict[int, list[GenerationOutput]]:
+        outputs = await asyncio.gather(*(collect(engine, item) for item in MIXED))
+        return {item.request_id: each for item, each in zip(MIXED, outputs, strict=True)}
+
+    engine.begin_rollout(ROLLOUT)
+    assert tokens_of(asyncio.run(all_of_them())) == tokens_of(expected)
+    engine.submit([request(0)])  # the id is free again, and polling is as without streams
+    assert [output.request_id for output in engine.poll(30.0)] == [0]
+    engine.end_rollout()
+
+
+def test_streams_run_beside_generate_and_the_loop_stays_free(engine: Engine) -> None:
+    requests = [request(i, n_samples=2) for i in range(4)]
+    expected = tokens_of(rollout(engine, requests))
+    found: list[Any] = []
+
+    async def main() -> tuple[list[GenerationOutput], float]:
+        beside = threading.Thread(target=lambda: found.append(engine.generate(requests)))
+        stream = asyncio.create_task(collect(engine, long(10)))
+        await asyncio.sleep(0)
+        beside.start()
+        worst = 0.0
+        while not stream.done():
+            started = time.monotonic()
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.monotonic() - started)
+        beside.join()
+        return await stream, worst
+
+    engine.begin_rollout(LONG_ROLLOUT)
+    (output,), worst = asyncio.run(main())
+    engine.end_rollout()
+    assert tokens_of(found[0]) == expected
+    assert len(output.tokens) == LONG
+    assert worst < 1.0
+
+
+def test_a_consumer_that_stops_aborts_its_request_and_no_other(engine: Engine) -> None:
+    async def main() -> list[GenerationOutput]:
+        other = asyncio.create_task(collect(engine, long(1)))
+        cancelled = asyncio.create_task(collect(engine, long(2, n_samples=3)))
+        async with aclosing(engine.generate_stream(request(3, max_new_tokens=1, n_samples=2))) as left:
+            async for _ in left:
+                break
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await cancelled
+        return await other
+
+    engine.begin_rollout(LONG_ROLLOUT)
+    (output,) = asyncio.run(main())
+    assert len(output.tokens) == LONG
+    deadline = time.monotonic() + 20
+    while engine._missing and time.monotonic() < deadline:
+        assert engine.poll(0.1) == []  # what an abandoned request still gives is nobody's
+    assert not engine._missing
+    assert not engine._streams.are_open
+    engine.end_rollout()
+
+
+def test_a_stream_that_ended_long_ago_leaves_the_next_one_of_its_id_alone(engine: Engine) -> None:
+    async def main() -> list[GenerationOutput]:
+        engine.begin_rollout(LONG_ROLLOUT)
+        stale = engine.generate_stream(dataclasses.replace(long(0), stream=True))
+        await anext(stale)
+        engine.end_rollout()
+        engine.begin_rollout(LONG_ROLLOUT)
+        good = asyncio.create_task(collect(engine, long(0)))
+        await asyncio.sleep(0)
+        await stale.aclose()
+        return await asyncio.wait_for(good, 60)
+
+    (output,) = asyncio.run(main())
+    assert len(output.tokens) == LONG
+    engine.end_rollout()
+
+
+def test_a_script_that_ends_within_a_stream_has_its_own_exit_status(folder: Path) -> None:
+    code = f"""
+import asyncio, dataclasses, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_streams import Engine, LONG_ROLLOUT, Path, long, spec
+async def main():
+    engine = Engine(spec(Path({str(folder)!r})), "inline")
+    engine.begin_rollout(LONG_ROLLOUT)
+    async for output in engine.generate_stream(dataclasses.replace(long(0, n_samples=8), stream=True)):
+        sys.exit(3)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+
+
+def test_a_bad_request_is_refused_by_its_stream_alone(engine: Engine) -> None:
+    async def main() -> list[GenerationOutput]:
+        good = asyncio.create_task(collect(engine, long(1)))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="n_samples is 0"):
+            await collect(engine, request(2, n_samples=0))
+        with pytest.raises(EngineError, match="request id 1 is already under way"):
+            await collect(engine, request(1))
+        with pytest.raises(ConfigError, match=r"SamplingParams\.temperature"):
+            await collect(engine, request(2, temperature=float("nan")))
+        with pytest.raises(DataError, match=r"prompt holds 1\.5; token ids are ints"):
+            await collect(engine, dataclasses.replace(request(2), prompt=[1.5]))
+        return await good
+
+    engine.begin_rollout(LONG_ROLLOUT)
+    assert len(asyncio.run(main())[0].tokens) == LONG
+    engine.end_rollout()
+    with pytest.raises(EngineError, match="outside a rollout phase"):
+        asyncio.run(collect(engine, request(0)))
+
+
+def test_the_end_of_the_phase_is_raised_in_every_stream(engine: Engine) -> None:
+    async def main() -> list[Any]:
+        streams = [asyncio.create_task(collect(engine, long(i, n_samples=4))) for i in range(3)]
+        await asyncio.sleep(0.05)
+        engine.end_rollout()
+        return await asyncio.gather(*streams, return_exceptions=True)
+
+    expected = tokens_of(rollout(engine))
+    engine.begin_rollout(LONG_ROLLOUT)
+    ends = asyncio.run(main())
+    assert [type(end) for end in ends] == [EngineError] * 3
+    assert "the rollout phase has ended" in str(ends[0])
+    assert tokens_of(rollout(engine)) == expected
+
+
+def test_a_dead_worker_is_raised_in_every_stream(folder: Path) -> None:
+    async def main() -> list[Any]:
+        streams = [asyncio.create_task(collect(engine, long(i, n_samples=4))) for i in range(3)]
+        await asyncio.sleep(0.1)
+        os.kill(engine._workers._processes[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 20)
+
+    with Engine(spec(folder), "spawn") as engine:
+        engine.begin_rollout(LONG_ROLLOUT)
+        ends = asyncio.run(main())
+        assert [str(end) for end in ends] == [str(ends[0])] * 3
+        with pytest.raises(EngineError, match="was killed by SIGKILL"):
+            engine.poll(1.0)
+    assert "worker 0 (cpu) was killed by SIGKILL" in str(ends[0])
+
+
+# --- partial outputs, of workers that are made up ---
+
+
+class Scripted:
+    """Workers whose polls return what was written down."""
+
+    def __init__(self, polls: list[list[GenerationOutput]]):
+        self.polls, self.sent = polls, []
+
+    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+        self.sent.append((method, *args))
+
+    def poll(self, timeout: float) -> list[GenerationOutput]:
+        return self.polls.pop(0) if self.polls and self.sent else []
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return []
+
+    def stats(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def piece(tokens: list[int], finish_reason: Any = None, request_id: int = 0) -> GenerationOutput:
+    logprobs = [-1.0] * len(tokens)
+    return GenerationOutput(
+        request_id=request_id,
+        sample=0,
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=[0] * len(tokens),
+        finish_reason=finish_reason,
+    )
+
+
+@pytest.fixture
+def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """It returns two partial outputs, one that finishes another request, and the whole of the first."""
+    with Engine(spec(folder), "inline") as engine:
+        engine.begin_rollout(ROLLOUT)
+        polls = [[piece([5])], [piece([6, 7])], [piece([3], "stop", request_id=1)], [piece([5, 6, 7, 1], "stop")]]
+        monkeypatch.setattr(engine, "_workers", Scripted(polls))
+        yield engine
+
+
+def test_poll_passes_partial_outputs_on(scripted: Engine) -> None:
+    scripted.submit([request(0), request(1)])
+    partial = [scripted.poll(0.0) for _ in range(2)]
+    assert [[output.tokens for output in outputs] for outputs in partial] == [[[5]], [[6, 7]]]
+    assert (scripted._load, scripted._missing) == ([2], {0: 1, 1: 1})  # they finish nothing
+    assert [output.request_id for _ in range(2) for output in scripted.poll(0.0)] == [1, 0]
+    assert (scripted._load, scripted._missing) == ([0], {})
+
+
+def test_generate_returns_finished_samples_only(scripted: Engine) -> None:
+    outputs = scripted.generate([request(0), request(1)])
+    assert tokens_of(outputs) == {0: [[5, 6, 7, 1]], 1: [[3]]}
+
+
+def test_a_stream_gives_partial_outputs_and_then_the_whole(scripted: Engine) -> None:
+    async def main() -> tuple[list[GenerationOutput], list[GenerationOutput]]:
+        return await asyncio.gather(collect(scripted, request(0)), collect(scripted, request(1)))
+
+    first, second = asyncio.run(main())
+    assert [(output.tokens, output.finish_reason) for output in first] == [
+        ([5], None),
+        ([6, 7], None),
+        ([5, 6, 7, 1], "stop"),
+    ]
+    assert [output.tokens for output in second] == [[3]]
+
+
+def test_an_aborted_stream_tells_the_workers(scripted: Engine) -> None:
+    async def main() -> None:
+        async with aclosing(scripted.generate_stream(request(0))) as stream:
+            async for _ in stream:
+                break
+
+    workers: Any = scripted._workers
+    workers.polls = [[piece([5])]]
+    asyncio.run(main())
+    assert workers.sent[-1] == ("abort", [0])
+
+
+def test_a_request_streams_its_tokens(engine: Engine) -> None:
+    engine.begin_rollout(ROLLOUT)
+    outputs = asyncio.run(collect(engine, dataclasses.replace(request(0), stream=True)))
+    engine.end_rollout()
+    *partial, whole = outputs
+    assert len(partial) > 1
+    assert {output.finish_reason for output in partial} == {None}
+    tokens = [token for output in partial for token in output.tokens]
+    assert tokens == whole.tokens[: len(tokens)]
+    assert whole.tokens == rollout(engine, [request(0)])[0][0].tokens
+
+
+def test_a_fair_lock_serves_in_the_order_of_arrival() -> None:
+    lock, order = FairLock(), []
+
+    def wait(name: int) -> None:
+        with lock:
+            order.append(name)
+
+    threads = [threading.Thread(target=wait, args=(name,)) for name in range(5)]
+    with lock:
+        for n, thread in enumerate(threads, 2):
+            thread.start()
+            while len(lock._arrivals) < n:
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == list(range(5))
