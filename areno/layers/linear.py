@@ -1,7 +1,6 @@
 """Linear layers divided over the tensor-parallel ranks: by output (column) or by input (row).
 
-`forward` runs under autograd. The fused layers of `models/fused.py` write their backward pass out: they call `product`,
-`input_gradient` and `accumulate`, which run outside autograd.
+The fused layers of `models/fused.py` write their backward pass out: they call `input_gradient` and `accumulate`.
 
 Shape letters: N tokens, I input features, O output features.
 """
@@ -59,10 +58,6 @@ class ColumnParallelLinear(_Linear):
     def forward(self, x_NI: Tensor) -> Tensor:
         return F.linear(self.tp.copy_in(x_NI), self.weight, self.bias)
 
-    def product(self, x_NI: Tensor) -> Tensor:
-        """As `forward`, outside autograd."""
-        return F.linear(x_NI, self.weight, self.bias)
-
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of x, summed over the ranks."""
         return self.tp.all_reduce(grad_NO @ self.weight)
@@ -84,11 +79,6 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x_NI: Tensor) -> Tensor:
         y_NO = self.tp.reduce_out(F.linear(x_NI, self.weight))
-        return y_NO if self.bias is None else y_NO + self.bias
-
-    def product(self, x_NI: Tensor) -> Tensor:
-        """As `forward`, outside autograd."""
-        y_NO = self.tp.all_reduce(F.linear(x_NI, self.weight))
         return y_NO if self.bias is None else y_NO.add_(self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:

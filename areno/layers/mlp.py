@@ -28,14 +28,14 @@ class GatedMLP(nn.Module):
         """The output, and the intermediate result that `fused_backward` takes if it is kept."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
-        gate_up_N2I = self.gate_up.product(x_ND)
-        return self.down.product(swiglu(gate_up_N2I)), gate_up_N2I
+        gate_up_N2I = self.gate_up(x_ND)
+        return self.down(swiglu(gate_up_N2I)), gate_up_N2I
 
     def fused_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None) -> Tensor:
         """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
-        gate_up_N2I = self.gate_up.product(x_ND) if kept is None else kept
+        gate_up_N2I = self.gate_up(x_ND) if kept is None else kept
         grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I)
         self.down.accumulate(grad_ND, act_NI)
         del act_NI, gate_up_N2I

@@ -43,7 +43,7 @@ class ParallelGroup:
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Sum in the forward pass, identity in the backward pass: after a row-parallel layer."""
+        """Sum in the forward pass, in place, and identity in the backward pass: after a row-parallel layer."""
         return x if self.size == 1 else _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
     def gather_last(self, x: Tensor) -> Tensor:
@@ -69,7 +69,8 @@ class _CopyIn(torch.autograd.Function):
 class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:
-        return tp.all_reduce(x.clone())
+        ctx.mark_dirty(x)
+        return tp.all_reduce(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

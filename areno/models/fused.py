@@ -27,29 +27,18 @@ from areno.models.layer import Attention, Layer
 
 
 def fused_layer(
-    layer: Layer,
-    stream_ND: Tensor,
-    delta_ND: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    attend: Attend,
-    keep: bool,
+    layer: Layer, stream_ND: Tensor, delta_ND: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
 
     Their sum is left to the next norm, which adds and normalises in one pass.
     keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
     """
-    if not torch.is_grad_enabled():
-        middle_ND, down_ND, *_ = _forward(layer, stream_ND, delta_ND, cos, sin, attend)
-        return middle_ND, down_ND
-    return _FusedLayer.apply(_tracked(stream_ND, layer), delta_ND, layer, cos, sin, attend, keep)  # type: ignore[return-value]
+    return _FusedLayer.apply(layer, _tracked(stream_ND, layer), delta_ND, cos, sin, attend, keep)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor) -> Tensor:
     """The norm of stream + delta: the end of a model of fused layers."""
-    if not torch.is_grad_enabled():
-        return norm.add_and_norm(stream_ND, delta_ND)[1]
     return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
@@ -58,9 +47,10 @@ def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
 
     Parameters are no inputs of the functions below: autograd calls their backward pass for the sake of the stream.
     """
-    if stream_ND.requires_grad or not any(parameter.requires_grad for parameter in module.parameters()):
+    if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
-    return stream_ND.detach().requires_grad_()
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    return stream_ND.detach().requires_grad_() if trained else stream_ND
 
 
 def _to_heads(attention: Attention, qkv_NX: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,43 +67,32 @@ def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, flo
     return q_norm.weight, k_norm.weight, q_norm.eps
 
 
-def _forward(
-    layer: Layer, stream_ND: Tensor, delta_ND: Tensor | None, cos: Tensor, sin: Tensor, attend: Any
-) -> tuple[Tensor, ...]:
-    """(stream after attention, output of the MLP), then what a backward pass may want: the stream, qkv, attention's
-    output, the MLP's intermediate result, and what attention's backward pass asks for."""
-    attention = layer.attention
-    stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_ND)
-    qkv_NX = attention.qkv.product(normed_ND)
-    heads = _to_heads(attention, qkv_NX, cos, sin)
-    if isinstance(attend, PackedAttend):
-        out_NHC, saved = varlen_forward(*heads, attend.cu_seqlens, attend.max_len, attend.backend)
-    else:
-        out_NHC, saved = attend(attention.index, *heads), ()
-    del heads
-    added_ND = attention.out.product(out_NHC.flatten(-2))
-    middle_ND, normed_ND = layer.post_norm.add_and_norm(stream_ND, added_ND)
-    down_ND, inner = layer.mlp.fused_forward(normed_ND)
-    return middle_ND, down_ND, stream_ND, qkv_NX, out_NHC, inner, *saved
-
-
 class _FusedLayer(torch.autograd.Function):
     """Parameters are not inputs: their gradients go straight into their buffers."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        layer: Layer,
         stream_ND: Tensor,
         delta_ND: Tensor | None,
-        layer: Layer,
         cos: Tensor,
         sin: Tensor,
-        attend: PackedAttend,
+        attend: Any,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        middle_ND, down_ND, stream_ND, qkv_NX, out_NHC, inner, *saved = _forward(
-            layer, stream_ND, delta_ND, cos, sin, attend
-        )
+        attention = layer.attention
+        stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_ND)
+        qkv_NX = attention.qkv(normed_ND)
+        heads = _to_heads(attention, qkv_NX, cos, sin)
+        if isinstance(attend, PackedAttend):
+            out_NHC, saved = varlen_forward(*heads, attend.cu_seqlens, attend.max_len, attend.backend)
+        else:  # the decoder's, which has no backward pass
+            out_NHC, saved = attend(attention.index, *heads), ()
+        del heads
+        added_ND = attention.out(out_NHC.flatten(-2))
+        middle_ND, normed_ND = layer.post_norm.add_and_norm(stream_ND, added_ND)
+        down_ND, inner = layer.mlp.fused_forward(normed_ND)
         kept = (qkv_NX, inner) if keep else (None, None)
         ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *saved)
         ctx.layer, ctx.attend, ctx.has_delta = layer, attend, delta_ND is not None
@@ -134,7 +113,7 @@ class _FusedLayer(torch.autograd.Function):
         grad_out_NHC = attention.out.input_gradient(grad_added_ND).view(out_NHC.shape)
         _, normed_ND = layer.input_norm.add_and_norm(stream_ND, None)
         if qkv_NX is None:
-            qkv_NX = attention.qkv.product(normed_ND)
+            qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         attend: PackedAttend = ctx.attend
         rows = attend.cu_seqlens, attend.max_len, attend.backend
@@ -150,7 +129,7 @@ class _FusedLayer(torch.autograd.Function):
         attention.qkv.accumulate(grad_qkv_NX, normed_ND)
         grad_normed_ND = attention.qkv.input_gradient(grad_qkv_NX)
         grad_ND, grad_delta_ND = layer.input_norm.sum_gradient(grad_normed_ND, grad_ND, stream_ND)
-        return grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None
+        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None
 
 
 class _FusedNorm(torch.autograd.Function):
