@@ -21,7 +21,6 @@ from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models import cost
 from areno.models.config import TransformerConfig
-from areno.models.llama import LLAMA
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
@@ -35,7 +34,7 @@ CONFIG = TransformerConfig(
 
 def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torch.float32) -> Transformer:
     tp = ParallelGroup(tp_size - 1, tp_size)
-    return Transformer(config, LLAMA, WeightSpec(dtype, "cpu", tp))
+    return Transformer(config, WeightSpec(dtype, "cpu", tp))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

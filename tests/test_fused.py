@@ -18,7 +18,6 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
-from areno.models.llama import LLAMA
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
@@ -51,7 +50,7 @@ SMALL: dict[str, Any] = {  # no size is a power of two
 def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes: Any) -> Transformer:
     """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
     config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
-    model = Transformer(config, LLAMA, WeightSpec(torch.float32, "cpu", tp))
+    model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
     model.init_weights(3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
 from areno.layers.parallel import ParallelGroup
-from areno.layers.rope_config import Rope, RopeScaling
+from areno.layers.rope_config import Rope
 from areno.layers.rotary import Rotary, frequencies, rotate
 from areno.layers.shard import WeightSpec
 
@@ -61,9 +61,8 @@ def test_rotation_turns_complex_pairs() -> None:
 
 
 def test_llama3_frequency_bands() -> None:
-    scaling = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     plain = frequencies(Rope(500000.0), 128).double()
-    scaled = frequencies(Rope(500000.0, scaling), 128).double()
+    scaled = frequencies(Rope(500000.0, "llama3", factor=8.0), 128).double()
     for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
         wavelength = 2 * math.pi / before
         if wavelength < 8192 / 4:

@@ -6,25 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How a model stretches its frequencies to reach beyond the context it was first trained on.
+@dataclass(frozen=True)
+class Rope:
+    """Base of the frequencies, and how they are stretched to reach beyond the context of the first training.
 
     linear: all frequencies are divided by `factor`. llama3: wavelengths above original_max_positions / low_freq_factor
     are stretched by `factor`, wavelengths below original_max_positions / high_freq_factor are kept, and those between
     are interpolated.
     """
 
-    kind: Literal["linear", "llama3"]
-    factor: float
+    theta: float
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Base of the frequencies and their scaling."""
-
-    theta: float
-    scaling: RopeScaling | None = None

@@ -18,15 +18,12 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """(F,) float32 on the CPU: radians turned from one position to the next."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
-    scaling = rope.scaling
-    if scaling is None:
-        return freqs_F
-    if scaling.kind == "linear":
-        return freqs_F / scaling.factor
+    if rope.kind != "llama3":
+        return freqs_F / rope.factor
     wavelengths_F = 2 * math.pi / freqs_F
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth_F = ((scaling.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth_F) * freqs_F / scaling.factor + smooth_F * freqs_F
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth_F = ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth_F) * freqs_F / rope.factor + smooth_F * freqs_F
 
 
 class Rotary(nn.Module):

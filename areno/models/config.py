@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from areno.errors import CheckpointError
-from areno.layers.rope_config import Rope, RopeScaling
+from areno.layers.rope_config import Rope
 
 FamilyName = Literal["qwen3", "llama", "qwen2"]
 HeadName = Literal["lm", "value"]
@@ -33,11 +34,11 @@ class TransformerConfig:
     rope: Rope
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
     head: HeadName = "lm"
@@ -69,21 +70,17 @@ class RawConfig:
         return CheckpointError(f"{self.origin}: {name} is {found!r}, which is not supported; expected {supported}")
 
 
-def read_decoder(
-    raw: RawConfig,
-    eos_token_ids: tuple[int, ...],
-    *,
-    family: FamilyName,
-    default_head_dim: int | None = None,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-) -> TransformerConfig:
-    """The fields that all families share; what they do not share is passed in.
+class Family(NamedTuple):
+    """One entry of the registry: what `config.json` calls the family, and how it is read."""
 
-    default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
-    """
+    name: FamilyName
+    architecture: str  # with a head over the vocabulary
+    value_architecture: str  # with a head of one label
+    read: Callable[[RawConfig], TransformerConfig]
+
+
+def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | None = None) -> TransformerConfig:
+    """The fields that all families share. default_head_dim: where `head_dim` is absent; None is derived."""
     _refuse_unsupported(raw)
     hidden_size, num_heads = raw.get("hidden_size", int), raw.get("num_attention_heads", int)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads)
@@ -110,11 +107,6 @@ def read_decoder(
         rope=_read_rope(raw, max_positions),
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        eos_token_ids=eos_token_ids,
         initializer_range=raw.get("initializer_range", float, 0.02),
         hf=raw.values,
     )
@@ -149,14 +141,10 @@ def _read_rope(raw: RawConfig, max_positions: int) -> Rope:
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, RopeScaling(kind="linear", factor=params.get("factor", float)))
+        return Rope(theta, "linear", params.get("factor", float))
     if kind == "llama3":
-        scaling = RopeScaling(
-            kind="llama3",
-            factor=params.get("factor", float),
-            low_freq_factor=params.get("low_freq_factor", float),
-            high_freq_factor=params.get("high_freq_factor", float),
-            original_max_positions=params.get("original_max_position_embeddings", int, max_positions),
+        factor, low, high = (params.get(name, float) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        return Rope(
+            theta, "llama3", factor, low, high, params.get("original_max_position_embeddings", int, max_positions)
         )
-        return Rope(theta, scaling)
     raise raw.refuse(f"{field}.rope_type", kind, "'default', 'linear' or 'llama3'")

@@ -24,9 +24,8 @@ def resolve(path: str | Path) -> Path:
     if folder.exists():
         raise CheckpointError("{} is a file, expected a Hugging Face model folder ({})", path, MODEL)
     if not HUB_ID.fullmatch(str(path)):
-        raise CheckpointError(
-            "{} does not exist; expected a local model folder or a hub id `owner/name` ({})", path, MODEL
-        )
+        message = "{} does not exist; expected a local model folder or a hub id `owner/name` ({})"
+        raise CheckpointError(message, path, MODEL)
     return _download(str(path))
 
 
@@ -47,13 +46,9 @@ def _download(repo: str) -> Path:
         try:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
-            raise CheckpointError(
-                "{} is not a local folder, is not in the local cache, and the hub cannot be reached ({}); "
-                "pass a local path: {}=/path/to/model",
-                repo,
-                type(error).__name__,
-                MODEL,
-            ) from error
+            message = "{} is not a local folder, is not in the local cache, and the hub cannot be reached ({}); "
+            message += "pass a local path: {}=/path/to/model"
+            raise CheckpointError(message, repo, type(error).__name__, MODEL) from error
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
     except Exception as error:

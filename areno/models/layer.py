@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from areno.layers.attention import Attend
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
+from areno.layers.mlp import GatedMLP
 from areno.layers.norm import RMSNorm
 from areno.layers.rotary import rotate
 from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
-from areno.models.family import MakeMLP
 
 
 class Attention(nn.Module):
@@ -40,13 +40,13 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, index: int, make_mlp: MakeMLP, spec: WeightSpec):
+    def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps, spec)
         self.attention = Attention(config, index, spec)
         self.post_norm = RMSNorm(size, eps, spec)
-        self.mlp = make_mlp(config, spec)
+        self.mlp = GatedMLP(size, config.intermediate_size, spec, bias=config.mlp_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)

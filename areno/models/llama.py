@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from areno.models.config import RawConfig, TransformerConfig, read_decoder
-from areno.models.family import Family
+from dataclasses import replace
+
+from areno.models.config import Family, RawConfig, TransformerConfig, read_decoder
 
 
-def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
+def read(raw: RawConfig) -> TransformerConfig:
     """`attention_bias` covers q, k, v and o; `mlp_bias` covers gate, up and down."""
-    attention_bias = raw.get("attention_bias", bool, False)
-    return read_decoder(
-        raw,
-        eos_token_ids,
-        family="llama",
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=raw.get("mlp_bias", bool, False),
-    )
+    bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
+    return replace(read_decoder(raw, "llama"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
-LLAMA = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    value_architecture="LlamaForSequenceClassification",
-    read=read,
-)
+LLAMA = Family("llama", "LlamaForCausalLM", "LlamaForSequenceClassification", read)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from areno.models.config import RawConfig, TransformerConfig, read_decoder
-from areno.models.family import Family
+from dataclasses import replace
+
+from areno.models.config import Family, RawConfig, TransformerConfig, read_decoder
 
 
-def read(raw: RawConfig, eos_token_ids: tuple[int, ...]) -> TransformerConfig:
+def read(raw: RawConfig) -> TransformerConfig:
     """The biases on q, k, v are always there; `config.json` has no field for them."""
-    return read_decoder(raw, eos_token_ids, family="qwen2", qkv_bias=True)
+    return replace(read_decoder(raw, "qwen2"), qkv_bias=True)
 
 
-QWEN2 = Family(
-    name="qwen2",
-    architecture="Qwen2ForCausalLM",
-    value_architecture="Qwen2ForSequenceClassification",
-    read=read,
-)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", read)

@@ -12,8 +12,7 @@ import torch
 from areno.errors import CheckpointError, ConfigError, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
-from areno.models.config import HeadName, RawConfig, TransformerConfig
-from areno.models.family import Family
+from areno.models.config import Family, HeadName, RawConfig, TransformerConfig
 from areno.models.hub import MODEL, resolve
 from areno.models.llama import LLAMA
 from areno.models.qwen2 import QWEN2
@@ -21,6 +20,7 @@ from areno.models.qwen3 import QWEN3
 from areno.models.transformer import Transformer
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2)}
+VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
 
 
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
@@ -41,18 +41,14 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
     elif head == "lm" and has_value_head:
-        raise CheckpointError(
-            "{}: architectures is {!r}, a model that gives scores and no next token; expected a causal language model "
-            "(...ForCausalLM) in {}",
-            raw.origin,
-            raw.values["architectures"],
-            MODEL,
-        )
+        wrong = "{}: architectures is {!r}, a model that gives scores and no next token; "
+        expected = "expected a causal language model (...ForCausalLM) in {}"
+        raise CheckpointError(wrong + expected, raw.origin, raw.values["architectures"], MODEL)
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    eos_token_ids = _eos_ids(raw) | _eos_ids(RawConfig(generation, str(generation_file)))
-    config = family.read(raw, tuple(sorted(eos_token_ids)))
-    return dataclasses.replace(config, head=head, has_head=head == "lm" or has_value_head)
+    eos_token_ids = tuple(sorted(_eos_ids(raw) | _eos_ids(RawConfig(generation, str(generation_file)))))
+    has_head = head == "lm" or has_value_head
+    return dataclasses.replace(family.read(raw), eos_token_ids=eos_token_ids, head=head, has_head=has_head)
 
 
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model") -> list[Problem]:
@@ -63,12 +59,10 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
         ("intermediate size", "intermediate_size", config.intermediate_size),
     ]
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
-    if not wrong:
-        return []
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
     message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
-    return [Problem("engine.tp_size", message)]
+    return [Problem("engine.tp_size", message)] if wrong else []
 
 
 def build_model(
@@ -78,7 +72,7 @@ def build_model(
     tp = tp or ParallelGroup()
     if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
-    return Transformer(config, FAMILIES[config.family], WeightSpec(dtype, device, tp))
+    return Transformer(config, WeightSpec(dtype, device, tp))
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:
@@ -92,35 +86,22 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
             return family, True
     name, value = ("architectures", architectures) if architectures else ("model_type", model_type)
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise raw.refuse(name, value, f"one of {supported}, or for critics and reward models {_value_architectures()}")
-
-
-def _value_architectures() -> str:
-    return ", ".join(family.value_architecture for family in FAMILIES.values())
+    raise raw.refuse(name, value, f"one of {supported}, or for critics and reward models {VALUE_ARCHITECTURES}")
 
 
 def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
     """There is one, of one label."""
     if not has_value_head:
         found = raw.values.get("architectures") or raw.values.get("model_type")
-        raise CheckpointError(
-            "{}: architectures is {!r}, which has no trained value head; expected a reward model in {}: {}, with one "
-            "label",
-            raw.origin,
-            found,
-            MODEL,
-            _value_architectures(),
-        )
+        wrong = "{}: architectures is {!r}, which has no trained value head; "
+        expected = "expected a reward model in {}: {}, with one label"
+        raise CheckpointError(wrong + expected, raw.origin, found, MODEL, VALUE_ARCHITECTURES)
     # transformers writes the number of labels as id2label, and nothing where it is its default of two.
     n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2)
     if n_labels != 1:
-        raise CheckpointError(
-            "{}: the model has {} labels (id2label), expected 1; a critic or reward model gives one number, choose "
-            "another model in {}",
-            raw.origin,
-            n_labels,
-            MODEL,
-        )
+        wrong = "{}: the model has {} labels (id2label), expected 1; "
+        expected = "a critic or reward model gives one number, choose another model in {}"
+        raise CheckpointError(wrong + expected, raw.origin, n_labels, MODEL)
 
 
 def _eos_ids(raw: RawConfig) -> set[int]:

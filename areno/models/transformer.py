@@ -19,7 +19,6 @@ from areno.layers.rotary import Rotary
 from areno.layers.shard import Part, WeightSpec
 from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
-from areno.models.family import Family
 from areno.models.layer import Layer
 
 
@@ -28,15 +27,14 @@ class Transformer(nn.Module):
     embedding is one parameter. Norm weights and biases have one dimension, matrices two.
     """
 
-    def __init__(self, config: TransformerConfig, family: Family, spec: WeightSpec):
+    def __init__(self, config: TransformerConfig, spec: WeightSpec):
         super().__init__()
         self.config = config
-        self.family = family
         self.tp = spec.tp
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
         self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
-        self.layers = nn.ModuleList(Layer(config, index, family.make_mlp, spec) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, index, spec) for index in range(config.num_layers))
         self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
         self.head = self.score = None
         if config.head == "value":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,6 +21,7 @@ from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.shard import Part
 from areno.models.companions import copy_companions
 from areno.models.hub import resolve
+from areno.models.registry import FAMILIES
 from areno.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,9 +29,26 @@ FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SHOWN = 5  # names listed in an error
 
+# Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
+NAMES = {
+    "embed": ("model.embed_tokens",),
+    "final_norm": ("model.norm",),
+    "head": ("lm_head",),
+    "score": ("score",),
+}
+LAYER_NAMES = {
+    "input_norm": ("input_layernorm",),
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_norm": ("self_attn.q_norm",),
+    "attention.k_norm": ("self_attn.k_norm",),
+    "attention.out": ("self_attn.o_proj",),
+    "post_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+}
 
-@dataclass(frozen=True)
-class Entry:
+
+class Entry(NamedTuple):
     """A checkpoint tensor, the parameter that holds it and where."""
 
     name: str
@@ -42,8 +61,17 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
     return [
         Entry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
-        for name, part in zip(model.family.checkpoint_names(own_name), model.layout(own_name), strict=True)
+        for name, part in zip(_checkpoint_names(own_name), model.layout(own_name), strict=True)
     ]
+
+
+def _checkpoint_names(parameter: str) -> tuple[str, ...]:
+    """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
+    module, kind = parameter.rsplit(".", 1)
+    if module in NAMES:
+        return tuple(f"{name}.{kind}" for name in NAMES[module])
+    _, index, inner = module.split(".", 2)
+    return tuple(f"model.layers.{index}.{name}.{kind}" for name in LAYER_NAMES[inner])
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
@@ -92,29 +120,32 @@ def save_weights(
     """
     folder = Path(folder)
     dtype = dtype or model.embed.weight.dtype
-    shards = _plan_shards(checkpoint_table(model), dtype.itemsize, max_shard_bytes)
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    table = {entry.name: entry for entry in checkpoint_table(model)}
+    plan = split_state_dict_into_shards_factory(
+        table,
+        get_storage_size=lambda entry: math.prod(entry.part.full_shape) * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
     with _written_by_rank_0(model, folder) as writes:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
             sources = [source] if isinstance(source, str | Path) else source
             copy_companions([resolve(path) for path in sources], folder)
             _write_json(folder / "config.json", _saved_config(model, dtype))
-            if len(shards) > 1:
-                _write_json(folder / INDEX, _index(shards, names, dtype.itemsize))
-    for name, shard in zip(names, shards, strict=True):
+            if plan.is_sharded:
+                _write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+    for file_name, names in plan.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
-        for entry in shard:
-            full = entry.part.gather(entry.parameter, model.tp)
+        for name in names:
+            full = table[name].part.gather(table[name].parameter, model.tp)
             if model.tp.rank == 0:
-                tensors[entry.name] = full.to(device="cpu", dtype=dtype, copy=True).contiguous()
+                tensors[name] = full.to(device="cpu", dtype=dtype, copy=True).contiguous()
         with _written_by_rank_0(model, folder) as writes:
             if writes:
-                save_file(tensors, folder / name, metadata={"format": "pt"})
+                save_file(tensors, folder / file_name, metadata={"format": "pt"})
                 # safetensors makes its files readable by their owner only; give them what config.json got
-                (folder / name).chmod((folder / "config.json").stat().st_mode & 0o777)
+                (folder / file_name).chmod((folder / "config.json").stat().st_mode & 0o777)
     with _written_by_rank_0(model, folder) as writes:
         if writes:
             sync_tree(folder)
@@ -127,19 +158,12 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     elif (folder / INDEX).is_file():
         files = [folder / name for name in _indexed_files(folder / INDEX)]
     elif any(folder.glob("pytorch_model*.bin")):
-        raise CheckpointError(
-            f"{folder} has its weights in pytorch_model.bin only; convert them to safetensors, for example by loading "
-            "and saving the model once with transformers"
-        )
+        advice = "convert them to safetensors, for example by loading and saving the model once with transformers"
+        raise CheckpointError(f"{folder} has its weights in pytorch_model.bin only; {advice}")
     else:
-        raise CheckpointError(
-            "{} has no weights: looked for {} and {}; download the model again (only the actor can start from random "
-            "weights in the shape of its config.json: {}=true)",
-            folder,
-            SINGLE,
-            INDEX,
-            Key("actor.init_from_scratch"),
-        )
+        wrong = f"has no weights: looked for {SINGLE} and {INDEX}; download the model again "
+        advice = "(only the actor can start from random weights in the shape of its config.json: {}=true)"
+        raise CheckpointError("{} " + wrong + advice, folder, Key("actor.init_from_scratch"))
     file_of: dict[str, Path] = {}
     for file in files:
         if not file.is_file():
@@ -184,8 +208,7 @@ def _fill(entry: Entry, stored: Any, file: Path) -> None:
 def _is_harmless(name: str, model: Transformer) -> bool:
     """Tensors that carry no information: computed tables, the second copy of a tied head, the vocabulary head of what
     becomes a value model."""
-    not_needed = model.head is None and name in model.family.checkpoint_names("head.weight")
-    return not_needed or name.endswith("rotary_emb.inv_freq")
+    return name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
 def _listing(names: list[str]) -> str:
@@ -193,40 +216,16 @@ def _listing(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _plan_shards(table: list[Entry], itemsize: int, max_bytes: int) -> list[list[Entry]]:
-    """Consecutive tensors of at most `max_bytes` together; a larger tensor has a file of its own."""
-    shards: list[list[Entry]] = [[]]
-    room = max_bytes
-    for entry in table:
-        size = _n_bytes(entry, itemsize)
-        if size > room and shards[-1]:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(entry)
-        room -= size
-    return shards
-
-
-def _n_bytes(entry: Entry, itemsize: int) -> int:
-    return torch.Size(entry.part.full_shape).numel() * itemsize
-
-
-def _index(shards: list[list[Entry]], names: list[str], itemsize: int) -> dict[str, Any]:
-    total = sum(_n_bytes(entry, itemsize) for shard in shards for entry in shard)
-    weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
-
-
 def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
     """config.json as it was read, with the dtype of the written weights under the key it used, and the model's head."""
-    values = dict(model.config.hf)
+    family, values = FAMILIES[model.config.family], dict(model.config.hf)
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[dtype]
     if model.score is None:
-        values.setdefault("architectures", [model.family.architecture])
+        values.setdefault("architectures", [family.architecture])
     elif not model.config.has_head:
-        values["architectures"] = [model.family.value_architecture]
+        values["architectures"] = [family.value_architecture]
         values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    values.setdefault("model_type", model.family.name)
+    values.setdefault("model_type", family.name)
     return values
 
 
