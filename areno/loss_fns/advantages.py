@@ -53,7 +53,8 @@ def group_advantages(
         if mean_leave1out:
             advantages_B[members] *= members.size / max(members.size - 1, 1)
     for members in sets[std_level]:
-        advantages_B[members] /= _std(rewards_B[members], std_unbiased) + eps
+        ddof = min(int(std_unbiased), members.size - 1)  # the deviation of one value is 0
+        advantages_B[members] /= rewards_B[members].std(ddof=ddof) + eps
     for level in (mean_level, std_level):
         for members in sets[level]:
             if np.all(rewards_B[members] == rewards_B[members[0]]):
@@ -132,8 +133,3 @@ def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np
         raise ValueError(f"mean_level and std_level are group, batch or null, not {level!r}")
     order = known[np.argsort(groups_B[known], kind="stable")]
     return np.split(order, np.flatnonzero(groups_B[order][1:] != groups_B[order][:-1]) + 1)
-
-
-def _std(x: np.ndarray, unbiased: bool) -> float:
-    """In two passes, mean and then deviations, so that a large offset does not cancel the digits. One value has 0."""
-    return float(np.sqrt(np.square(x - x.mean()).sum() / max(x.size - int(unbiased), 1)))

@@ -68,9 +68,8 @@ def behave_weights(
         if action == "clamp":
             weights_T = np.clip(weights_T, lower, upper)
         else:
+            keep_T &= (-math.inf if lower is None else lower) <= judged
             keep_T &= judged <= upper
-            if lower is not None:
-                keep_T &= judged >= lower
             weights_T = np.where(keep_T, weights_T, 0.0)
         weights.append(weights_T)
         keep.append(keep_T)
@@ -90,12 +89,11 @@ def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> lis
     if threshold <= 0:
         raise ValueError(f"m2_threshold is {threshold}; expected a positive number, such as 0.04")
     log_rs = _log_ratios(prox, behave)
-    if [len(row) for row in advantages] != [log_r_T.size for log_r_T in log_rs]:
-        raise DataError("advantages must have as many entries in each row as the log-probabilities")
     lengths = [log_r_T.size for log_r_T in log_rs]
+    if [len(row) for row in advantages] != lengths:
+        raise DataError("advantages must have as many entries in each row as the log-probabilities")
     log_r = np.concatenate([np.zeros(0), *log_rs])
-    sign = np.sign(np.concatenate([np.zeros(0), *(np.asarray(row, dtype=np.float64) for row in advantages)]))
-    candidates = np.flatnonzero(sign * log_r > 0)
+    candidates = np.flatnonzero(np.sign(np.concatenate([np.zeros(0), *advantages])) * log_r > 0)
     second = np.square(log_r[candidates])
     order = np.argsort(second, kind="stable")
     means = np.cumsum(second[order]) / np.arange(1, second.size + 1)  # of the so many smallest; it never falls

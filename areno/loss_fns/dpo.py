@@ -63,7 +63,7 @@ def dpo_loss_fn(
         "rewards_chosen": rewards_R[0::2],
         "rewards_rejected": rewards_R[1::2],
         "margin": margins_P,
-        "accuracy": preferred(margins_P),
+        "accuracy": (torch.sign(margins_P) + 1) / 2,  # 0.5 where neither answer is preferred
         "logps_chosen": logps_R[0::2],
         "logps_rejected": logps_R[1::2],
     }
@@ -90,11 +90,6 @@ def preference_loss(margins_P: Tensor, beta: float, label_smoothing: float, loss
     if label_smoothing:
         raise ValueError("label_smoothing is for loss_type sigmoid; with ipo it must be 0")
     return (margins_P - 1 / (2 * beta)).square()
-
-
-def preferred(margins_P: Tensor) -> Tensor:
-    """(P,) -> (P,): 1 where the chosen answer is preferred, 0 where the rejected one is, 0.5 where neither is."""
-    return (torch.sign(margins_P) + 1) / 2
 
 
 def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from areno.models.config import TransformerConfig
-
-MOMENTS_BLOCK = 256  # elements of 8-bit moments that share a scale; areno.kernels.adam.BLOCK
 
 
 def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
@@ -65,15 +62,6 @@ def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1)
 def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, tp_size: int = 1) -> int:
     """Float32 logits of so many positions, with their gradients."""
     return n_positions * -(-config.vocab_size // tp_size) * (4 + itemsize)
-
-
-def optimizer_bytes(kind: Literal["adam", "adam_8bit"], itemsize: int) -> float:
-    """What training adds to each trained parameter: float32 gradient and master weight, and the two moments.
-
-    Float32 parameters are their own masters.
-    """
-    moments = 2 * (1 + 4 / MOMENTS_BLOCK) if kind == "adam_8bit" else 8
-    return 4 + (0 if itemsize == 4 else 4) + moments
 
 
 @dataclass(frozen=True, kw_only=True)
