@@ -240,7 +240,7 @@ def test_gradient_equals_plain_autograd(make):
         cu = torch.tensor([0, len(tokens)], dtype=torch.int32)
         attend = backend_module.PackedAttend(cu, len(tokens), "sdpa")
         hidden = model(tokens, torch.arange(len(tokens)), attend)
-        logp = torch.log_softmax(hidden @ model.head_weight.t() / 0.7, -1)
+        logp = torch.log_softmax(hidden @ model.output.weight.t() / 0.7, -1)
         for t, masked in enumerate(row.prompt_mask):
             if not masked:
                 total = total - logp[t - 1, tokens[t]] / n

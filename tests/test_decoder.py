@@ -111,11 +111,11 @@ def assert_same(got: Outputs, expected: Outputs) -> None:
 def forward_logits(tokens: list[int], of: Transformer | None = None) -> torch.Tensor:
     """(len, vocab) by one pass over the whole row."""
     of = of or model()
-    device = of.head_weight.device
+    device = of.embed.weight.device
     row = torch.tensor(tokens, device=device)
     cu = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
     with torch.no_grad():
-        attend = PackedAttend(cu, len(tokens), choose_backend("native", device, of.head_weight.dtype))
+        attend = PackedAttend(cu, len(tokens), choose_backend("native", device, of.embed.weight.dtype))
         return of.logits(of(row, torch.arange(len(tokens), device=device), attend))
 
 
@@ -389,7 +389,7 @@ def test_non_finite_logits_end_the_run() -> None:
     broken = build_model(model().config, dtype=torch.float32, device="cpu")
     broken.load_state_dict(model().state_dict())
     with torch.no_grad():
-        broken.head_weight[5, 0] = torch.nan
+        broken.output.weight[5, 0] = torch.nan
     decoder = make_decoder(broken)
     decoder.submit(request(1))
     with pytest.raises(EngineError, match="the model produced non-finite logits"):

@@ -181,7 +181,7 @@ def test_parameters_can_become_views_of_a_flat_buffer(tmp_path: Path) -> None:
     expected = model.logits(model(tokens, positions, attend)).detach()
     parameters = dict(model.named_parameters())
     assert "head.weight" not in parameters
-    assert model.head_weight is parameters["embed.weight"]
+    assert model.output.weight is parameters["embed.weight"]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
     start = 0
     for parameter in parameters.values():
@@ -308,8 +308,8 @@ def _rank_main(rank: int, rendezvous: str, folders: list[str]) -> None:
 
 def _compare_with_one_rank(alone: Transformer, model: Transformer, folder: str) -> None:
     tp = model.tp
-    padded = torch.cat([alone.head_weight, torch.zeros(1, 32)])
-    assert torch.equal(model.head_weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
+    padded = torch.cat([alone.output.weight, torch.zeros(1, 32)])
+    assert torch.equal(model.output.weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
     inputs = packed(random_rows(101, (5, 9)))
     with torch.no_grad():
         torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)

@@ -52,4 +52,4 @@ class VocabParallelEmbedding(nn.Module):
             local = torch.mm(hidden_KD, self.weight.t(), out_dtype=torch.float32)
         else:
             local = F.linear(hidden_KD, self.weight).float()
-        return self.tp.gather_last(local)[:, : self.vocab_size]
+        return self.tp.gather(local)[:, : self.vocab_size]

@@ -46,13 +46,13 @@ class ParallelGroup:
         """Sum in the forward pass, in place, and identity in the backward pass: after a row-parallel layer."""
         return x if self.size == 1 else _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
-    def gather_last(self, x: Tensor) -> Tensor:
-        """Concatenate the ranks' pieces along the last dimension, outside autograd."""
+    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' pieces, which have one shape, along a dimension, outside autograd."""
         if self.size == 1:
             return x
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
-        return torch.cat(pieces, dim=-1)
+        return torch.cat(pieces, dim=dim)
 
 
 class _CopyIn(torch.autograd.Function):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from areno.layers.parallel import ParallelGroup
@@ -60,14 +59,11 @@ class Part:
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
             return piece
-        stride = -(-self.full_shape[self.dim] // tp.size)
-        padded_shape = list(self.full_shape)
-        padded_shape[self.dim] = stride
+        total, padded_shape = self.full_shape[self.dim], list(self.full_shape)
+        padded_shape[self.dim] = -(-total // tp.size)
         padded = piece.new_zeros(padded_shape)
         padded.narrow(self.dim, 0, piece.shape[self.dim]).copy_(piece)
-        pieces = [torch.empty_like(padded) for _ in range(tp.size)]
-        dist.all_gather(pieces, padded, group=tp.group)
-        return torch.cat(pieces, dim=self.dim).narrow(self.dim, 0, self.full_shape[self.dim])
+        return tp.gather(padded, self.dim).narrow(self.dim, 0, total)
 
 
 Layout = dict[str, tuple[Part, ...]]  # parameter name inside its layer -> its parts, from the first row down

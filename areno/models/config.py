@@ -80,7 +80,10 @@ class Family(NamedTuple):
 
 
 def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | None = None) -> TransformerConfig:
-    """The fields that all families share. default_head_dim: where `head_dim` is absent; None is derived."""
+    """The fields that all families share; each family replaces the others in the result.
+
+    default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
+    """
     _refuse_unsupported(raw)
     hidden_size, num_heads = raw.get("hidden_size", int), raw.get("num_attention_heads", int)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads)

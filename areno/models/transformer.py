@@ -91,17 +91,9 @@ class Transformer(nn.Module):
 
     @property
     def output(self) -> VocabParallelEmbedding:
-        """The vocabulary matrix of an "lm" head: the embedding itself when tied."""
+        """The vocabulary matrix of an "lm" head, this rank's rows of it: the embedding itself when tied."""
         assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
-
-    @property
-    def head_weight(self) -> Tensor:
-        """(V_local, D) parameter: the rows of the vocabulary on this rank, from `rank * ceil(vocab_size / tp_size)` on.
-
-        Rows below `vocab_size` are padding, zero and not part of any softmax.
-        """
-        return self.output.weight
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
         """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face safetensors folders. One table of names, the family's, serves both directions."""
+"""Weights from and to Hugging Face safetensors folders. One table of names serves both directions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat1
 SHOWN = 5  # names listed in an error
 
 # Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
-NAMES = {
-    "embed": ("model.embed_tokens",),
-    "final_norm": ("model.norm",),
-    "head": ("lm_head",),
-    "score": ("score",),
-}
+NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",), "score": ("score",)}
 LAYER_NAMES = {
     "input_norm": ("input_layernorm",),
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

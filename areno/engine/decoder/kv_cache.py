@@ -24,7 +24,7 @@ class KVCache:
     """
 
     def __init__(self, model: Transformer, n_blocks: int, block_size: int):
-        config, weight = model.config, model.head_weight
+        config, weight = model.config, model.embed.weight
         n_kv_heads = model.tp.shard(config.num_kv_heads, "num_key_value_heads")
         shape = (config.num_layers, 2, n_blocks + 1, block_size, n_kv_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.

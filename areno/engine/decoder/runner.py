@@ -64,7 +64,7 @@ class Runner:
         attn_backend: str,
     ):
         self.model = model
-        self.device = model.head_weight.device
+        self.device = model.device
         self.attn_backend = attn_backend
         self.cache = KVCache(model, n_blocks, block_size)
         n_slots = max_running + 1
