@@ -37,6 +37,11 @@ class Attention(nn.Module):
         return self.out(out_NHC.flatten(-2))
 
 
+def make_mlp(config: TransformerConfig, spec: WeightSpec) -> GatedMLP:
+    """The MLP of a layer; the one place that knows which kinds there are."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, spec, bias=config.mlp_bias)
+
+
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
@@ -46,7 +51,7 @@ class Layer(nn.Module):
         self.input_norm = RMSNorm(size, eps, spec)
         self.attention = Attention(config, index, spec)
         self.post_norm = RMSNorm(size, eps, spec)
-        self.mlp = GatedMLP(size, config.intermediate_size, spec, bias=config.mlp_bias)
+        self.mlp = make_mlp(config, spec)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)
