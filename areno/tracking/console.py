@@ -40,11 +40,7 @@ def log_stage(stage: str, role: str = "policy") -> None:
 
 
 class Console(Tracker):
-    """Logs the scalars of a run as lines of `name=value`.
-
-    headline: the scalars that the summary line of a step shows, if the step has them. total_steps: of the run, if
-    known.
-    """
+    """Logs the scalars of a run as lines of `name=value`. headline: see open_trackers. total_steps: if it is known."""
 
     def __init__(self, headline: Sequence[str] = (), total_steps: int | None = None):
         self._headline = headline
@@ -75,9 +71,6 @@ class Console(Tracker):
         total = scalars["time/step"]
         rollout, train = scalars.get("time/rollout", 0.0), scalars.get("time/train", 0.0)
         logger.info("time rollout=%.6f train=%.6f total=%.6f", rollout, train, total)
-        shown = [
-            f"{_LABELS.get(name, name.partition('/')[2])}={self._scalars[name]:.4g}"
-            for name in self._headline
-            if name in self._scalars
-        ]
-        logger.info("step=%d%s %s seconds=%.2f", self._step, self._total, " ".join(shown), total)
+        known = (name for name in self._headline if name in self._scalars)
+        shown = " ".join(f"{_LABELS.get(name, name.partition('/')[2])}={self._scalars[name]:.4g}" for name in known)
+        logger.info("step=%d%s %s seconds=%.2f", self._step, self._total, shown, total)

@@ -41,15 +41,14 @@ def make(run_dir: Path, new: bool = False) -> bool:
     do not share a folder.
     """
     if not new and any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
-        raise ConfigError(
-            [Problem("trial_name", "{} holds an earlier run; choose another name or move that folder away", run_dir)]
-        )
+        text = "{} holds an earlier run; choose another name or move that folder away"
+        raise ConfigError(Problem("trial_name", text, run_dir))
     try:
         run_dir.mkdir(parents=True, exist_ok=not new)
     except OSError as error:
         if new and isinstance(error, FileExistsError):
             return False
-        raise ConfigError([Problem("cluster.fileroot", "cannot make {}: {}", run_dir, error.strerror)]) from error
+        raise ConfigError(Problem("cluster.fileroot", "cannot make {}: {}", run_dir, error.strerror)) from error
     return True
 
 
@@ -74,16 +73,18 @@ def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
     `--config-dir=<run_dir> --config-name=config` starts the same run again, under another trial_name.
     """
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | to_dict(config)))
-    contents = (config_yaml, to_yaml_list(overrides), json.dumps(versions(), indent=2) + "\n")
+    # Quoted, so that each is read back as text.
+    overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
+    contents = (config_yaml, overrides_yaml, json.dumps(versions(), indent=2) + "\n")
     try:
         for name, content in zip(_FILES, contents, strict=True):
             with (run_dir / name).open("x", encoding="utf-8") as file:
                 file.write(content)
     except FileExistsError as error:  # `make` has seen that it was not there
-        raise ConfigError([Problem("trial_name", "another run has just started in {}", run_dir)]) from error
+        raise ConfigError(Problem("trial_name", "another run has just started in {}", run_dir)) from error
     except OSError as error:
         discard(run_dir)
-        raise ConfigError([Problem("cluster.fileroot", "cannot write to {}: {}", run_dir, error.strerror)]) from error
+        raise ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", run_dir, error.strerror)) from error
 
 
 def discard(run_dir: Path) -> None:
@@ -99,22 +100,13 @@ def discard(run_dir: Path) -> None:
 
 def versions() -> dict[str, str | None]:
     """Versions of areno, Python and the packages that matter, and the git revision if areno runs from a clone."""
-    found: dict[str, str | None] = {
-        "areno": __version__,
-        "git": _git_revision(),
-        "python": platform.python_version(),
-    }
+    found: dict[str, str | None] = {"areno": __version__, "git": _git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found | {"platform": platform.platform()}
-
-
-def to_yaml_list(lines: list[str]) -> str:
-    """One YAML list item for each line, quoted so that it is read back as text."""
-    return "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in lines) or "[]\n"
 
 
 def _git_revision() -> str | None:

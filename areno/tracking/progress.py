@@ -27,7 +27,11 @@ class Progress:
     def __enter__(self: Self) -> Self:
         self._started = self._said_at = time.monotonic()
         if sys.stderr.isatty():
-            self._bar = _rich_bar()
+            from rich import console, progress
+
+            done, elapsed = progress.MofNCompleteColumn(), progress.TimeElapsedColumn()
+            columns = "{task.description}", progress.BarColumn(), done, "{task.fields[state]}", elapsed
+            self._bar = progress.Progress(*columns, console=console.Console(file=sys.stderr), transient=True)
             self._bar.start()
             self._bar.add_task(self.title, total=self.total, state="")
         return self
@@ -50,38 +54,19 @@ class Progress:
             self._bar = None
 
 
-def _rich_bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-    )
-
-
 class RolloutProgress(Progress):
-    """The progress of one rollout. It also logs the decode progress of each data-parallel rank.
-
-    reward: the mean reward of the previous rollout, if there was one. It is shown beside the bar.
-    """
+    """The progress of one rollout, with log lines for each data-parallel rank. reward: the mean of the previous one."""
 
     def __init__(
         self,
         title: str,
-        n_prompts: int,
+        total: int,
         n_samples: int,
         dp_size: int,
         reward: float | None = None,
         interval_s: float = 10.0,
     ):
-        super().__init__(title, n_prompts, interval_s)
+        super().__init__(title, total, interval_s)
         self.n_samples, self.dp_size, self.reward = n_samples, dp_size, reward
         self._samples = 0
         self._since = time.monotonic()

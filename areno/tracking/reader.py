@@ -38,7 +38,12 @@ class RunReader:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         if not _is_run(self.path):
-            raise ArenoError("{} {}", self.path, _why_no_run(self.path))
+            text = "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"
+            if not self.path.is_dir():
+                text = "is not a folder"
+            elif _is_sweep(self.path):
+                text = f"holds the runs of a sweep; read one of them, such as {self.path / '0'}"
+            raise ArenoError("{} {}", self.path, text)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -127,16 +132,14 @@ class RunReader:
 
         None if its log does not say so.
         """
-        found: Status | None = None
         path = self.path / "logs" / "run.log"
-        if path.exists():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                text = line[len("HH:MM:SS ") :].removeprefix("warning: ")
-                if text.startswith(STARTED):
-                    found = "unfinished"
-                elif text.startswith((DONE, STOPPED)):
-                    found = "completed" if text.startswith(DONE) else "stopped"
-        return found
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        told: dict[str, Status] = {STARTED: "unfinished", DONE: "completed", STOPPED: "stopped"}
+        for line in reversed(lines):
+            for beginning, status in told.items():
+                if line[len("HH:MM:SS ") :].removeprefix("warning: ").startswith(beginning):
+                    return status
+        return None
 
     def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
         for record in self.records():
@@ -174,14 +177,6 @@ def _is_run(folder: Path) -> bool:
 
 def _is_sweep(folder: Path) -> bool:
     return (folder / "multirun.yaml").exists()
-
-
-def _why_no_run(folder: Path) -> str:
-    if not folder.is_dir():
-        return "is not a folder"
-    if _is_sweep(folder):
-        return f"holds the runs of a sweep; read one of them, such as {folder / '0'}"
-    return "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"
 
 
 def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.tracking.console import Console
-from areno.tracking.jsonl import Jsonl
 from areno.tracking.samples import SampleFiles, SampleLog
-from areno.tracking.tensorboard import TensorBoard
+from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 
 
@@ -31,25 +30,17 @@ def open_trackers(config: ExperimentConfig, run_dir: Path, headline: Sequence[st
     return Trackers(trackers)
 
 
-class MetricsRecorder:
+class MetricsRecorder(Trackers):
     """Writes scalars. path: folder of TensorBoard event files. jsonl: file with one line for each call. None: neither.
 
     The files appear with the first scalars. ArenoError, with the setting, if they cannot be written.
     """
 
     def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
-        self._trackers: list[Tracker] = [] if path is None else [TensorBoard(path)]
-        if jsonl is not None:
-            self._trackers.append(Jsonl(jsonl))
+        files: list[Tracker] = [] if path is None else [TensorBoard(path)]
+        super().__init__(files if jsonl is None else [*files, Jsonl(jsonl)])
 
-    def record(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of a step, named <namespace>/<name>. They are on the disk when this returns."""
-        Trackers(self._trackers).log(step, scalars)
-
-    def close(self) -> None:
-        """Close the files. What is recorded after this is not written. A second call does nothing."""
-        trackers, self._trackers = self._trackers, []
-        Trackers(trackers).finish()
+    record, close = Trackers.log, Trackers.finish
 
     def __enter__(self) -> MetricsRecorder:
         return self

@@ -28,9 +28,8 @@ class SampleLog(Tracker):
     def __init__(self) -> None:
         text = os.environ.get(VARIABLE, "").strip()
         if text and not text.isdecimal():
-            raise ConfigError(
-                f"the environment variable {VARIABLE} is {text!r}; expected how many samples to log for each step"
-            )
+            expected = "expected how many samples to log for each step"
+            raise ConfigError(f"the environment variable {VARIABLE} is {text!r}; {expected}")
         self._n_samples = int(text or 0)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
@@ -45,10 +44,7 @@ class SampleLog(Tracker):
 
 
 class SampleFiles(Tracker):
-    """Writes all samples of a step to <folder>/<step>.jsonl, one line each.
-
-    A file is whole or absent. ArenoError, with the setting, if it cannot be written.
-    """
+    """Writes all samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)

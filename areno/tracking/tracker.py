@@ -39,7 +39,8 @@ class Trackers(Tracker):
             tracker.samples(step, samples)
 
     def finish(self) -> None:
-        """Finish all of them, also where one raises."""
+        """Finish all of them, also where one raises. What is logged after this goes nowhere."""
+        trackers, self._trackers = self._trackers, []
         with ExitStack() as stack:
-            for tracker in reversed(self._trackers):
+            for tracker in reversed(trackers):
                 stack.callback(tracker.finish)
