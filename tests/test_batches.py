@@ -8,7 +8,7 @@ import json
 import pytest
 
 from areno.config.run import DatasetConfig
-from areno.data.loader import prompt_loader, train_row_loader
+from areno.data.loader import row_loader
 from areno.errors import DataError
 
 
@@ -24,15 +24,15 @@ def test_every_epoch_has_a_new_seeded_order(plain):
     def epoch_of(loader):
         return [item.index for batch in loader.batches() for item in batch.items]
 
-    loader = prompt_loader(prompts(10), plain, config_of(), seed=3)
+    loader = row_loader("prompt", prompts(10), plain, config_of(), seed=3)
     first, second = epoch_of(loader), epoch_of(loader)
     assert len(first) == len(set(first)) == 8  # the last two rows are no batch
     assert first != second
     assert first != sorted(first)
-    again = prompt_loader(prompts(10), plain, config_of(), seed=3)
+    again = row_loader("prompt", prompts(10), plain, config_of(), seed=3)
     assert [epoch_of(again), epoch_of(again)] == [first, second]
-    assert epoch_of(prompt_loader(prompts(10), plain, config_of(), seed=4)) != first
-    ordered = prompt_loader(prompts(10), plain, config_of(shuffle=False, drop_last=False))
+    assert epoch_of(row_loader("prompt", prompts(10), plain, config_of(), seed=4)) != first
+    ordered = row_loader("prompt", prompts(10), plain, config_of(shuffle=False, drop_last=False))
     assert [len(batch) for batch in ordered.batches()] == [4, 4, 2]
     assert [batch.epoch for batch in ordered.batches()] == [1, 1, 1]
 
@@ -63,7 +63,7 @@ ROWS = {
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_state_points_right_behind_the_batch_given_last(plain, rows, drop_last, shuffle):
     def fresh():
-        return prompt_loader(rows, plain, config_of(shuffle=shuffle, drop_last=drop_last), seed=1)
+        return row_loader("prompt", rows, plain, config_of(shuffle=shuffle, drop_last=drop_last), seed=1)
 
     whole = [seen(batch) for batch in fresh().epochs(3)]
     n_fit = sum(row["prompt"] != LONG for row in rows)
@@ -78,15 +78,15 @@ def test_a_state_points_right_behind_the_batch_given_last(plain, rows, drop_last
 
 
 def test_a_pass_that_is_left_and_begun_again_misses_no_batch(plain):
-    loader = prompt_loader(prompts(11), plain, config_of(), seed=1)
+    loader = row_loader("prompt", prompts(11), plain, config_of(), seed=1)
     [first] = itertools.islice(loader.batches(), 1)
-    again = prompt_loader(prompts(11), plain, config_of(), seed=1)
+    again = row_loader("prompt", prompts(11), plain, config_of(), seed=1)
     assert [seen(first), *map(seen, loader.batches())] == list(map(seen, again.batches()))
 
 
 def test_long_rows_are_skipped_and_counted(plain, caplog):
     rows = [{"prompt": "a " * (100 if i % 3 == 0 else 5)} for i in range(9)]
-    loader = prompt_loader(rows, plain, config_of(shuffle=False, batch_size=3))
+    loader = row_loader("prompt", rows, plain, config_of(shuffle=False, batch_size=3))
     with caplog.at_level("WARNING", logger="areno"):
         batches = list(loader.batches())
     assert [[item.index for item in batch.items] for batch in batches] == [[1, 2, 4], [5, 7, 8]]
@@ -99,7 +99,7 @@ def test_long_rows_are_skipped_and_counted(plain, caplog):
 
 def test_prompt_must_leave_room_in_the_context(plain):
     rows = [{"prompt": "a" + " a" * n} for n in range(8)]  # n + 1 tokens
-    loader = prompt_loader(rows, plain, config_of(shuffle=False, batch_size=1), context_len=6)
+    loader = row_loader("prompt", rows, plain, config_of(shuffle=False, batch_size=1), context_len=6)
     assert max(len(item.tokens) for batch in loader.batches() for item in batch.items) == 5
     assert loader.total_skipped_long == 3
 
@@ -107,21 +107,21 @@ def test_prompt_must_leave_room_in_the_context(plain):
 def test_nothing_left_is_an_error(plain):
     rows = [{"prompt": "a " * 100}] * 4
     with pytest.raises(DataError, match=r"every row of rows has more than 64 tokens \(train_dataset\.max_length\)"):
-        list(prompt_loader(rows, plain, config_of()).batches())
+        list(row_loader("prompt", rows, plain, config_of()).batches())
     with pytest.raises(
         DataError, match=r"every row of rows has more than 9 tokens \(gconfig\.max_tokens\), the shortest"
     ):
-        list(prompt_loader(rows, plain, config_of(), context_len=10).batches())
+        list(row_loader("prompt", rows, plain, config_of(), context_len=10, context_key="gconfig.max_tokens").batches())
     with pytest.raises(DataError, match=r"train_dataset\.batch_size: is 4, but rows has only 3 usable rows"):
-        prompt_loader(prompts(3), plain, config_of())
+        row_loader("prompt", prompts(3), plain, config_of())
 
 
 def test_error_in_a_row_names_it(plain):
     rows = [{"prompt": "x"}, {"prompt": [{"role": "user", "content": "hi"}]}]
     with pytest.raises(DataError, match="rows row 1: messages need a tokenizer with a chat template"):
-        list(prompt_loader(rows, plain, config_of(shuffle=False, batch_size=1)).batches())
+        list(row_loader("prompt", rows, plain, config_of(shuffle=False, batch_size=1)).batches())
     with pytest.raises(DataError, match="rows row 0: messages need"):  # at the start, where it can be
-        prompt_loader(rows[::-1], plain, config_of(batch_size=1))
+        row_loader("prompt", rows[::-1], plain, config_of(batch_size=1))
 
 
 def test_rows_are_encoded_once(plain):
@@ -134,14 +134,14 @@ def test_rows_are_encoded_once(plain):
             return plain.encode(text)
 
     tokenizer = Counting()
-    loader = prompt_loader(prompts(8), tokenizer, config_of())
+    loader = row_loader("prompt", prompts(8), tokenizer, config_of())
     assert len(list(loader.batches()) + list(loader.batches())) == 4
     assert tokenizer.calls == 8
 
 
 def test_sft_batches(tiny):
     rows = [{"prompt": "hi", "response": "x " * n} for n in range(1, 50)]
-    loader = train_row_loader("sft", rows, tiny, config_of(max_length=20))
+    loader = row_loader("sft", rows, tiny, config_of(max_length=20))
     batches = list(loader.batches())
     assert all(len(sequence.tokens) <= 20 for batch in batches for sequence in batch.items)
     assert all(len(batch) == 4 for batch in batches)

@@ -9,7 +9,7 @@ import pytest
 
 from areno.config.run import DatasetConfig
 from areno.data.encode import pair_item
-from areno.data.loader import train_row_loader
+from areno.data.loader import row_loader
 from areno.data.row_schema import prompt_and_answers
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
@@ -119,7 +119,7 @@ def test_text_answers_end_as_responses_of_supervised_rows_do(chatml, plain):
     item = pair_item(chatml, row, 0)
     assert chatml.decode(item.chosen.tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
     for answer, sequence in (("hello", item.chosen), ("no", item.rejected)):
-        [batch] = train_row_loader(
+        [batch] = row_loader(
             "sft", [{"prompt": "hi", "response": answer}], chatml, DatasetConfig(path="rows", batch_size=1)
         ).batches()
         assert batch.items == [sequence]
@@ -152,7 +152,7 @@ def test_a_prompt_of_one_text_is_one_user_message(chatml):
 def test_messages_need_a_template(plain):
     rows = [{"chosen": HI, "rejected": [HI[0], assistant("b")]}]
     with pytest.raises(DataError, match="rows row 0: messages need a tokenizer with a chat template"):
-        train_row_loader("dpo", rows, plain, DatasetConfig(path="rows", batch_size=1))
+        row_loader("dpo", rows, plain, DatasetConfig(path="rows", batch_size=1))
 
 
 def test_real_pairs(chatml):
@@ -170,12 +170,12 @@ def test_real_pairs(chatml):
 def test_the_longer_row_decides_whether_a_pair_fits(plain, caplog):
     rows = [{"prompt": "x", "chosen": "a " * n, "rejected": "b " * m} for n, m in ((3, 4), (40, 2), (2, 40), (5, 5))]
     config = DatasetConfig(path="rows", batch_size=2, max_length=20, shuffle=False)
-    [batch] = train_row_loader("dpo", rows, plain, config).batches()
+    [batch] = row_loader("dpo", rows, plain, config).batches()
     assert [item.index for item in batch.items] == [0, 3]
     assert batch.skipped_long == 2
     assert all(len(item.tokens) == max(len(item.chosen.tokens), len(item.rejected.tokens)) for item in batch.items)
     assert "such rows are skipped and counted" in caplog.text
-    assert [item.index for item in train_row_loader("dpo", rows, plain, config).items()] == [0, 3]
+    assert [item.index for item in row_loader("dpo", rows, plain, config).items()] == [0, 3]
 
 
 # Rows that a script holds --------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_rows_of_a_script(plain):
     given = [{"prompt": f"{n}", "response": "x"} for n in range(3)]
     for rows in (given, tuple(given), Indexed(given), datasets.Dataset.from_list(given)):
         assert check_dataset(rows, "sft") is rows
-        [batch] = train_row_loader("sft", rows, plain, DatasetConfig(batch_size=3)).batches()
+        [batch] = row_loader("sft", rows, plain, DatasetConfig(batch_size=3)).batches()
         assert len(batch) == 3
 
 
@@ -223,11 +223,11 @@ def test_what_are_no_rows_of_a_script(rows, message):
 def test_messages_about_a_script_s_rows_name_no_path(plain):
     config = DatasetConfig(batch_size=2, max_length=4)
     with pytest.raises(DataError, match=r"^train_dataset row 0: messages need a tokenizer with a chat template"):
-        train_row_loader("sft", [{"messages": HI}] * 2, plain, config)
+        row_loader("sft", [{"messages": HI}] * 2, plain, config)
     long = [{"prompt": "x " * 9, "response": "y"}] * 2
     with pytest.raises(DataError, match=r"^train_dataset: every row of the data given has more than 4 tokens"):
-        list(train_row_loader("sft", long, plain, config).batches())
+        list(row_loader("sft", long, plain, config).batches())
     with pytest.raises(DataError, match=r"^train_dataset\.batch_size: is 2, but the data given has only 1 usable"):
-        train_row_loader("sft", long[:1], plain, config)
+        row_loader("sft", long[:1], plain, config)
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing; set it, or hand rows to the trainer"):
         load_rows(config, "sft")

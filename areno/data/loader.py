@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import numpy as np
 
 from areno.config.run import DatasetConfig
 from areno.data.encode import pair_item, prompt_item, sft_sequence
-from areno.data.row_schema import Rows, row_problem, rows_problem
+from areno.data.row_schema import RowKind, Rows, row_problem, rows_problem
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
@@ -22,15 +22,6 @@ logger = logging.getLogger("areno.data")
 
 # Encoded rows are kept for the next epoch up to this many tokens in all (some 40 bytes each as Python lists).
 _CACHED_TOKENS = 4_000_000
-
-
-@dataclass
-class _Filled(Generic[Item]):
-    """Rows of one batch. skipped: too long rows passed over for it. next: the place in the epoch behind them."""
-
-    items: list[Item]
-    skipped: int
-    next: int
 
 
 @dataclass(eq=False, repr=False)
@@ -73,21 +64,22 @@ class BatchLoader(Generic[Item]):
         Raises DataError if a whole epoch gives no batch.
         """
         order = self._order()
-        ahead = self._fill(order, self._next)
-        if self._next == 0 and not self._is_batch(ahead.items):
-            raise self._nothing_left(len(ahead.items))
-        while self._is_batch(ahead.items):
-            filled, ahead = ahead, self._fill(order, ahead.next)
-            self._next = filled.next
-            self.total_skipped_long += filled.skipped
+        items, skipped, end = self._fill(order, self._next)
+        if self._next == 0 and not self._is_batch(items):
+            raise self._nothing_left(len(items))
+        while self._is_batch(items):
+            ahead = self._fill(order, end)
+            self._next = end
+            self.total_skipped_long += skipped
             yield Batch(
-                items=filled.items,
-                skipped_long=filled.skipped,
+                items=items,
+                skipped_long=skipped,
                 total_skipped_long=self.total_skipped_long,
                 epoch=self.epoch,
-                ends_epoch=not self._is_batch(ahead.items),
+                ends_epoch=not self._is_batch(ahead[0]),
             )
-        self.total_skipped_long += ahead.skipped
+            items, skipped, end = ahead
+        self.total_skipped_long += skipped
         self.epoch += 1
         self._next = 0
 
@@ -96,28 +88,26 @@ class BatchLoader(Generic[Item]):
         while self.epoch < n:
             yield from self.batches()
 
-    def _fill(self, order: np.ndarray, start: int) -> _Filled[Item]:
-        """The next batch of an epoch, read from place `start` of its order on. It is short where the rows end."""
+    def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
+        """The next batch of an epoch, read from place `start` of its order on. It is short where the rows end.
+
+        Returned with the number of too long rows among those it was read from, and the place behind them.
+        """
         items: list[Item] = []
-        skipped, place = 0, start
+        place = start
         while place < len(order) and len(items) < self.config.batch_size:
             item = self._item(int(order[place]))
             place += 1
-            if item is None:
-                skipped += 1
-            else:
+            if item is not None:
                 items.append(item)
-        return _Filled(items, skipped, place)
+        return items, place - start - len(items), place
 
     def _is_batch(self, items: list[Item]) -> bool:
         return len(items) == self.config.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
         """Every row that is not too long, in the order of the dataset. The loader's position does not change."""
-        for index in range(len(self.rows)):
-            item = self._item(index)
-            if item is not None:
-                yield item
+        yield from (item for index in range(len(self.rows)) if (item := self._item(index)) is not None)
 
     def state_dict(self) -> dict[str, int]:
         """The loader's position: right behind the batch that it gave last."""
@@ -181,27 +171,32 @@ class BatchLoader(Generic[Item]):
         return DataError(Problem(f"{self.key}.batch_size", text, *values))
 
 
-def prompt_loader(
+def row_loader(
+    kind: RowKind,
     rows: Rows,
     tokenizer: Any,
     config: DatasetConfig,
     *,
     context_len: int | None = None,
-    context_key: str = "gconfig.max_tokens",
+    context_key: str = "the model's context",
     enable_thinking: bool | None = None,
     seed: int = 0,
     key: str = "train_dataset",
-) -> BatchLoader[PromptItem]:
-    """Batches of prompts.
+) -> BatchLoader[Any]:
+    """Batches of prompts (PromptItem), supervised rows (TrainSequence) or preference pairs (PairItem).
 
-    context_len: the most tokens of prompt plus completion, so a prompt must leave room for one token. context_key: the
-    setting behind it, for messages.
+    context_len: the most tokens of a row; a prompt must leave room for one more, and of a pair the longer row counts.
+    context_key: the setting behind it, for messages. enable_thinking: for prompts.
     """
 
-    def encode(row: Mapping[str, Any], index: int) -> PromptItem:
-        return prompt_item(tokenizer, row, index, enable_thinking)
+    def encode(row: Mapping[str, Any], index: int) -> Any:
+        if kind == "prompt":
+            return prompt_item(tokenizer, row, index, enable_thinking)
+        return sft_sequence(tokenizer, row) if kind == "sft" else pair_item(tokenizer, row, index)
 
-    limit, limit_key = _limit(config, key, None if context_len is None else context_len - 1, context_key)
+    limit, limit_key = config.max_length, f"{key}.max_length"
+    if context_len is not None and context_len - (kind == "prompt") < limit:
+        limit, limit_key = context_len - (kind == "prompt"), context_key
     return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
 
 
@@ -237,32 +232,3 @@ def given_prompt_loader(
         max_tokens_key="max_prompt_tokens",
         key="dataset",
     )
-
-
-def train_row_loader(
-    kind: Literal["sft", "dpo"],
-    rows: Rows,
-    tokenizer: Any,
-    config: DatasetConfig,
-    *,
-    context_len: int | None = None,
-    seed: int = 0,
-    key: str = "train_dataset",
-) -> BatchLoader[Any]:
-    """Batches of supervised rows (TrainSequence) or of preference pairs (PairItem).
-
-    context_len: the model's context. A row may fill it; of a pair, the longer row counts.
-    """
-
-    def encode(row: Mapping[str, Any], index: int) -> Any:
-        return sft_sequence(tokenizer, row) if kind == "sft" else pair_item(tokenizer, row, index)
-
-    limit, limit_key = _limit(config, key, context_len, "the model's context")
-    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, seed=seed, key=key)
-
-
-def _limit(config: DatasetConfig, key: str, other: int | None, other_key: str) -> tuple[int, str]:
-    """The smaller of max_length and `other`, and the setting behind it."""
-    if other is not None and other < config.max_length:
-        return other, other_key
-    return config.max_length, f"{key}.max_length"

@@ -13,7 +13,7 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.run import Run
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
 from areno.config.run import DatasetConfig, GenerationConfig
-from areno.data.loader import BatchLoader, prompt_loader, train_row_loader
+from areno.data.loader import BatchLoader, row_loader
 from areno.data.sources import open_rows, valid_section
 from areno.errors import ConfigError
 from areno.rewards.pool import RewardPool
@@ -79,7 +79,7 @@ def open_rows_setup(
         def loader(section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
             rows, section = open_rows(section, given, kind, key)
             context_len, seed = spec.context_len, config.seed
-            return train_row_loader(kind, rows, tokenizer, section, context_len=context_len, seed=seed, key=key)
+            return row_loader(kind, rows, tokenizer, section, context_len=context_len, seed=seed, key=key)
 
         train_loader = loader(config.train_dataset, train_dataset, "train_dataset")
         valid = valid_section(config, valid_dataset)
@@ -169,7 +169,8 @@ def _prompt_loaders(
 
     def loader(section: DatasetConfig, given: Any, key: str, gconfig: GenerationConfig, gconfig_key: str) -> Any:
         rows, section = open_rows(section, given, "prompt", key)
-        return prompt_loader(
+        return row_loader(
+            "prompt",
             rows,
             plan.tokenizer,
             section,
