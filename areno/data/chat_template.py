@@ -5,10 +5,13 @@ No tokens here: areno.data.encode makes them.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from areno.data.row_schema import shared_length
 from areno.errors import DataError, Key
 from areno.types import Message
 
@@ -30,21 +33,18 @@ def render_generation_prompt(
             Key("tokenizer_path"),
         )
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return render(tokenizer, messages, enable_thinking, tools, add_generation_prompt=True)
+    return render(tokenizer, messages, tools, enable_thinking, opened=True)
 
 
-def render(tokenizer: Any, messages: list[Any], thinking: bool | None, tools: Any, **options: Any) -> str:
-    if thinking is not None:
-        options["enable_thinking"] = thinking
+def render(tokenizer: Any, messages: list[Any], tools: Any, thinking: bool | None = None, opened: bool = False) -> str:
+    """The text of the messages. opened: it goes on to where the assistant's next turn begins."""
+    apply = partial(tokenizer.apply_chat_template, messages, tools=tools, tokenize=False, add_generation_prompt=opened)
     try:
-        try:
-            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        except TypeError:
-            if thinking is None:
-                raise
+        if thinking is not None:
             # Some tokenizers bring a method of their own that does not know the switch; there it has no meaning.
-            del options["enable_thinking"]
-            return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+            with contextlib.suppress(TypeError):
+                return apply(enable_thinking=thinking)
+        return apply()
     except Exception as error:  # whatever the template's author raises
         raise DataError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
 
@@ -89,9 +89,7 @@ def _end_of_turn(tokenizer: Any, messages: list[Any], tools: Any) -> str:
     answers = ((i, message) for i, message in enumerate(messages) if message["role"] == "assistant")
     texts = [i for i, answer in answers if not answer.get("tool_calls") and str(answer["content"]).strip()]
     if texts:
-        turn = messages[texts[-1]]
-        marked = [*messages[: texts[-1]], {**turn, "content": _with_mark(turn["content"], texts[-1])}]
-        behind = render(tokenizer, marked, None, tools, add_generation_prompt=False).split(_MARK)[-1].lstrip()
+        behind = _split_behind(tokenizer, messages[: texts[-1] + 1], texts[-1:], tools)[-1].lstrip()
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         if found := [token for token in special if behind.startswith(token)]:
             return max(found, key=len)
@@ -103,10 +101,7 @@ def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) ->
     with_text = [i for i, message in enumerate(messages) if message.get("content") and str(message["content"]).strip()]
     of_assistant = [i for i in with_text if messages[i]["role"] == "assistant"]
     for numbers in (with_text, of_assistant):
-        marked = [dict(message) for message in messages]
-        for number in numbers:
-            marked[number]["content"] = _with_mark(marked[number]["content"], number)
-        pieces = render(tokenizer, marked, None, tools, add_generation_prompt=False).split(_MARK)
+        pieces = _split_behind(tokenizer, messages, numbers, tools)
         if len(pieces) == len(numbers) + 1 and "".join(pieces) == text:
             return dict(zip(numbers, itertools.accumulate(len(piece) for piece in pieces), strict=False))
     raise DataError(
@@ -115,12 +110,17 @@ def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) ->
     )
 
 
-def _with_mark(content: Any, number: int) -> str:
-    if not isinstance(content, str):
-        raise DataError(f"messages[{number}].content is a list; only text can be trained on")
-    # Before trailing space: many templates trim it.
-    body = content.rstrip()
-    return body + _MARK + content[len(body) :]
+def _split_behind(tokenizer: Any, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
+    """The rendered text, split where the contents of the messages of these numbers end. how: as for `render`."""
+    marked = list(messages)
+    for number in numbers:
+        content = messages[number]["content"]
+        if not isinstance(content, str):
+            raise DataError(f"messages[{number}].content is a list; only text can be trained on")
+        # Before trailing space: many templates trim it.
+        body = content.rstrip()
+        marked[number] = {**messages[number], "content": body + _MARK + content[len(body) :]}
+    return render(tokenizer, marked, *how).split(_MARK)
 
 
 def _turn_start(
@@ -132,26 +132,18 @@ def _turn_start(
     """
     if not before:
         return None
-    prompts = [render(tokenizer, before, switch, tools, add_generation_prompt=True) for switch in {thinking, None}]
-    fitting = [len(prompt) for prompt in prompts if text.startswith(prompt)]
-    if fitting:
+    prompts = [render(tokenizer, before, tools, switch, opened=True) for switch in {thinking, None}]
+    if fitting := [len(prompt) for prompt in prompts if text.startswith(prompt)]:
         return max(fitting)
     if content_end is None:
         return None
     # What stands between the last content and the turn: as much as the generation prompt has of it. The prompt may open
     # more than this turn has, such as an empty block of reasoning where the turn has a full one; then the rest is the
     # turn's own.
-    marked = [*before[:-1], {**before[-1], "content": _with_mark(before[-1]["content"], len(before) - 1)}]
     history, *tails = (
-        render(tokenizer, marked, switch, tools, add_generation_prompt=opened).split(_MARK)[-1]
+        _split_behind(tokenizer, before, [len(before) - 1], tools, switch, opened)[-1]
         for switch, opened in [(None, False), (None, True), (thinking, True)]
     )
     after = text[content_end:]
-    shared = max(_shared_length(tail, after) for tail in tails)
+    shared = max(shared_length(tail, after) for tail in tails)
     return content_end + shared if after.startswith(history) and shared > len(history) else None
-
-
-def _shared_length(one: str, other: str) -> int:
-    """Characters that both texts begin with."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

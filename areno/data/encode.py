@@ -73,7 +73,7 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:
-    """A prompt and its answer, which is trained on, with its end."""
+    """A prompt and its answer. The answer is trained on, with its end."""
     tokens = encode_generation_prompt(tokenizer, prompt, thinking, tools)
     response = tokenizer.encode(answer, add_special_tokens=False)
     if tokenizer.eos_token_id is None:
@@ -106,12 +106,11 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
     Trained and other text is encoded apart, as prompt and completion are in a rollout.
     """
     if tokenizer.chat_template is None:
-        raise DataError(
-            "messages need a tokenizer with a chat template; set {} to one that has it", Key("tokenizer_path")
-        )
+        text = "messages need a tokenizer with a chat template; set {} to one that has it"
+        raise DataError(text, Key("tokenizer_path"))
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
         return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
-    text = render(tokenizer, messages, None, tools, add_generation_prompt=False)
+    text = render(tokenizer, messages, tools)
     earlier = sum(message["role"] == "assistant" for message in messages[:first])
     pieces = []
     at = 0

@@ -135,8 +135,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """(prompt, answer, answer) as message lists. Both conversations may repeat the prompt, which is cut off then."""
     if prompt is None:
-        pairs = zip(chosen, rejected, strict=False)
-        n = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)))
+        n = shared_length(chosen, rejected)
         if not n:
             raise DataError(
                 "field prompt is missing, and chosen and rejected begin with different messages; give a prompt, or "
@@ -146,6 +145,12 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     n = len(asked) if chosen[: len(asked)] == rejected[: len(asked)] == asked else 0
     return asked, chosen[n:], rejected[n:]
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def describe_value(value: Any, present: bool = True) -> str:
