@@ -30,11 +30,7 @@ EXPECTED = {
     "sft": "{prompt, response} or {messages}",
     "dpo": "{prompt, chosen, rejected}, or {chosen, rejected} as messages that begin alike",
 }
-FIELDS = {
-    "prompt": ("prompt",),
-    "sft": ("prompt", "response", "messages"),
-    "dpo": ("prompt", "chosen", "rejected"),
-}
+FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo": ("prompt", "chosen", "rejected")}
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
@@ -111,10 +107,8 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
         raise DataError("of the fields chosen and rejected one is text and one is messages; give both in one form")
     if chosen == rejected:
         raise DataError("fields chosen and rejected are the same, so none is preferred")
-    if isinstance(chosen, str) or row.get("prompt") is not None:
-        problem = _prompt_problem(row)
-        if problem:
-            raise DataError(problem)
+    if (isinstance(chosen, str) or row.get("prompt") is not None) and (problem := _prompt_problem(row)):
+        raise DataError(problem)
     if isinstance(chosen, str):
         return row["prompt"], chosen, rejected
     for name, answer in answers.items():
@@ -125,23 +119,18 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
         if not answer:
             raise DataError(f"field {name} has nothing after the {len(prompt)} messages that both begin with")
         if answer[0]["role"] != "assistant":
-            raise DataError(
-                f"field {name} goes on after the prompt with a message of role {answer[0]['role']!r}; the first "
-                "message in which the two differ must be the assistant's"
-            )
+            said = f"field {name} goes on after the prompt with a message of role {answer[0]['role']!r}"
+            raise DataError(f"{said}; the first message in which the two differ must be the assistant's")
     return prompt, chosen, rejected
 
 
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """(prompt, answer, answer) as message lists. Both conversations may repeat the prompt, which is cut off then."""
     if prompt is None:
-        n = shared_length(chosen, rejected)
-        if not n:
-            raise DataError(
-                "field prompt is missing, and chosen and rejected begin with different messages; give a prompt, or "
-                "conversations that share their first messages"
-            )
-        return chosen[:n], chosen[n:], rejected[n:]
+        if n := shared_length(chosen, rejected):
+            return chosen[:n], chosen[n:], rejected[n:]
+        said = "field prompt is missing, and chosen and rejected begin with different messages"
+        raise DataError(f"{said}; give a prompt, or conversations that share their first messages")
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     n = len(asked) if chosen[: len(asked)] == rejected[: len(asked)] == asked else 0
     return asked, chosen[n:], rejected[n:]

@@ -3,10 +3,7 @@
 A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
 (absolute where such a file exists) and may be anything that the loader understands. The function can call
 `read_rows(path, split)` for the formats that areno knows, or make its rows from nothing. It returns a list (or any
-iterable) of dictionaries, or a `datasets.Dataset`.
-
-Every row read is checked against areno.data.row_schema. Its other fields are passed on to reward functions. Rows that
-a script passes in are only checked (`check_dataset`).
+iterable) of dictionaries, or a `datasets.Dataset`. Every row is checked against areno.data.row_schema.
 """
 
 from __future__ import annotations
@@ -84,25 +81,25 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
 
     `split` chooses where the source has several. Raises DataError.
     """
-    file = existing_path(path)
-    if file is not None and file.is_dir():
-        return _read_folder(file, path, split, key)
-    if file is not None:
-        if file.suffix not in _FORMATS:
-            expected = f"expected one of {' '.join(_FORMATS)} or a folder"
-            raise DataError(Problem(f"{key}.path", f"{path} has no known format; {expected}"))
-        try:
-            if file.suffix == ".jsonl":
-                return _read_jsonl(file, path)
-            return _read_json(file, path, split) if file.suffix == ".json" else _read_table(file, path)
-        except DataError as error:
-            raise DataError(Problem(f"{key}.path", str(error))) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(Problem(f"{key}.path", f"cannot read {path}: {error}")) from error
-    if Path(path).suffix in _FORMATS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) or path[0] in "./~":
+    file, setting = existing_path(path), f"{key}.path"
+    if file is None:
+        is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
+        if is_reference and Path(path).suffix not in _FORMATS:
+            return _read_hub(path, split, setting)
         place = Path(path).expanduser().absolute()
-        raise DataError(Problem(f"{key}.path", f"there is no file or folder {path} (looked for {place})"))
-    return _read_hub(path, split, key)
+        raise DataError(Problem(setting, f"there is no file or folder {path} (looked for {place})"))
+    if file.is_dir():
+        return _read_folder(file, path, split, key)
+    if file.suffix not in _FORMATS:
+        expected = f"expected one of {' '.join(_FORMATS)} or a folder"
+        raise DataError(Problem(setting, f"{path} has no known format; {expected}"))
+    try:
+        if file.suffix == ".jsonl":
+            return _read_jsonl(file, path)
+        return _read_json(file, path, split) if file.suffix == ".json" else _read_table(file, path)
+    except (DataError, OSError, UnicodeDecodeError) as error:
+        said = str(error) if isinstance(error, DataError) else f"cannot read {path}: {error}"
+        raise DataError(Problem(setting, said)) from error
 
 
 def _first_problem(rows: Rows, kind: RowKind, loader_key: str | None = None) -> tuple[Any, ...] | None:
@@ -140,8 +137,7 @@ def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
 
 
 def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
-    spec = str(config.loader)
-    file, name = split_spec(spec, "load_dataset")
+    file, name = split_spec(str(config.loader), "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
     try:
@@ -153,8 +149,8 @@ def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
         where = describe_error(error, loader_file.resolve())
         raise DataError(Problem(f"{key}.loader", f"{name}(path, split) in {file} failed: {where}")) from error
     if rows is None:
-        returned = f"{name} in {file} returned {describe_value(found)}"
-        raise DataError(Problem(f"{key}.loader", f"{returned}; expected a list of rows"))
+        text = f"{name} in {file} returned {describe_value(found)}; expected a list of rows"
+        raise DataError(Problem(f"{key}.loader", text))
     return rows
 
 
@@ -229,10 +225,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
 
     is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
-        if is_saved:
-            found = datasets.load_from_disk(str(folder))
-        else:
-            found = datasets.load_dataset(str(folder), split=split)
+        found: Any = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), split=split)
     except Exception as error:  # the library raises a dozen kinds, none of them shared
         text = "cannot read folder {}: {}; set it to a data file, or set {} to a file.py that reads it"
         raise DataError(Problem(f"{key}.path", text, shown, _first_line(error), Key(f"{key}.loader"))) from error
@@ -244,13 +237,12 @@ def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
     return found
 
 
-def _read_hub(path: str, split: str, key: str) -> Rows:
+def _read_hub(path: str, split: str, setting: str) -> Rows:
     import datasets.config
     import huggingface_hub.constants
 
     repo, _, rest = path.partition(":")
     name, _, own_split = rest.partition(":")
-    setting = f"{key}.path"
     offline = datasets.config.HF_HUB_OFFLINE
     reachable = not offline and _hub_answers()
     if not reachable:  # what is in the cache can still be used, and the library's own retries take half a minute
@@ -258,12 +250,12 @@ def _read_hub(path: str, split: str, key: str) -> Rows:
     try:
         return datasets.load_dataset(repo, name or None, split=own_split or split)
     except Exception as error:  # the library raises a dozen kinds, none of them shared
-        text = "cannot load {} from the hub: {}"
+        text, said = "cannot load {} from the hub: {}", (_first_line(error),)
         if not reachable:
             text = "there is no file {}, and the Hugging Face hub cannot be reached and the dataset is not in its cache"
+            said = ()
         text += "; to use local data, set {} to a file or folder"
-        args = (path, _first_line(error), Key(setting)) if reachable else (path, Key(setting))
-        raise DataError(Problem(setting, text, *args)) from error
+        raise DataError(Problem(setting, text, path, *said, Key(setting))) from error
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
