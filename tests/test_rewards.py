@@ -75,6 +75,10 @@ def pool_of(fn, **settings) -> RewardPool:
     return RewardPool(RewardConfig(fn=str(fn), **{"workers": 2, "timeout_s": 1.0, **settings}))
 
 
+def pids_of(pool):
+    return [worker.process.pid for worker in pool._workers]
+
+
 def records(*completions):
     return [RewardRecord(prompt="p", completion=text) for text in completions]
 
@@ -228,7 +232,7 @@ def test_reward_that_does_not_exist(fn, message):
 def test_close_leaves_no_process(reward_file):
     pool = pool_of(reward_file)
     pool.start()
-    pids = pool.pids()
+    pids = pids_of(pool)
     assert len(pids) == 2
     pool.close()
     assert gone_within(pids, 2.0)
@@ -239,11 +243,11 @@ def test_processes_ignore_interrupts_and_import_no_torch(tmp_path):
     path.write_text("import sys\ndef reward_fn(record):\n    return float('torch' in sys.modules)\n")
     with pool_of(path) as pool:
         pool.wait_ready()
-        pids = pool.pids()
+        pids = pids_of(pool)
         for pid in pids:
             os.kill(pid, signal.SIGINT)
         assert pool.score(records("a", "b"))[0].value == 0.0
-        assert pool.pids() == pids
+        assert pids_of(pool) == pids
 
 
 @pytest.mark.parametrize("action", ["idle", "hang", "hang in C"])
@@ -255,7 +259,7 @@ from areno.types import RewardRecord
 from areno.config.run import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()
-print("pids", *pool.pids(), flush=True)
+print("pids", *[worker.process.pid for worker in pool._workers], flush=True)
 if {action!r} == "idle":
     time.sleep(60)
 pool.score([RewardRecord(completion={action!r})] * 2)
@@ -326,7 +330,7 @@ def test_a_function_of_a_script_is_scored_in_the_processes(tmp_path):
         with RewardPool(RewardConfig(workers=1), function) as pool:
             pool.wait_ready()
             assert [outcome.value for outcome in pool.score(records)] == expected
-            assert os.getpid() not in pool.pids()
+            assert os.getpid() not in pids_of(pool)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,12 @@ import math
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def resolve_reward(fn: str) -> str:
     file, name = split_spec(fn, DEFAULT_FUNCTION)
     if not file.endswith(".py"):
         hint = did_you_mean(fn, BUILT_IN, otherwise=f"; built-in: {', '.join(BUILT_IN)}")
-        raise ConfigError([Problem(_KEY, f"is {fn!r}; expected file.py, file.py:function or a built-in{hint}")])
+        raise ConfigError(Problem(_KEY, f"is {fn!r}; expected file.py, file.py:function or a built-in{hint}"))
     path = find_file(file, _KEY)
     check_file(path, file, _KEY)
     return f"{path}:{name}"
@@ -80,7 +79,7 @@ class RewardPool:
     def _resolve(self) -> str | bytes:
         if self._function is None:
             if self.config.fn is None:
-                raise ConfigError([Problem(_KEY, "is null, and no function was given; set it, or pass reward_fn=")])
+                raise ConfigError(Problem(_KEY, "is null, and no function was given; set it, or pass reward_fn="))
             return resolve_reward(self.config.fn)
         if not callable(self._function):
             raise ConfigError(f"reward_fn is {self._function!r}; expected a function of one record")
@@ -125,10 +124,6 @@ class RewardPool:
         _report(records, scoring.outcomes)
         return scoring.outcomes
 
-    def pids(self) -> list[int]:
-        """The process ids of the reward processes."""
-        return [worker.process.pid for worker in self._workers]
-
     def close(self) -> None:
         """End the processes and all processes that they started."""
         for worker in self._workers:
@@ -169,7 +164,7 @@ class RewardPool:
             if message[0] == "failed":
                 raise ConfigError(message[1])
             if message[0] == "ready":
-                worker.ready(is_async=message[1])
+                worker.is_starting, worker.is_async, worker.deadline = False, message[1], math.inf
             elif scoring is not None:
                 position, status, value, text = message
                 worker.answered(position, self.config.timeout_s)
@@ -180,7 +175,7 @@ class RewardPool:
         if worker.is_starting:
             hangs = status == "timeout"
             text = f"importing it took more than {IMPORT_LIMIT_S:g} s" if hangs else f"importing it {text}"
-            raise ConfigError([Problem(_KEY, f"{self._name}: {text}")])
+            raise ConfigError(Problem(_KEY, f"{self._name}: {text}"))
         chunk = list(worker.chunk)
         self._replace(worker)
         if scoring is None:
@@ -196,7 +191,7 @@ class _Worker:
     """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`."""
 
     def __init__(self, first_message: tuple[str | bytes, str, float]):
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from areno.rewards.process import main; "
@@ -209,7 +204,6 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # its own group: Ctrl-C does not reach it, and its children end with it
             )
-        self.connection = Connection(ours.detach())
         self.chunk: deque[int] = deque()
         self.sent = 0
         self.is_async = False
@@ -220,9 +214,6 @@ class _Worker:
     @property
     def is_idle(self) -> bool:
         return not self.is_starting and not self.chunk
-
-    def ready(self, is_async: bool) -> None:
-        self.is_starting, self.is_async, self.deadline = False, is_async, math.inf
 
     def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
         if not chunk:
@@ -255,7 +246,7 @@ class _Worker:
 
 
 class _Scoring:
-    """The samples of one call of `score`: those that wait and those that are done."""
+    """The samples of one call of `score`. n_open: without an outcome. alone: waiting, to be sent one at a time."""
 
     def __init__(self, records: Sequence[RewardRecord]):
         self.outcomes: list[Any] = [None] * len(records)
@@ -263,7 +254,7 @@ class _Scoring:
         self.n_timeouts = self.n_answers = 0
         self._payloads: list[bytes] = []
         self.waiting: deque[int] = deque()
-        self.alone: deque[int] = deque()  # to be sent one at a time
+        self.alone: deque[int] = deque()
         for position, record in enumerate(records):
             try:
                 self._payloads.append(pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL))
@@ -278,38 +269,30 @@ class _Scoring:
         if self.alone:
             position = self.alone.popleft()
             return [(position, self._payloads[position])]
-        n_waiting = len(self.waiting)
-        if is_async:
-            size = min(_MAX_TOGETHER, math.ceil(n_waiting / n_workers))
-        else:
-            size = min(_MAX_CHUNK, math.ceil(n_waiting / (4 * n_workers)))
+        largest, n_shares = (_MAX_TOGETHER, n_workers) if is_async else (_MAX_CHUNK, 4 * n_workers)
+        size = min(largest, math.ceil(len(self.waiting) / n_shares))
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]
 
     def settle(self, position: int, outcome: RewardOutcome) -> None:
         self.outcomes[position] = outcome
         self.n_open -= 1
-        if outcome.status == "timeout":
-            self.n_timeouts += 1
-        else:
-            self.n_answers += 1
+        self.n_timeouts += outcome.status == "timeout"
+        self.n_answers += outcome.status != "timeout"
 
 
 def _report(records: Sequence[RewardRecord], outcomes: list[RewardOutcome]) -> None:
     """Log the first few samples that could not be scored. Raises ArenoError if that is all of them."""
-    failed = [position for position, outcome in enumerate(outcomes) if outcome.status != "ok"]
-    if not failed:
-        return
-    for position in failed[:_LOGGED_FAILURES]:
-        outcome, record = outcomes[position], records[position]
+    failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
+    for outcome, record in failed[:_LOGGED_FAILURES]:
         logger.warning(
             "reward %s: %s; sample: prompt=%s completion=%s solutions=%s",
             outcome.status, outcome.message, _short(record.prompt), _short(record.completion), _short(record.solutions),
         )  # fmt: skip
     if len(failed) > _LOGGED_FAILURES:
         logger.warning("reward: %d samples of %d could not be scored", len(failed), len(outcomes))
-    if len(failed) == len(outcomes):
-        first = outcomes[failed[0]]
+    if failed and len(failed) == len(outcomes):
+        first, _ = failed[0]
         text = f"no reward could be computed for any of the {len(outcomes)} samples"
         raise ArenoError(Problem(_KEY, f"{text}; the first: {first.status}: {first.message}"))
 

@@ -82,9 +82,8 @@ def _unpickle(data: bytes, key: str) -> Callable[..., Any]:
     try:
         return pickle.loads(data)
     except Exception as error:  # it imports the module of the function, which may raise anything
-        raise ConfigError(
-            [Problem(key, f"the function given as reward_fn does not load: {describe_error(error)}")]
-        ) from error
+        text = f"the function given as reward_fn does not load: {describe_error(error)}"
+        raise ConfigError(Problem(key, text)) from error
 
 
 @dataclass
@@ -114,7 +113,7 @@ class _Scorer:
             try:
                 result = self.function(pickle.loads(payload))
                 if inspect.isawaitable(result):
-                    result = self.loop.run_until_complete(_await(result))
+                    result = self.loop.run_until_complete(result)
                 answer = _verdict(result)
             except BaseException as error:
                 answer = self._failure(error)
@@ -144,26 +143,16 @@ class _Scorer:
         return status, None, message[:500]
 
 
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
-
-
 def _verdict(result: Any) -> Answer:
+    """The answer for what the function returned, which must be a finite number."""
     try:
-        return "ok", to_reward(result), ""
+        if not hasattr(result, "__float__"):
+            return "error", None, f"returned {repr(result)[:40]} ({type(result).__name__}); a reward is a number"
+        value = float(result)
     except Exception as error:  # __float__ may raise anything
         return "error", None, (str(error) or type(error).__name__)[:500]
-
-
-def to_reward(result: Any) -> float:
-    """What a reward function returned, as a finite float. Raises TypeError or ValueError."""
-    if not hasattr(result, "__float__"):
-        text = repr(result)[:40]
-        raise TypeError(f"returned {text} ({type(result).__name__}); a reward is a number")
-    value = float(result)
-    if not math.isfinite(value):
-        raise ValueError(f"returned {value}; a reward is a finite number")
-    return value
+    finite = math.isfinite(value)
+    return ("ok", value, "") if finite else ("error", None, f"returned {value}; a reward is a finite number")
 
 
 class _Watchdog:
