@@ -29,26 +29,23 @@ if TYPE_CHECKING:
     from areno.api.trainers.sft import SFTTrainer
     from areno.types import ModelRole, SamplingParams, TrainSequence
 
-_HOME = {
-    "Areno": "areno.api.inputs.backend",
-    "ArenoConfig": "areno.api.inputs.backend",
-    "DPOTrainer": "areno.api.trainers.dpo",
-    "ModelRole": "areno.types",
-    "PPOTrainer": "areno.api.trainers.ppo",
-    "PolicyOnlyTrainer": "areno.api.trainers.policy_only",
-    "SFTTrainer": "areno.api.trainers.sft",
-    "SamplingParams": "areno.types",
-    "TrainSequence": "areno.types",
-    "Trainer": "areno.api.trainer",
+_NAMES = {
+    "areno.api.inputs.backend": ("Areno", "ArenoConfig"),
+    "areno.api.trainer": ("Trainer",),
+    "areno.api.trainers.dpo": ("DPOTrainer",),
+    "areno.api.trainers.policy_only": ("PolicyOnlyTrainer",),
+    "areno.api.trainers.ppo": ("PPOTrainer",),
+    "areno.api.trainers.sft": ("SFTTrainer",),
+    "areno.types": ("ModelRole", "SamplingParams", "TrainSequence"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'areno' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(module), name)
+            return value
+    raise AttributeError(f"module 'areno' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

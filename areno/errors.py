@@ -21,7 +21,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 Rename = Callable[[str], "str | None"]
 """Setting -> what it is called instead; None keeps its name."""
@@ -65,17 +65,13 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" if self.key else self.message
 
-    def __repr__(self) -> str:
-        return f"Problem({self.key!r}, {self.message!r})"
+    __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Problem) and (self.key, self.message) == (other.key, other.message)
 
     def __hash__(self) -> int:
         return hash((self.key, self.message))
-
-
-Self = TypeVar("Self", bound="ArenoError")  # typing has it from Python 3.11 on
 
 
 class ArenoError(Exception):
@@ -88,17 +84,13 @@ class ArenoError(Exception):
         if isinstance(what, str):
             what = Problem("", what, *args)
         self.problems = [what] if isinstance(what, Problem) else list(what)
-        super().__init__(_text(self.problems))
+        lines = [str(problem) for problem in self.problems]
+        heading = f"{len(lines)} problems in the configuration:"
+        super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([heading, *lines]))
 
-    def renamed(self: Self, rename: Rename) -> Self:
+    def renamed(self, rename: Rename) -> ArenoError:
         """The same error with its settings under other names."""
         return type(self)([problem.renamed(rename) for problem in self.problems])
-
-
-def _text(problems: list[Problem]) -> str:
-    if len(problems) == 1:
-        return str(problems[0])
-    return f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
 class ConfigError(ArenoError, ValueError):

@@ -58,8 +58,7 @@ class SamplingParams(SamplingConfig):
         known, given = settings(SamplingParams), {**locals(), **more}
         for name in more.keys() - known:
             raise TypeError(f"SamplingParams has no setting {name!r}{did_you_mean(name, known)}")
-        for name, field_of in known.items():
-            vars(self)[name] = given[name] if name in given else field_of.default()
+        vars(self).update({name: given[name] if name in given else known[name].default() for name in known})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in (known := settings(SamplingParams)):
@@ -67,14 +66,14 @@ class SamplingParams(SamplingConfig):
         super().__setattr__(name, value)
 
 
-# What help() shows: the fixed arguments without `self`, then the fields that are passed in `more`.
-_, *_FIXED, _ = inspect.signature(SamplingParams.__init__).parameters.values()
+# What help() shows: the fixed arguments, then the fields that are passed in `more`.
+_FIXED = inspect.signature(SamplingParams).parameters
 _MORE = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field_of.default())
     for name, field_of in settings(SamplingParams).items()
-    if name not in {parameter.name for parameter in _FIXED}
+    if name not in _FIXED
 ]
-SamplingParams.__signature__ = inspect.Signature([*_FIXED, *_MORE])  # type: ignore[attr-defined]
+SamplingParams.__signature__ = inspect.Signature([*list(_FIXED.values())[:-1], *_MORE])  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,8 +147,7 @@ class PromptItem:
 
     prompt: the row's own text; for a row of messages, the text these render to.
     text: what the model reads, that is, `prompt` after the chat template; `tokens` are its ids.
-    messages: the row's messages, None for a row of plain text. solutions: the row's reference answers, None if it has
-    none.
+    messages: the row's messages, None for a row of plain text. solutions: its reference answers, None if it has none.
     record: the whole row. index: its number in the dataset.
     """
 
@@ -178,10 +176,9 @@ class PairItem:
 
 @dataclass(kw_only=True)
 class Batch(Generic[Item]):
-    """The rows of one step. skipped_long: rows passed over, because they are too long, while this batch was filled.
+    """The rows of one step. skipped_long: too long rows passed over while this batch was filled.
 
-    total_skipped_long: the same since the start of the run, this batch included. ends_epoch: no batch follows in the
-    same epoch.
+    total_skipped_long: since the start of the run, this batch included. ends_epoch: it is the last batch of its epoch.
     """
 
     items: list[Item]
@@ -195,8 +192,6 @@ class Batch(Generic[Item]):
 
 
 PromptBatch = Batch[PromptItem]  # of one RL step
-SequenceBatch = Batch[TrainSequence]  # of one supervised step
-PairBatch = Batch[PairItem]  # of one DPO step
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from areno.loss_fns import sft_loss_fn
 from areno.recipes.dpo import DPOActorConfig, DPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
-from areno.types import SequenceBatch
+from areno.types import Batch
 
 MODEL = str(find_file("examples/quickstart/model"))
 PAIRS = [
@@ -336,7 +336,7 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
         [logprobs] = trainer.trainer.score_logprobs("actor", [row.tokens], 1.0)
-        measured = trainer.measure(iter([SequenceBatch(items=[row])]))["loss"]
+        measured = trainer.measure(iter([Batch(items=[row])]))["loss"]
         trained = trainer.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
     assert trained == pytest.approx(measured, abs=1e-5)

@@ -26,6 +26,7 @@ class Saver:
     def __init__(self, config: SaverConfig, default_dir: str | Path):
         self.folder = Path(default_dir if config.path is None else config.path).expanduser()
         self.trigger = Trigger(config)
+        self.due = self.trigger.due  # whether to save after a step
         self.saved_step: int | None = None
 
     def check_writable(self) -> None:
@@ -41,10 +42,6 @@ class Saver:
                     replaced.rename(final)
             for unfinished in self.folder.glob(f"{UNFINISHED}step-*"):
                 remove(unfinished)
-
-    def due(self, step: int, epoch_ended: bool = False) -> bool:
-        """Whether to save after this step; see Trigger."""
-        return self.trigger.due(step, epoch_ended)
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Let `write` fill a folder, and give it the name step-<n>. If it raises CheckpointError, nothing stays."""

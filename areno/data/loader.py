@@ -126,11 +126,8 @@ class BatchLoader(Generic[Item]):
 
     def _item(self, index: int) -> Item | None:
         """The encoded row, or None if it is too long."""
-        if index in self._too_long:
-            return None
-        item = self._cache.get(index)
-        if item is not None:
-            return item
+        if index in self._too_long or index in self._cache:
+            return self._cache.get(index)
         try:
             item = self.encode(self.rows[index], index)
         except DataError as error:
@@ -138,10 +135,8 @@ class BatchLoader(Generic[Item]):
         n_tokens = len(item.tokens)  # type: ignore[attr-defined]
         if n_tokens > self.max_tokens:
             if not self._too_long:
-                logger.warning(
-                    "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted",
-                    self.name, index, n_tokens, self.max_tokens, self.max_tokens_key,
-                )  # fmt: skip
+                text = "%s row %d has %d tokens, more than %d (%s); such rows are skipped and counted"
+                logger.warning(text, self.name, index, n_tokens, self.max_tokens, self.max_tokens_key)
             self._too_long[index] = n_tokens
             return None
         if self._cached_tokens + n_tokens <= _CACHED_TOKENS:
@@ -201,7 +196,7 @@ def row_loader(
 
 
 def given_prompt_loader(
-    dataset: Any,
+    rows: Any,
     tokenizer: Any,
     *,
     batch_size: int,
@@ -212,11 +207,11 @@ def given_prompt_loader(
 ) -> BatchLoader[PromptItem]:
     """Batches of the prompts that a script passes in, in their order; the last batch may be short.
 
-    A row is checked when its batch is filled. Raises DataError if `dataset` is not a dataset or is empty.
+    A row is checked when its batch is filled. Raises DataError if `rows` is not a dataset or is empty.
     """
-    if problem := rows_problem(dataset):
+    if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")
-    if not len(dataset):
+    if not len(rows):
         raise DataError("dataset has no rows")
 
     def encode(row: Any, index: int) -> PromptItem:
@@ -224,11 +219,6 @@ def given_prompt_loader(
             raise DataError(problem)
         return prompt_item(tokenizer, row, index, enable_thinking, prompt_key=prompt_key, solutions_key=solutions_key)
 
-    return BatchLoader(
-        dataset,
-        encode,
-        DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False),
-        max_tokens=max_prompt_tokens,
-        max_tokens_key="max_prompt_tokens",
-        key="dataset",
-    )
+    config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)
+    limit, limit_key = max_prompt_tokens, "max_prompt_tokens"
+    return BatchLoader(rows, encode, config, max_tokens=limit, max_tokens_key=limit_key, key="dataset")

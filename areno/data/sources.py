@@ -36,7 +36,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
     path or the loader cannot be imported.
     """
     if config.path is None:
-        raise ConfigError([Problem(f"{key}.path", "missing; set it, or hand rows to the trainer")])
+        raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
     if config.loader is not None:
         rows, setting, hint = _rows_from_loader(config, config.path, key), f"{key}.loader", None
     else:
@@ -139,7 +139,7 @@ def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
 def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
     file, name = split_spec(str(config.loader), "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
-    function = load_function(f"{loader_file}:{name}", "load_dataset", f"{key}.loader")
+    function = load_function(str(loader_file), name, f"{key}.loader")
     try:
         found = function(str(existing_path(path) or path), config.split)
         rows = _as_rows(found, config.split)

@@ -50,10 +50,9 @@ def as_checkpoint_error(folder: Path, what: str, key: str) -> Iterator[None]:
     except Exception as error:
         # safetensors wraps a full disk in an error of its own, which is no OSError.
         is_disk = isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
-        if not is_disk:
+        names_its_setting = isinstance(error, ArenoError) and any(problem.mentions() for problem in error.problems)
+        if not is_disk or names_its_setting:
             raise
-        if isinstance(error, ArenoError) and any(problem.mentions() for problem in error.problems):
-            raise  # it names its setting already
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         text = "{} cannot {}: {}; free space there or set another folder"
         raise CheckpointError(Problem(key, text, folder, what, reason)) from error

@@ -34,8 +34,8 @@ def model_of(key: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        error = error.renamed({"actor.path": key}.get)
-        problems = [p if key in p.mentions() else Problem(p.key or key, p.template, *p.args) for p in error.problems]
+        found = error.renamed({"actor.path": key}.get).problems
+        problems = [p if key in p.mentions() else Problem(p.key or key, p.template, *p.args) for p in found]
         raise CheckpointError(problems) from error
 
 
@@ -44,5 +44,5 @@ def find_file(path: str | Path, key: str = "") -> Path:
     found = existing_path(path)
     if found is None:
         places = "" if Path(path).expanduser().is_absolute() else f", neither in {Path.cwd()} nor in {root()}"
-        raise ConfigError([Problem(key, f"there is no {str(path)!r}{places}")])
+        raise ConfigError(Problem(key, f"there is no {str(path)!r}{places}"))
     return found

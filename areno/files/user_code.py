@@ -20,13 +20,11 @@ def split_spec(spec: str, default: str) -> tuple[str, str]:
     return spec, default
 
 
-def load_function(spec: str, default: str, key: str) -> Callable[..., Any]:
-    """Import the file of `spec` and return its function.
+def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
+    """Import a file and return its function `name`. Raises ConfigError of the setting `key` if either is not possible.
 
-    The file's folder is put on sys.path, so the file can import its neighbours. Raises ConfigError of the setting `key`
-    if the file cannot be imported or does not have the function.
+    The file's folder is put on sys.path, so the file can import its neighbours.
     """
-    file, name = split_spec(spec, default)
     path = Path(file).expanduser().resolve()
     check_file(path, file, key)
     if str(path.parent) not in sys.path:
@@ -34,7 +32,7 @@ def load_function(spec: str, default: str, key: str) -> Callable[..., Any]:
     module_name = f"areno_user_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     if module_spec is None or module_spec.loader is None:
-        raise ConfigError([Problem(key, f"{file} cannot be imported as Python")])
+        raise ConfigError(Problem(key, f"{file} cannot be imported as Python"))
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # dataclasses and pickle look the module up by name
     try:
@@ -42,36 +40,33 @@ def load_function(spec: str, default: str, key: str) -> Callable[..., Any]:
     except ArenoError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError([Problem(key, f"{file} does not import: {describe_error(error, path)}")]) from error
+        raise ConfigError(Problem(key, f"{file} does not import: {describe_error(error, path)}")) from error
     function = getattr(module, name, None)
     if callable(function):
         return function
     if function is not None:
-        raise ConfigError([Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed")])
-    own = [
-        n
-        for n, v in vars(module).items()
-        if callable(v) and getattr(v, "__module__", None) == module_name and n[0] != "_"
-    ]
+        raise ConfigError(Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed"))
+    callables = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+    own = [n for n, v in callables.items() if getattr(v, "__module__", None) == module_name]
     hint = did_you_mean(name, own, otherwise=f"; it has {', '.join(own) or 'no functions'}")
-    raise ConfigError([Problem(key, f"{file} has no function {name}{hint} (write {file}:function)")])
+    raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
 
 
 def check_file(path: Path, shown: str, key: str) -> None:
     """Raise ConfigError of the setting `key` unless `path` is a Python file that parses."""
     if path.suffix != ".py":
-        raise ConfigError([Problem(key, f"is {shown!r}; expected file.py or file.py:function")])
+        raise ConfigError(Problem(key, f"is {shown!r}; expected file.py or file.py:function"))
     if not path.is_file():
-        raise ConfigError([Problem(key, f"there is no file {shown} (looked for {path})")])
+        raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         where = f"{path.name}:{line}" if line else path.name
         message = getattr(error, "msg", None) or str(error)
-        raise ConfigError([Problem(key, f"{shown} does not import: SyntaxError: {message} ({where})")]) from error
+        raise ConfigError(Problem(key, f"{shown} does not import: SyntaxError: {message} ({where})")) from error
     except OSError as error:
-        raise ConfigError([Problem(key, f"{shown} cannot be read: {error.strerror}")]) from error
+        raise ConfigError(Problem(key, f"{shown} cannot be read: {error.strerror}")) from error
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:

@@ -58,7 +58,7 @@ def _serve(connection: Connection) -> None:
         else:
             file, name = split_spec(spec, DEFAULT_FUNCTION)
             path = Path(file)
-            function = load_function(spec, DEFAULT_FUNCTION, key)
+            function = load_function(file, name, key)
         inspect.signature(function).bind(None)
     except ArenoError as error:
         # By their texts: what a user's file raises may hold anything.

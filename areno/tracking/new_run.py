@@ -102,10 +102,8 @@ def versions() -> dict[str, str | None]:
     """Versions of areno, Python and the packages that matter, and the git revision if areno runs from a clone."""
     found: dict[str, str | None] = {"areno": __version__, "git": _git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found | {"platform": platform.platform()}
 
 

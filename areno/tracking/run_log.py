@@ -37,7 +37,7 @@ class RunLog:
                 self._file = _FileHandler(log_file, encoding="utf-8")
             except OSError as error:
                 text = "cannot write {}: {}"
-                raise ConfigError([Problem("cluster.fileroot", text, log_file, error.strerror)]) from error
+                raise ConfigError(Problem("cluster.fileroot", text, log_file, error.strerror)) from error
             self._file.setFormatter(_FORMATTER)
             logger.addHandler(self._file)
         logger.addHandler(_STDERR)  # no effect if it is there
