@@ -7,12 +7,9 @@ ArenoError
 └── EngineError (RuntimeError)      a worker died, ran out of memory, or was used out of order
 
 An error knows which settings it is about: they are `Key`s in it, not words of its text. So a caller whose users know a
-setting under another name can rename it:
+setting under another name can rename it (`keys_renamed`).
 
     raise EngineError("a prompt of {} tokens does not fit; raise {}", 900, Key("rollout.max_kv_tokens"))
-
-    with keys_renamed({"rollout.max_kv_tokens": "max_kv_tokens"}.get):
-        ...
 """
 
 from __future__ import annotations

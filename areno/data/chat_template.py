@@ -1,7 +1,4 @@
-"""The chat template: messages to the text that a model reads, and where the assistant speaks in that text.
-
-No tokens here: areno.data.encode makes them.
-"""
+"""The chat template: messages to the text that a model reads, and where the assistant speaks in that text."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ def render_generation_prompt(
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
             return prompt
-        raise DataError(
-            "messages need a tokenizer with a chat template; set {} to one that has it, or give the prompt as text",
-            Key("tokenizer_path"),
-        )
+        said = "messages need a tokenizer with a chat template; set {} to one that has it, or give the prompt as text"
+        raise DataError(said, Key("tokenizer_path"))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return render(tokenizer, messages, tools, enable_thinking, opened=True)
 
@@ -66,10 +61,8 @@ def assistant_spans(
             continue
         start = _turn_start(tokenizer, messages[:turn], text, contents.get(turn - 1), thinking, tools)
         if start is None or start < (spans[-1][1] if spans else 1) or start > contents.get(turn, start):
-            raise DataError(
-                f"where messages[{turn}] begins cannot be found in the chat template's output; "
-                "give the rows as {prompt, response}"
-            )
+            said = f"where messages[{turn}] begins cannot be found in the chat template's output"
+            raise DataError(said + "; give the rows as {prompt, response}")
         content_end = contents.get(turn, start)
         later = [end for other, end in contents.items() if other > turn]
         end_at = text.find(end_token, content_end, min(later, default=len(text))) if end_token else -1
@@ -104,10 +97,8 @@ def _content_ends(tokenizer: Any, messages: list[Any], text: str, tools: Any) ->
         pieces = _split_behind(tokenizer, messages, numbers, tools)
         if len(pieces) == len(numbers) + 1 and "".join(pieces) == text:
             return dict(zip(numbers, itertools.accumulate(len(piece) for piece in pieces), strict=False))
-    raise DataError(
-        "the chat template rewrites assistant messages, so the trained words cannot be found in its output; "
-        "give the rows as {prompt, response}"
-    )
+    said = "the chat template rewrites assistant messages, so the trained words cannot be found in its output"
+    raise DataError(said + "; give the rows as {prompt, response}")
 
 
 def _split_behind(tokenizer: Any, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
@@ -126,10 +117,7 @@ def _split_behind(tokenizer: Any, messages: list[Any], numbers: list[int], *how:
 def _turn_start(
     tokenizer: Any, before: list[Any], text: str, content_end: int | None, thinking: bool | None, tools: Any
 ) -> int | None:
-    """Where in `text` the turn that follows the messages `before` starts, or None.
-
-    content_end: where the content of the last of them ends, if that is known.
-    """
+    """Where in `text` the turn behind `before` starts, or None. content_end: where the last of these ends, if known."""
     if not before:
         return None
     prompts = [render(tokenizer, before, tools, switch, opened=True) for switch in {thinking, None}]

@@ -1,7 +1,4 @@
-"""Rows to batches: a seeded order for each epoch, a limit on the length of a row, a position that can be saved.
-
-areno.data.sources reads the rows, areno.data.encode makes their tokens.
-"""
+"""Rows to batches: a seeded order for each epoch, a limit on the length of a row, a position that can be saved."""
 
 from __future__ import annotations
 
@@ -89,10 +86,7 @@ class BatchLoader(Generic[Item]):
             yield from self.batches()
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
-        """The next batch of an epoch, read from place `start` of its order on. It is short where the rows end.
-
-        Returned with the number of too long rows among those it was read from, and the place behind them.
-        """
+        """The next batch from place `start` of `order` on, how many too long rows it skips, and the place behind it."""
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
@@ -205,10 +199,7 @@ def given_prompt_loader(
     solutions_key: str,
     enable_thinking: bool | None,
 ) -> BatchLoader[PromptItem]:
-    """Batches of the prompts that a script passes in, in their order; the last batch may be short.
-
-    A row is checked when its batch is filled. Raises DataError if `rows` is not a dataset or is empty.
-    """
+    """Batches of a script's own prompts, in their order; the last may be short. DataError if `rows` is no dataset."""
     if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")
     if not len(rows):

@@ -32,8 +32,7 @@ _FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
     """The rows of a configured dataset, each checked against `kind`. key: the name of the section, for messages.
 
-    Raises DataError if the data is missing, unreadable or empty or a row does not fit, and ConfigError if there is no
-    path or the loader cannot be imported.
+    Raises DataError if the data cannot be read, is empty or does not fit; ConfigError if path or loader are missing.
     """
     if config.path is None:
         raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
@@ -63,11 +62,7 @@ def valid_section(config: ExperimentConfig, given: Any) -> ValidDatasetConfig | 
 
 
 def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
-    """`rows` that a script passes in: a list of dictionaries, or anything with a length and indexing.
-
-    key: the name of the argument, for messages. Raises DataError if `rows` is something else or empty, or at the first
-    row that is not of `kind`.
-    """
+    """`rows` that a script passes in as argument `key`. Raises DataError unless they are rows, and all of `kind`."""
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
     if found := _first_problem(rows, kind):
@@ -183,10 +178,9 @@ def _read_jsonl(file: Path, shown: str) -> list[Row]:
     rows = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
             try:
-                rows.append(json.loads(line))
+                if line.strip():
+                    rows.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise DataError(f"{shown} line {number}: not JSON: {error.msg}") from error
     return rows
@@ -195,12 +189,11 @@ def _read_jsonl(file: Path, shown: str) -> list[Row]:
 def _read_table(file: Path, shown: str) -> Rows:
     import pyarrow as pa
     from datasets import Dataset
+    from pyarrow import csv, parquet
 
     try:
         if file.suffix == ".parquet":
-            from pyarrow.parquet import read_table
-
-            return Dataset(read_table(file))
+            return Dataset(parquet.read_table(file))
         if file.suffix == ".arrow":
             # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
             with pa.memory_map(str(file)) as source:
@@ -208,14 +201,12 @@ def _read_table(file: Path, shown: str) -> Rows:
             with pa.memory_map(str(file)) as source:
                 reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
                 return Dataset(reader.read_all())
-        from pyarrow.csv import ConvertOptions, ParseOptions, open_csv, read_csv
-
-        parse = ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
-        with open_csv(file, parse_options=parse) as reader:
+        parse = csv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
+        with csv.open_csv(file, parse_options=parse) as reader:
             names = reader.schema.names
         # Cells are text, as they stand in the file: a solution "10" must not become the number 10.
-        convert = ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-        return Dataset(read_csv(file, parse_options=parse, convert_options=convert))
+        convert = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        return Dataset(csv.read_csv(file, parse_options=parse, convert_options=convert))
     except pa.ArrowException as error:
         raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
 

@@ -155,8 +155,8 @@ class RewardPool:
                 except (EOFError, OSError):
                     self._lost(worker, scoring, "error", f"ended its process ({worker.exit_text()})")
             elif time.monotonic() >= worker.deadline and not worker.connection.poll():
-                limit = f"{self.config.timeout_s:g} s (reward.timeout_s)"
-                self._lost(worker, scoring, "timeout", f"no answer within {limit}")
+                text = f"no answer within {self.config.timeout_s:g} s (reward.timeout_s)"
+                self._lost(worker, scoring, "timeout", text)
 
     def _listen(self, worker: _Worker, scoring: _Scoring | None) -> None:
         while worker.connection.poll():
@@ -193,17 +193,12 @@ class _Worker:
     def __init__(self, first_message: tuple[str | bytes, str, float]):
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from areno.rewards.process import main; "
-            f"main({theirs.fileno()}, {os.getpid()})"
-        )
+        fd = theirs.fileno()
+        start = f"from areno.rewards.process import main; main({fd}, {os.getpid()})"
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # its own group: Ctrl-C does not reach it, and its children end with it
-            )
+            # In a session of its own: Ctrl-C does not reach it, and its children end with it.
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
         self.chunk: deque[int] = deque()
         self.sent = 0
         self.is_async = False
@@ -252,17 +247,15 @@ class _Scoring:
         self.outcomes: list[Any] = [None] * len(records)
         self.n_open = len(records)
         self.n_timeouts = self.n_answers = 0
-        self._payloads: list[bytes] = []
-        self.waiting: deque[int] = deque()
+        self._payloads: dict[int, bytes] = {}
         self.alone: deque[int] = deque()
         for position, record in enumerate(records):
             try:
-                self._payloads.append(pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL))
-                self.waiting.append(position)
+                self._payloads[position] = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
             except Exception as error:  # an object may raise anything when it is pickled
-                self._payloads.append(b"")
                 text = f"the record cannot be sent to the reward process: {type(error).__name__}: {error}"
                 self.settle(position, RewardOutcome(None, "error", text))
+        self.waiting = deque(self._payloads)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
         """Records for one idle process: large chunks first and single ones last, so that all processes end together."""
@@ -285,10 +278,9 @@ def _report(records: Sequence[RewardRecord], outcomes: list[RewardOutcome]) -> N
     """Log the first few samples that could not be scored. Raises ArenoError if that is all of them."""
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
-        logger.warning(
-            "reward %s: %s; sample: prompt=%s completion=%s solutions=%s",
-            outcome.status, outcome.message, _short(record.prompt), _short(record.completion), _short(record.solutions),
-        )  # fmt: skip
+        sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
+        text = "reward %s: %s; sample: prompt=%s completion=%s solutions=%s"
+        logger.warning(text, outcome.status, outcome.message, *sample)
     if len(failed) > _LOGGED_FAILURES:
         logger.warning("reward: %d samples of %d could not be scored", len(failed), len(outcomes))
     if failed and len(failed) == len(outcomes):

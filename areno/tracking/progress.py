@@ -79,9 +79,7 @@ class RolloutProgress(Progress):
         if now - self._since < self.interval_s:
             return
         for rank, (new, old) in enumerate(zip(stats, self._before, strict=True)):
-            logger.info(
-                "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f",
-                rank, self.dp_size, new.running, new.graph_replays > old.graph_replays,
-                (new.generated_tokens - old.generated_tokens) / (now - self._since),
-            )  # fmt: skip
+            text = "rollout decode progress: dp=%d/%d active=%d cuda_graph=%s tokens_per_second=%.1f"
+            rate = (new.generated_tokens - old.generated_tokens) / (now - self._since)
+            logger.info(text, rank, self.dp_size, new.running, new.graph_replays > old.graph_replays, rate)
         self._before, self._since = list(stats), now

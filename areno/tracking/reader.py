@@ -67,14 +67,11 @@ class RunReader:
         return self.path.parent if _is_sweep(self.path.parent) else None
 
     def records(self) -> list[dict[str, Any]]:
-        """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}.
-
-        A last line without its end is left out: the run is about to write the rest.
-        """
+        """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}."""
         path = self.path / "logs" / "metrics.jsonl"
         if not path.exists():
             return []
-        *lines, _ = path.read_bytes().split(b"\n")
+        *lines, _ = path.read_bytes().split(b"\n")  # a last line without its end: the run is about to write the rest
         records = list(_parsed(path, lines))
         for number, record in enumerate(records, 1):
             if not isinstance(record.get("step"), int):
@@ -128,10 +125,7 @@ class RunReader:
         return next(reversed(self.checkpoints().values()), None)
 
     def status(self) -> Status | None:
-        """completed; stopped early, by an error or by the user; unfinished: still going on, or killed.
-
-        None if its log does not say so.
-        """
+        """completed; stopped, by an error or the user; unfinished: still going on, or killed; None: no log says it."""
         path = self.path / "logs" / "run.log"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         told: dict[str, Status] = {STARTED: "unfinished", DONE: "completed", STOPPED: "stopped"}

@@ -13,10 +13,9 @@ from areno.tracking.tracker import Tracker, Trackers
 
 
 def open_trackers(config: ExperimentConfig, run_dir: Path, headline: Sequence[str] = ()) -> Trackers:
-    """The trackers that the configuration of a run asks for.
+    """The trackers that a run asks for. Raises ArenoError, with the setting, if a folder cannot be written.
 
     headline: the scalars that the summary line of a step shows, if the step has them, such as "train/loss".
-    Raises ArenoError, with the setting, if a folder cannot be written.
     """
     trackers: list[Tracker] = [
         Console(headline, config.total_train_steps),

@@ -62,10 +62,7 @@ class _ScalarFile(Tracker):
 
 
 class Jsonl(_ScalarFile):
-    """Writes {"step", "time" (seconds since 1970), and the scalars} as one line for each call of `log`.
-
-    A value that is not finite becomes null.
-    """
+    """Writes a line for each call: {"step", "time" (seconds since 1970), and the scalars}; null if not finite."""
 
     def __init__(self, path: str | Path):
         super().__init__(Path(path), "cluster.fileroot")

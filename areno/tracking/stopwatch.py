@@ -24,8 +24,7 @@ class Stopwatch:
         if self._running:
             yield
             return
-        self._running = True
-        started = time.perf_counter()
+        self._running, started = True, time.perf_counter()
         try:
             yield
         finally:
