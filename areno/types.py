@@ -24,12 +24,10 @@ class SamplingParams(SamplingConfig):
     greedy: take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
     top_p: in (0, 1], keep the most likely tokens of this total probability. top_k: keep the k most likely; -1 = all.
     max_new_tokens: longest completion. max_context_len: longest prompt plus completion; None is the model's limit.
-    max_prompt_len: refuse longer prompts. All three in tokens.
-    temperature: the logits are divided by it; 0 means greedy.
+    max_prompt_len: refuse longer prompts. All three in tokens. temperature: the logits are divided by it; 0 is greedy.
     stop: strings that end a completion. stop_token_ids: token ids that end it, beside the model's own. Both stay in it.
     ignore_eos: do not end at the model's own end-of-sequence tokens.
-    skip_special_tokens: for text made of completions. Rollouts return token ids and do not read it; the trainers read
-    it, as `gconfig.skip_special_tokens`, when they decode completions for rewards and logs.
+    skip_special_tokens: rollouts return token ids and do not read it. The trainers do, when they decode completions.
     Keyword arguments only: min_new_tokens (no stop token is sampled before this many tokens), frequency_penalty (in
     [-2, 2]; a token's logit is lowered by it for each time that the completion has the token already).
 
@@ -211,10 +209,9 @@ class ModelRole:
 
 @dataclass(slots=True, kw_only=True)
 class RolloutSequence:
-    """One sampled completion.
+    """One sampled completion: its tokens, with the stop token.
 
-    resp_tokens: its tokens, with the stop token. resp_logprobs: their log-probabilities when they were sampled.
-    resp_versions: the version of the weights that sampled each token.
+    resp_logprobs, resp_versions: for each token, its log-probability and the weights' version when it was sampled.
     """
 
     resp_tokens: list[int]
@@ -256,17 +253,15 @@ class RewardRecord:
     prompt_tokens: list[int] = field(default_factory=list)
 
     @classmethod
-    def of_completion(
-        cls, item: PromptItem, sequence: RolloutSequence, completion: str, rendered: str | None = None
-    ) -> RewardRecord:
-        """The record of a single-turn sample: its text, and the same with special tokens where that differs."""
+    def of_completion(cls, item: PromptItem, sequence: RolloutSequence, completion: str, rendered: str) -> RewardRecord:
+        """The record of a single-turn sample: its text, and the same with special tokens."""
         asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
         return cls(
             prompt=item.prompt,
             completion=completion,
             final_answer=completion,
             messages=[*asked, {"role": "assistant", "content": completion}],
-            rendered_completion=completion if rendered is None else rendered,
+            rendered_completion=rendered,
             tokens=sequence.resp_tokens,
             logprobs=sequence.resp_logprobs,
             loss_mask=[True] * len(sequence.resp_tokens),

@@ -1,8 +1,4 @@
-"""The checkpoints of a run: their names, the `latest` link, and what an earlier crash left.
-
-A checkpoint `step-<n>` appears whole or not at all: `files/durable.py` writes it under another name, syncs it and
-renames it.
-"""
+"""The checkpoints of a run, each whole or absent: their names, the `latest` link, and what an earlier crash left."""
 
 from __future__ import annotations
 

@@ -112,8 +112,7 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
         return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
     text = render(tokenizer, messages, tools)
     earlier = sum(message["role"] == "assistant" for message in messages[:first])
-    pieces = []
-    at = 0
+    pieces, at = [], 0
     for start, end in assistant_spans(tokenizer, messages, text, thinking, tools)[earlier:]:
         pieces += [(text[at:start], False), (text[start:end], True)]
         at = end

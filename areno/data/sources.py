@@ -40,10 +40,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
         rows, setting, hint = _rows_from_loader(config, config.path, key), f"{key}.loader", None
     else:
         rows, setting, hint = read_rows(config.path, config.split, key), f"{key}.path", f"{key}.loader"
-    if found := _first_problem(rows, kind, hint):
-        text, *args = found
-        raise DataError(Problem(setting, "{}" + text, config.path, *args))
-    return rows
+    return _checked(rows, kind, setting, config.path, hint)
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
@@ -65,10 +62,7 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
     """`rows` that a script passes in as argument `key`. Raises DataError unless they are rows, and all of `kind`."""
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
-    if found := _first_problem(rows, kind):
-        text, *args = found
-        raise DataError("{}" + text, Key(key), *args)
-    return rows
+    return _checked(rows, kind, "", Key(key))
 
 
 def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:
@@ -97,19 +91,20 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
         raise DataError(Problem(setting, said)) from error
 
 
-def _first_problem(rows: Rows, kind: RowKind, loader_key: str | None = None) -> tuple[Any, ...] | None:
-    """(text, *args) about the first row that is not of `kind`, or if there is none; None if all is well."""
+def _checked(rows: Rows, kind: RowKind, setting: str, name: str | Key, loader_key: str | None = None) -> Rows:
+    """`rows`, unless there are none or one is not of `kind`, which is a DataError. name: what it calls the rows."""
     if len(rows) == 0:
-        return (" has no rows",)
+        raise DataError(Problem(setting, "{} has no rows", name))
     for number, row in enumerate(_iter_fields(rows, FIELDS[kind])):
         if (problem := row_problem(row, kind)) is None:
             continue
         has = f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}" if isinstance(row, Mapping) else ""
-        said = f" row {number}: {problem}; expected {EXPECTED[kind]}{has}"
+        said = f"row {number}: {problem}; expected {EXPECTED[kind]}{has}"
         if loader_key is None:
-            return "{}", said
-        return "{}; set {} to a file.py that makes such rows", said, Key(loader_key)
-    return None
+            raise DataError(Problem(setting, "{} {}", name, said))
+        text = "{} {}; set {} to a file.py that makes such rows"
+        raise DataError(Problem(setting, text, name, said, Key(loader_key)))
+    return rows
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:

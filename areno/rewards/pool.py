@@ -98,10 +98,7 @@ class RewardPool:
             self._wait([worker for worker in self._workers if worker.is_starting])
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
-        """The outcome of every record, in order.
-
-        Raises ArenoError if none of the records could be scored, or if every call of the function hangs.
-        """
+        """The outcome of every record, in order. Raises ArenoError if none could be scored, or if every call hangs."""
         if not self._workers:
             raise EngineError("the reward pool is not running; call start() first")
         scoring = _Scoring(records)

@@ -51,7 +51,7 @@ def _serve(connection: Connection) -> None:
     spec, key, timeout_s = connection.recv()
     watchdog = _Watchdog()
     watchdog.arm(IMPORT_LIMIT_S)
-    name, path = "reward_fn", None
+    name, path = DEFAULT_FUNCTION, None
     try:
         if isinstance(spec, bytes):
             function = _unpickle(spec, key)
@@ -73,8 +73,7 @@ def _serve(connection: Connection) -> None:
     watchdog.disarm()
     connection.send(("ready", scorer.is_async))
     while True:
-        chunk: Chunk = connection.recv()
-        scorer.score(chunk)
+        scorer.score(connection.recv())
         watchdog.disarm()
 
 
@@ -97,9 +96,8 @@ class _Scorer:
     watchdog: _Watchdog
 
     def __post_init__(self) -> None:
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            getattr(self.function, "__call__", None)  # noqa: B004  # an object with an async __call__
-        )
+        call = getattr(self.function, "__call__", None)  # noqa: B004  # that of an object may be async
+        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
         self.loop = asyncio.new_event_loop()
 
     def score(self, chunk: Chunk) -> None:

@@ -20,7 +20,6 @@ from areno.errors import ConfigError, Problem
 from areno.files.paths import root
 
 _FILES = ("config.yaml", "overrides.yaml", "versions.json")
-_LOG = "run.log"  # its lines were on stderr too
 _PACKAGES = (
     "torch",
     "transformers",
@@ -89,7 +88,8 @@ def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
 
 def discard(run_dir: Path) -> None:
     """Remove the folder of a run that failed before it had results. A folder with other files stays."""
-    if not run_dir.is_dir() or any(path.is_file() and path.name not in (*_FILES, _LOG) for path in run_dir.rglob("*")):
+    no_results = (*_FILES, "run.log")  # the lines of the log were on stderr too
+    if not run_dir.is_dir() or any(path.is_file() and path.name not in no_results for path in run_dir.rglob("*")):
         return
     with contextlib.suppress(OSError):  # stops at the first folder that holds other runs
         for path in sorted(run_dir.rglob("*"), reverse=True):

@@ -16,13 +16,11 @@ logger = logging.getLogger("areno")
 class RunLog:
     """Sends what areno logs to stderr, and to `log_file` if one is given, until close(). Also a context manager.
 
-    The host program keeps its own logging. Its handlers are never removed, closed or configured. While it has one that
-    gets areno's records, nothing of ours goes to stderr, so no line appears twice. A level that it has set on the
-    logger "areno" stays. own_process: there is no host, as under a command line of ours: stderr gets the lines, and
-    handlers of other loggers do not.
+    The host program keeps its own logging: its handlers, and a level that it has set on the logger "areno". While it
+    has a handler that gets areno's records, nothing of ours goes to stderr, so no line appears twice. own_process:
+    there is no host, as under a command line of ours; stderr gets the lines, and handlers of other loggers do not.
 
-    Several may be open at a time. Each close() removes the file of that one, the last close() also removes our handler
-    for stderr and restores the level. Raises ConfigError if the file cannot be made.
+    Several may be open; the last close() restores stderr and the level. Raises ConfigError if the file cannot be made.
     """
 
     _open: ClassVar[list[RunLog]] = []  # they share the handler for stderr and the level

@@ -20,10 +20,7 @@ _SHOWN_CHARS = 1000
 
 
 class SampleLog(Tracker):
-    """Logs prompt, completion and reward of the first samples of each step, as many as ARENO_LOG_COMPLETIONS says.
-
-    Raises ConfigError if that variable is not a number.
-    """
+    """Logs the first samples of each step, as many as ARENO_LOG_COMPLETIONS says. ConfigError if that is no number."""
 
     def __init__(self) -> None:
         text = os.environ.get(VARIABLE, "").strip()
@@ -59,13 +56,12 @@ class SampleFiles(Tracker):
                     # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
                     file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
             unfinished.replace(path)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            if not isinstance(error, OSError):
-                raise
+        except OSError as error:
             text = "{} cannot be written: {}; free space there, or set it to false"
             raise ArenoError(Problem("rollout.dump_to_file", text, path, error.strerror)) from error
+        finally:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
 
 
 def _line(sample: ScoredSample) -> dict[str, object]:
