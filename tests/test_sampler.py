@@ -8,7 +8,7 @@ from torch import Tensor
 
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slot_sampler import SlotSampler
-from areno.kernels.sampling.reference import sample_key, sample_tokens, uniform
+from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.interpreted import run_interpreted
 
@@ -21,7 +21,7 @@ def draw(
     greedy: bool = False,
     top_k: int | None = None,
     top_p: float | None = None,
-    banned: tuple[Tensor, Tensor] | None = None,
+    edited: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` with the same settings for every row."""
     n = len(uniform_B)
@@ -33,7 +33,7 @@ def draw(
         uniform_B,
         top_k_B=torch.full((n,), -1 if top_k is None else top_k) if truncates else None,
         top_p_B=torch.full((n,), 1.0 if top_p is None else top_p) if truncates else None,
-        banned=banned,
+        edited_BV=edited,
     )
 
 
@@ -171,18 +171,18 @@ def test_rows_without_truncation_draw_the_same_beside_rows_with_it() -> None:
     assert mixed[::2].tolist() != alone[::2].tolist()
 
 
-def test_banned_tokens_are_not_drawn_and_logprobs_do_not_know_of_it() -> None:
+def test_edited_logits_are_drawn_from_and_logprobs_do_not_know_of_it() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(1000, 1)
-    rows = torch.arange(1000).repeat_interleave(2)
-    banned = (rows, torch.tensor([0, 2]).repeat(1000))
-    tokens, logprobs = draw(logits, grid(1000), banned=banned)
+    edited = logits.clone()
+    edited[:, [0, 2]] = -torch.inf
+    tokens, logprobs = draw(logits, grid(1000), edited=edited)
     share = logits[0, [1, 3]].softmax(-1)[0].item()
     assert set(tokens.tolist()) == {1, 3}
     assert (tokens == 1).sum().item() == pytest.approx(1000 * share, abs=1.01)
     torch.testing.assert_close(logprobs, logits[0].log_softmax(-1)[tokens])
-    assert set(draw(logits, grid(1000), banned=banned, greedy=True)[0].tolist()) == {1}
-    logits[:, 0] = 1000.0  # what is left underflows; the best of it is taken
-    assert set(draw(logits, grid(1000), banned=banned)[0].tolist()) == {1}
+    assert set(draw(logits, grid(1000), edited=edited, greedy=True)[0].tolist()) == {1}
+    logits[:, 0] = 1000.0  # beside it the rest weighs nothing, but it is banned
+    assert set(draw(logits, grid(1000), edited=edited)[0].tolist()) == {1, 3}
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -216,77 +216,105 @@ def test_settings_travel_to_their_slots() -> None:
     assert settings.greedy.tolist() == [True, False, False, True, False]
 
 
-def settings_of(slots: int, params: list[SamplingParams], device: str) -> tuple[SlotSampler, Tensor]:
-    """SlotSampler with those of row i in some slot, and the slots."""
+def settings_of(slots: int, vocab: int, params: list[SamplingParams], device: str) -> tuple[SlotSampler, Tensor]:
+    """SlotSampler with those of row i in some slot, and the slots. Each row has had some tokens."""
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[: len(params)]
-    sequences = []
-    for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True)):
-        request = GenerationRequest(request_id=i, prompt=[1], params=given)
-        made = Sequence(
-            request=request, sample=0, key=sample_key(11, i), max_new=1, stop_ids=frozenset(), tokens=[1], slot=slot
+    sequences = [
+        Sequence(
+            request=GenerationRequest(request_id=i, prompt=[1], params=given),
+            sample=0,
+            key=sample_key(11, i),
+            max_new=1,
+            stop_ids=frozenset({7, 8, 9 + i % 5}),
+            tokens=[1, *torch.randint(vocab, (40,), generator=torch.Generator().manual_seed(i)).tolist() * 2],
+            slot=slot,
         )
-        sequences.append(made)
-    slot_sampler = SlotSampler(slots, 300, torch.device(device))
+        for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True))
+    ]
+    slot_sampler = SlotSampler(slots, vocab, torch.device(device))
     slot_sampler.assign(torch.from_numpy(SlotSampler.pack(sequences)).to(device))
+    if (counts := SlotSampler.pack_counts(sequences)) is not None:
+        slot_sampler.assign_counts(*(torch.from_numpy(part).to(device) for part in counts))
     return slot_sampler, order.to(device)
 
 
+PLAIN = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(greedy=True),
+    SamplingParams(temperature=0),
+]
+FILTERED = [
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.7, temperature=1.7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=40, top_p=0.5),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_k=10_000_000),
+    SamplingParams(top_p=0.999),
+    SamplingParams(top_k=9, top_p=0.5, temperature=30.0),  # the share is of nine nearly equal tokens
+    SamplingParams(top_k=100, top_p=0.9, temperature=0.6),
+]
+EDITED = [
+    SamplingParams(min_new_tokens=4),
+    SamplingParams(min_new_tokens=100, greedy=True),
+    SamplingParams(frequency_penalty=1.5),
+    SamplingParams(frequency_penalty=-2, temperature=0.5),
+    SamplingParams(min_new_tokens=100, frequency_penalty=0.7, top_k=20, top_p=0.8),
+]
+
+
 def compare_triton(device: str) -> None:
-    """The kernels against `sample_tokens`, on the CPU. Run in a process of its own where interpreted."""
+    """The kernels against the torch form on the CPU. Run in a process of its own where interpreted."""
+    from areno.kernels.sampling import reference
     from areno.kernels.sampling.triton import sample_slots as by_triton
 
     on_gpu = device == "cuda"
-    plain = [
-        SamplingParams(),
-        SamplingParams(temperature=0.6),
-        SamplingParams(greedy=True),
-        SamplingParams(temperature=0),
-    ]
-    cut = [
-        SamplingParams(top_k=5),
-        SamplingParams(top_p=0.7, temperature=1.7),
-        SamplingParams(top_k=1),
-        SamplingParams(top_k=40, top_p=0.5),
-        SamplingParams(top_p=1e-6),
-        SamplingParams(top_k=10_000_000),
-        SamplingParams(top_p=0.999),
-        SamplingParams(top_k=9, top_p=0.5, temperature=30.0),  # the share is of nine nearly equal tokens
-    ]
-    cases = [(plain, 300, 64), (plain + cut, 300, 64)]
+    # Few candidates send some rows through the whole vocabulary, many send none.
+    cases = [(PLAIN, 300, 64, 64), (PLAIN + FILTERED + EDITED, 300, 64, 16), (FILTERED + EDITED, 300, 64, 256)]
     if on_gpu:
-        cases = [(plain * 50, 151_936, 4096), ((plain + cut) * 20, 151_936, 4096), ((plain + cut) * 9, 3001, 512)]
-    for rows, vocab, span in cases:
+        every = PLAIN + FILTERED + EDITED
+        cases = [(PLAIN * 50, 151_936, 4096, 2048), (every * 15, 151_936, 4096, 2048), (every * 9, 3001, 512, 128)]
+    for rows, vocab, span, n_candidates in cases:
         gen = torch.Generator().manual_seed(vocab)
         logits = torch.randn(len(rows), vocab, generator=gen) * 3
         logits[1::3] = (logits[1::3] * 2).round() / 2  # equals at the border of what is kept
         logits[2::5, vocab // 2 :] = -torch.inf
-        slot_sampler, slots = settings_of(len(rows) + 2, rows, device)
-        settings = settings_of(len(rows) + 2, rows, "cpu")[0].tensors
-        filtered = len(rows) > len(plain) and any(row in cut for row in rows)
-        strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
+        logits[:, 7] = 9.0  # a token that would be drawn often, were it not banned
+        slot_sampler, slots = settings_of(len(rows) + 2, vocab, rows, device)
+        expecting = settings_of(len(rows) + 2, vocab, rows, "cpu")[0].tensors
+        flags = SamplingFlags(
+            filtered=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+            n_banned=expecting.banned.shape[1],
+            penalized=expecting.counts is not None,
+        )
         n_different = 0
         for position in range(20 if on_gpu else 3):
-            positions = torch.arange(len(rows)) * 3 + position
+            strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
+            positions = torch.arange(len(rows)) % 6 + position
             got = by_triton(
-                strided, slots, positions.to(device), slot_sampler.tensors, filtered=filtered, span=span
+                strided,
+                slots,
+                positions.to(device),
+                slot_sampler.tensors,
+                flags,
+                span=span,
+                n_candidates=n_candidates,
             ).cpu()
-            expected = sample_tokens(
-                logits,
-                settings.temperature[slots.cpu()],
-                settings.greedy[slots.cpu()],
-                uniform(settings.key[slots.cpu()], positions),
-                top_k_B=settings.top_k[slots.cpu()] if filtered else None,
-                top_p_B=settings.top_p[slots.cpu()] if filtered else None,
-            )
+            expected = reference.sample_slots(logits, slots.cpu(), positions, expecting, flags)
             assert torch.equal(slot_sampler.tensors.last_token[slots].cpu(), got[0].long())
-            same = got[0] == expected[0].double()
-            torch.testing.assert_close(got[1][same], expected[1][same].double(), atol=1e-5, rtol=0)
+            same = got[0] == expected[0]
+            torch.testing.assert_close(got[1][same], expected[1][same], atol=1e-5, rtol=0)
             n_different += int((~same).sum())
+            if expecting.counts is not None and slot_sampler.tensors.counts is not None:
+                slot_sampler.tensors.counts.copy_(
+                    expecting.counts
+                )  # what follows shall not depend on a rare other draw
         assert n_different <= len(rows) * 20 // 1000, n_different
         for poison in (torch.nan, torch.inf):
-            poisoned = strided.clone()
+            poisoned = logits.to(device)
             poisoned[0, vocab - 1] = poison
-            got = by_triton(poisoned, slots, slots, slot_sampler.tensors, filtered=filtered, span=span)
+            got = by_triton(poisoned, slots, slots, slot_sampler.tensors, flags, span=span, n_candidates=n_candidates)
             assert got[1].isnan().tolist() == [True] + [False] * (len(rows) - 1)
             assert ((got[0] >= 0) & (got[0] < vocab)).all()
 

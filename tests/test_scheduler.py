@@ -42,7 +42,7 @@ def arrive(scheduler: Scheduler, plan: Plan) -> list[Sequence]:
     """What the decoder does with the tokens of a step; here token 7 for everybody."""
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
-        sequence.accept(7, -1.0, 0, None)
+        sequence.accept(7, -1.0, 0)
         scheduler.register(sequence, len(sequence.tokens) - 1)
     scheduler.remove_finished()
     return sequences
@@ -227,6 +227,6 @@ def arrive_unfinished(scheduler: Scheduler, plan: Plan) -> None:
     sequences = [s for chunk in plan.chunks if chunk.is_last for s in chunk.prefill.sequences] + plan.decode
     for sequence in sequences:
         if sequence.finish_reason is None:
-            sequence.accept(7, -1.0, 0, None)
+            sequence.accept(7, -1.0, 0)
             scheduler.register(sequence, len(sequence.tokens) - 1)
     scheduler.remove_finished()

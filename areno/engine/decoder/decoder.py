@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.stop_strings import Detokenize, StopStrings
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError
@@ -44,10 +45,11 @@ class Decoder:
         eos_token_ids: Collection[int],
         use_graphs: bool = False,
         attn_backend: str = "sdpa",
-        detokenize: Callable[[list[int]], str] | None = None,
+        detokenize: Detokenize | None = None,
     ):
         self._eos = frozenset(eos_token_ids)
         self._detokenize = detokenize
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
         self._runner = Runner(
@@ -103,6 +105,10 @@ class Decoder:
             raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
         params = request.params
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        stop_strings: StopStrings | None = None
+        if params.stop and self._detokenize is not None:
+            key = tuple(params.stop)
+            stop_strings = self._stop_strings.setdefault(key, StopStrings(key, self._detokenize))
         self._unfinished[request.request_id] = request.n_samples
         for sample in range(request.n_samples):
             self._scheduler.add(
@@ -113,6 +119,7 @@ class Decoder:
                     max_new=max_new,
                     stop_ids=stop_ids,
                     tokens=list(request.prompt),
+                    stop_strings=stop_strings,
                 )
             )
 
@@ -159,7 +166,7 @@ class Decoder:
                         "diverged (lower actor.optimizer.lr) or the checkpoint at actor.path is damaged"
                     )
                 self._n_generated += 1
-                if sequence.accept(token, logprob, self._in_flight_version, self._detokenize):
+                if sequence.accept(token, logprob, self._in_flight_version):
                     finished.append(sequence)
                 elif sequence.request.stream:
                     self._outputs.append(sequence.output())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit
-from areno.engine.decoder.slot_sampler import SamplingFlags
+from areno.kernels.sampling import SamplingFlags
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
 """(rows (4, B), spans (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""

@@ -18,9 +18,10 @@ from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.slot_sampler import SamplingFlags, SlotSampler
+from areno.engine.decoder.slot_sampler import SlotSampler
 from areno.kernels.backend import use_triton
 from areno.kernels.paged import GROUP_SIZE, PagedBatch
+from areno.kernels.sampling import SamplingFlags
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
@@ -166,8 +167,7 @@ class Runner:
         slots_B, index_B, prompts_B = self._upload(
             np.array([[s.slot for s in prefilled], [s.n_sampled - 1 for s in prefilled], prompt_of_row], dtype=np.int64)
         )
-        flags, banned = SamplingFlags.of(prefilled), self._banned(prefilled)
-        return self.sampler.sample(logits_KV[prompts_B], slots_B, index_B, flags, banned)
+        return self.sampler.sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled))
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
         n_rows = len(sequences)
@@ -185,13 +185,12 @@ class Runner:
             n_processors=self.n_processors,
         )
         rows[3] = split.shared_lens_B
-        flags, banned = SamplingFlags.of(sequences), self._banned(sequences)
-        # Bans are lists of any length, which a graph cannot take. They concern the first few tokens only.
-        if self.graphs is not None and banned is None:
+        flags = self.sampler.flags(sequences)
+        if self.graphs is not None:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         max_len = int(rows[1].max()) + 1
-        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len, banned)
+        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len)
 
     def _decode(
         self,
@@ -201,7 +200,6 @@ class Runner:
         splits: tuple[int, int],
         flags: SamplingFlags,
         max_len: int | None = None,
-        banned: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Sample one token for each row.
 
@@ -221,12 +219,4 @@ class Runner:
         )
         last_token = self.sampler.tensors.last_token
         hidden_BD = self.model(last_token[slots_B], positions_B, DecodeAttend(self.cache, batch))
-        return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags, banned)
-
-    def _banned(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor] | None:
-        """(rows, token ids) of the stop tokens that sequences below their minimum length must not sample."""
-        pairs = [(row, token) for row, seq in enumerate(sequences) if seq.bans_stop for token in seq.stop_ids]
-        if not pairs:
-            return None
-        rows, tokens = self._upload(np.array(pairs, dtype=np.int64).T.copy())
-        return rows, tokens
+        return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags)

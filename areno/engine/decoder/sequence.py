@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from areno.engine.decoder.block_manager import EMPTY_PREFIX
+from areno.engine.decoder.stop_strings import StopStrings
 from areno.types import FinishReason, GenerationOutput, GenerationRequest
-
-# Tokens beyond the bytes of a stop string in which to look for it: special tokens may add no text at all.
-_EXTRA_TAIL = 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -27,6 +24,7 @@ class Sequence:
     max_new: int  # most completion tokens, by all limits together
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and completion
+    stop_strings: StopStrings | None = None
     logprobs: list[float] = field(default_factory=list)  # of the completion
     versions: list[int] = field(default_factory=list)  # of the weights, for each token of the completion
     n_streamed: int = 0  # completion tokens that partial outputs have returned
@@ -66,29 +64,32 @@ class Sequence:
         return self.n_sampled >= self.max_new
 
     @property
+    def min_new(self) -> int:
+        """Before this many completion tokens none of `stop_ids` is sampled."""
+        return self.request.params.min_new_tokens if self.stop_ids else 0
+
+    @property
     def bans_stop(self) -> bool:
         """Whether the token being sampled (`n_sampled` counts it already) must not be one of `stop_ids`."""
-        return self.n_sampled <= self.request.params.min_new_tokens and bool(self.stop_ids)
+        return self.n_sampled <= self.min_new
 
-    def accept(self, token: int, logprob: float, version: int, detokenize: Callable[[list[int]], str] | None) -> bool:
+    def accept(self, token: int, logprob: float, version: int) -> bool:
         """Append a token that has arrived. Sets `finish_reason` and returns True if the sequence ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         n_new = len(self.logprobs)
-        if token in self.stop_ids or (self.request.params.stop and self._has_stop_string(n_new, detokenize)):
+        if token in self.stop_ids or (self.stop_strings is not None and self._has_stop_string(self.stop_strings)):
             self.finish_reason = "stop"
         elif n_new >= self.max_new:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
-    def _has_stop_string(self, n_new: int, detokenize: Callable[[list[int]], str] | None) -> bool:
-        params = self.request.params
-        if detokenize is None or not params.stop or n_new < params.min_new_tokens:
+    def _has_stop_string(self, stop_strings: StopStrings) -> bool:
+        n_new, least = len(self.logprobs), self.request.params.min_new_tokens
+        if n_new < least or (n_new > least and not stop_strings.can_end_with(self.tokens[-1])):
             return False
-        tail = max(len(text.encode()) for text in params.stop) + _EXTRA_TAIL
-        text = detokenize(self.tokens[-min(tail, n_new) :])
-        return any(stop in text for stop in params.stop)
+        return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> None:
         """Forget slot and blocks; the tokens that have arrived stay."""

@@ -1,34 +1,16 @@
 """Sampling with the settings of each sequence in the batch, which are kept on the device.
 
-How a token is drawn from logits is in `kernels/sampling`. Here the settings find their rows, and the penalties, which
-depend on the tokens that a sequence has, change the logits before the draw.
+How a token is drawn from logits is in `kernels/sampling`. Here the settings find their rows.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areno.engine.decoder.sequence import Sequence
-from areno.kernels.sampling import SamplingSettings, sample_slots
-
-
-class SamplingFlags(NamedTuple):
-    """What the sampling of a batch needs beside a plain draw. Constants of a captured graph.
-
-    filtered: some row has top-k or top-p. penalized: some row has a frequency penalty.
-    """
-
-    filtered: bool
-    penalized: bool
-
-    @classmethod
-    def of(cls, sequences: list[Sequence]) -> SamplingFlags:
-        """The flags of a batch."""
-        return cls(any(s.is_filtered for s in sequences), any(s.is_penalized for s in sequences))
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_slots
 
 
 class SlotSampler:
@@ -45,19 +27,32 @@ class SlotSampler:
             greedy=torch.zeros(n_slots, dtype=torch.bool, device=device),
             top_k=torch.full((n_slots,), -1, dtype=torch.int64, device=device),
             top_p=torch.ones(n_slots, dtype=torch.float32, device=device),
+            min_new=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            banned=torch.full((n_slots, 0), -1, dtype=torch.int64, device=device),
+            penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
+            counts=None,
             last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
         )
-        self.frequency_penalty = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self._counts_shape = (n_slots, vocab_size)
-        self._counts: Tensor | None = None  # float32, how often each completion has each token; made when needed
+
+    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
+        """What a batch of these needs."""
+        return SamplingFlags(
+            filtered=any(sequence.is_filtered for sequence in sequences),
+            n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
+            penalized=any(sequence.is_penalized for sequence in sequences),
+        )
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Slots and settings of new sequences as one int64 array (7, len(sequences)), to be sent in one copy.
+        """Slots and settings of new sequences as one int64 array (8 + n_banned, n), to be sent in one copy.
 
-        Floats are stored by their float64 bits.
+        Floats are stored by their float64 bits. n_banned: as many as some sequence may not draw at first, rounded up to
+        a power of two, so that few kernels are compiled.
         """
-        packed = np.empty((7, len(sequences)), dtype=np.int64)
+        n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
+        n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
+        packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
         floats = packed.view(np.float64)
         for column, sequence in enumerate(sequences):
             params = sequence.request.params
@@ -69,17 +64,25 @@ class SlotSampler:
             floats[4, column] = params.temperature or 1.0
             floats[5, column] = params.top_p if sequence.is_filtered else 1.0
             floats[6, column] = params.frequency_penalty
+            packed[7, column] = sequence.min_new
+            if sequence.min_new > 0:
+                packed[8 : 8 + len(sequence.stop_ids), column] = sorted(sequence.stop_ids)
         return packed
 
     def assign(self, packed: Tensor) -> None:
         """Write what `pack` returned, once it is on the device."""
-        slots, tensors = packed[0], self.tensors
+        slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
         tensors.key[slots] = packed[1]
         tensors.greedy[slots] = packed[2].bool()
         tensors.top_k[slots] = packed[3]
         tensors.temperature[slots] = packed[4].view(torch.float64).float()
         tensors.top_p[slots] = packed[5].view(torch.float64).float()
-        self.frequency_penalty[slots] = packed[6].view(torch.float64).float()
+        tensors.penalty[slots] = packed[6].view(torch.float64).float()
+        tensors.min_new[slots] = packed[7]
+        if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
+            tensors.banned = torch.nn.functional.pad(tensors.banned, (0, more), value=-1)
+        tensors.banned[slots, : len(banned_KN)] = banned_KN.T
+        tensors.banned[slots, len(banned_KN) :] = -1
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -96,33 +99,12 @@ class SlotSampler:
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
         """Write what `pack_counts` returned, once it is on the device."""
-        if self._counts is None:
-            self._counts = torch.zeros(self._counts_shape, dtype=torch.float32, device=slots.device)
-        self._counts[slots] = 0
-        self._counts.index_put_((pairs_2N[0], pairs_2N[1]), self._counts.new_ones(()), accumulate=True)
+        if self.tensors.counts is None:
+            self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
+        counts = self.tensors.counts
+        counts[slots] = 0
+        counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
-    def sample(
-        self,
-        logits_BV: Tensor,
-        slots_B: Tensor,
-        index_B: Tensor,
-        flags: SamplingFlags,
-        banned: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
         """Sample a token for each row: (2, B) float64, tokens and log-probabilities, as `sample_slots` returns them."""
-        tensors = self.tensors
-        if not flags.penalized:
-            return sample_slots(logits_BV, slots_B, index_B, tensors, filtered=flags.filtered, banned=banned)
-        assert self._counts is not None
-        penalty_B = self.frequency_penalty[slots_B]
-        # Rows without a penalty keep their bits: they lose 0 times a finite count.
-        penalized_BV = logits_BV - penalty_B[:, None] * self._counts[slots_B]
-        out = sample_slots(penalized_BV, slots_B, index_B, tensors, filtered=flags.filtered, banned=banned)
-        tokens_B = tensors.last_token[slots_B]
-        self._counts[slots_B, tokens_B] += 1
-        # The log-probability is that of the policy itself, which training computes as well.
-        scaled_BV = logits_BV / tensors.temperature[slots_B][:, None]
-        logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - scaled_BV.logsumexp(-1)
-        # A NaN stays, since it says that the logits were not finite.
-        out[1] = torch.where((penalty_B != 0) & ~out[1].isnan(), logprobs_B.double(), out[1])
-        return out
+        return sample_slots(logits_BV, slots_B, index_B, self.tensors, flags)

@@ -12,28 +12,22 @@ from torch import Tensor
 
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import reference
-from areno.kernels.sampling.reference import SamplingSettings, sample_key
+from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key
 
-__all__ = ["SamplingSettings", "sample_key", "sample_slots"]
+__all__ = ["SamplingFlags", "SamplingSettings", "sample_key", "sample_slots"]
 
 
 def sample_slots(
-    logits_BV: Tensor,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    settings: SamplingSettings,
-    *,
-    filtered: bool,
-    banned: tuple[Tensor, Tensor] | None = None,
+    logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
-    """Draw one token for each row with the settings of its slot, and note it in `settings.last_token`.
+    """Draw one token for each row with the settings of its slot, and note it in `settings.last_token` and `counts`.
 
-    positions_B: int64, which token of the completion is drawn. filtered: whether some row has a top-k or top-p.
-    banned: (rows, token ids) that must not be drawn. Returns (2, B) float64, tokens and log-probabilities, so that
-    they travel together; a log-probability of NaN tells that the logits were not finite.
+    logits_BV: float32; bans and penalties may be written into it. positions_B: int64, which token of the completion is
+    drawn. flags: what some row needs. Returns (2, B) float64, tokens and log-probabilities of the policy, so that they
+    travel together; a log-probability of NaN tells that the logits were not finite.
     """
-    if banned is not None or not use_triton(logits_BV):  # the kernels know no bans, which are rare
-        return reference.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered, banned=banned)
+    if not use_triton(logits_BV):
+        return reference.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
     from areno.kernels.sampling import triton
 
-    return triton.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
+    return triton.sample_slots(logits_BV, slots_B, positions_B, settings, flags)

@@ -10,6 +10,7 @@ Shape letters: B rows (one token to draw for each), V vocabulary, C chunks of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,14 @@ _WORD = (1 << 64) - 1
 
 @dataclass(slots=True)
 class SamplingSettings:
-    """One entry for each slot: `key` and `top_k` int64, `temperature` and `top_p` float32, `greedy` bool.
+    """What the draws of each slot depend on; tensors with one entry for each slot.
 
-    `sample_tokens` says what they mean. last_token: int64, the token that was drawn last for the slot.
+    key: int64, seeds its random numbers. temperature: float32, above 0. greedy: bool, take the most likely token.
+    top_k: int64, keep the k most likely tokens, below 1 = all. top_p: float32, keep the most likely tokens of this
+    share. min_new: int64, before this many tokens of the completion those of `banned` are not drawn. banned: int64,
+    (slots, n_banned), -1 fills up. penalty: float32, a logit is lowered by it for each time that the completion has the
+    token. counts: int32, (slots, vocab), how often it has; None until a slot has a penalty.
+    last_token: int64, the token that was drawn last.
     """
 
     key: Tensor
@@ -34,17 +40,32 @@ class SamplingSettings:
     greedy: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_new: Tensor
+    banned: Tensor
+    penalty: Tensor
+    counts: Tensor | None
     last_token: Tensor
 
 
+class SamplingFlags(NamedTuple):
+    """What the sampling of a batch needs beside a plain draw. Constants of a captured graph.
+
+    filtered: some row has top-k or top-p. n_banned: the width of `SamplingSettings.banned`, or 0 where no row is below
+    its `min_new`. penalized: some row has a penalty.
+    """
+
+    filtered: bool = False
+    n_banned: int = 0
+    penalized: bool = False
+
+    @property
+    def edits(self) -> bool:
+        """Whether tokens are drawn from other logits than the policy's."""
+        return self.penalized or self.n_banned > 0
+
+
 def sample_slots(
-    logits_BV: Tensor,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    settings: SamplingSettings,
-    *,
-    filtered: bool,
-    banned: tuple[Tensor, Tensor] | None = None,
+    logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
     """As `areno.kernels.sampling.sample_slots`."""
     tokens_B, logprobs_B = sample_tokens(
@@ -52,12 +73,31 @@ def sample_slots(
         settings.temperature[slots_B],
         settings.greedy[slots_B],
         uniform(settings.key[slots_B], positions_B),
-        top_k_B=settings.top_k[slots_B] if filtered else None,
-        top_p_B=settings.top_p[slots_B] if filtered else None,
-        banned=banned,
+        top_k_B=settings.top_k[slots_B] if flags.filtered else None,
+        top_p_B=settings.top_p[slots_B] if flags.filtered else None,
+        edited_BV=_edited(logits_BV, slots_B, positions_B, settings, flags) if flags.edits else None,
     )
     settings.last_token[slots_B] = tokens_B
+    if flags.penalized:
+        assert settings.counts is not None
+        settings.counts[slots_B, tokens_B] += 1
     return torch.stack((tokens_B.double(), logprobs_B.double()))
+
+
+def _edited(
+    logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
+) -> Tensor:
+    """The logits with penalties and bans."""
+    edited_BV = logits_BV.clone()
+    if flags.penalized:
+        assert settings.counts is not None
+        edited_BV -= settings.penalty[slots_B, None] * settings.counts[slots_B]
+    if flags.n_banned:
+        banned_BK = settings.banned[slots_B]
+        holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
+        rows, columns = holds_BK.nonzero(as_tuple=True)
+        edited_BV[rows, banned_BK[rows, columns]] = -torch.inf
+    return edited_BV
 
 
 def sample_tokens(
@@ -68,28 +108,23 @@ def sample_tokens(
     *,
     top_k_B: Tensor | None = None,
     top_p_B: Tensor | None = None,
-    banned: tuple[Tensor, Tensor] | None = None,
+    edited_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token for each row.
 
     logits_BV: float32. temperature_B: float32, above 0. greedy_B: bool, rows that take the most likely token.
     uniform_B: float64 in [0, 1). top_k_B (int64, below 1 = all) and top_p_B (float32) come together; without them no
-    row is truncated. banned: (rows, token ids), int64, that must not be drawn.
+    row is truncated. edited_BV: float32, the logits to draw from where they are not the policy's own.
 
-    Returns tokens (B,) int64 and logprobs (B,) float32 of softmax(logits / temperature) before truncation and bans.
+    Returns tokens (B,) int64 and logprobs (B,) float32 of softmax(logits / temperature), before truncation and edits.
     A row with a logit that is NaN or +inf gets logprob NaN and some token inside the vocabulary.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
-    top_B, best_B = scaled_BV.max(dim=-1)
-    weights_BV = (scaled_BV - top_B[:, None]).exp_()
-    sums_BC = _chunk_sums(weights_BV)
-    log_norm_B = top_B + sums_BC.sum(-1).log().float()
-    if banned is not None:
-        weights_BV.index_put_(banned, weights_BV.new_zeros(()))
-        best_B = scaled_BV.index_put(banned, scaled_BV.new_full((), -torch.inf)).argmax(dim=-1)
+    weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
+    if edited_BV is not None:
+        weights_BV, best_B, sums_BC, _ = _weights(edited_BV / temperature_B[:, None])
     if top_k_B is not None and top_p_B is not None:
         weights_BV *= _kept(weights_BV, top_k_B, top_p_B)
-    if banned is not None or top_k_B is not None:
         sums_BC = _chunk_sums(weights_BV)
     drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
     # Rounding could leave the draw on an entry of weight 0, if hardly ever, and NaN compares as false: take the best.
@@ -97,6 +132,14 @@ def sample_tokens(
     tokens_B = torch.where(greedy_B | ~drawable_B, best_B, drawn_B)
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_norm_B
     return tokens_B, logprobs_B
+
+
+def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: the weights relative to the best, the best token, the sums of the chunks, the log of the norm."""
+    top_B, best_B = scaled_BV.max(dim=-1)
+    weights_BV = (scaled_BV - top_B[:, None]).exp_()
+    sums_BC = _chunk_sums(weights_BV)
+    return weights_BV, best_B, sums_BC, top_B + sums_BC.sum(-1).log().float()
 
 
 def _kept(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
