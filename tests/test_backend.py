@@ -15,7 +15,7 @@ from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import backend as backend_module
-from areno.engine.train.activations import layers_to_keep
+from areno.engine.train.activations import KeptLayers, layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.errors import DataError, EngineError
@@ -141,6 +141,35 @@ def test_kept_layers_do_not_change_the_step(make, monkeypatch):
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn)
     assert stats == pytest.approx(expected)
     torch.testing.assert_close(other, gradient)
+
+
+def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(make, monkeypatch):
+    rows, spec = make_rows(), MicroBatchSpec(mini_bs=3)
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn, spec)
+    backend = make(recompute=True)
+    forward, kept = backend.model.forward, []
+
+    def short_of_memory(*args, **how):
+        kept.append(how["n_kept"])
+        if how["n_kept"] > 1 and len(kept) > 2:  # the gradient of two micro-batches is there already
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **how)
+
+    monkeypatch.setattr(backend.model, "forward", short_of_memory)
+    enough = next(free for free in range(2**31, 2**34, 10_000) if layers_to_keep(backend.model, 80, free) == 2)
+    backend._kept_layers = KeptLayers(backend.model, lambda: enough)
+    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+    assert kept[:3] == [2, 2, 2]
+    assert set(kept[3:]) <= {0, 1}
+    n_before = len(kept)
+    loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert max(kept[n_before:]) < 2  # learned for good
+
+    monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(EngineError, match="out of device memory in training"):
+        train_on(backend, rows, sft_loss_fn, spec)
 
 
 def pair_loss_fn(pack, logprobs):

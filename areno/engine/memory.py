@@ -1,15 +1,33 @@
-"""What to say when device memory runs out: which settings lower what was needed."""
+"""How device memory is taken, and what to say when it runs out: which settings lower what was needed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from areno.errors import EngineError
 
 # Not every allocation is torch's own: CUDA graphs, cuBLAS and the CPU's allocator have their own words.
 _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
+
+
+def use_expandable_segments() -> None:
+    """Let CUDA memory that was freed serve tensors of any size, also where it lies between others in use.
+
+    Otherwise what training leaves in pieces is lost to the KV cache, and the other way round. A choice of the user in
+    PYTORCH_CUDA_ALLOC_CONF stands.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that an allocation failed."""
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error).partition("\n")[0] for word in _WORDS)
 
 
 @contextmanager
@@ -21,9 +39,9 @@ def out_of_memory_hint(when: str, advice: str, *args: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition("\n")[0]
-        if isinstance(error, EngineError) or not any(word in said for word in _WORDS):
+        if isinstance(error, EngineError) or not is_out_of_memory(error):
             raise
+        said = str(error).partition("\n")[0]
         said = ". ".join(said.split(". ")[:2])  # how much was asked for; the rest helps few
         said = said.replace("{", "{{").replace("}", "}}")
         raise EngineError(f"out of device memory {when} ({said}): {advice}", *args) from error

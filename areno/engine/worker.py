@@ -14,7 +14,7 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
-from areno.engine.memory import out_of_memory_hint
+from areno.engine.memory import out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
@@ -35,6 +35,8 @@ class Worker:
 
     def __init__(self, spec: EngineSpec, context: ParallelContext):
         self.spec, self.context = spec, context
+        if context.device.type == "cuda":
+            use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype)
         self.roles = Roles(spec, context, self.attn_backend)

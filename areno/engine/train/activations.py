@@ -1,15 +1,21 @@
 """How much of a forward pass may be kept for the backward pass: as much as there is memory for.
 
-Recompute is the price of memory that is short; where it is not, nothing has to be computed twice.
+Recompute is the price of memory that is short; where it is not, nothing has to be computed twice. What is free is an
+estimate, since free memory may lie in pieces. So a step that runs out of memory is begun again and keeps less.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 import torch
 
 from areno.kernels.logprobs import FUSED_CHUNK
 from areno.models.cost import activation_bytes, logits_bytes
 from areno.models.transformer import Transformer
+
+logger = logging.getLogger("areno")
 
 HEAD_BYTES = 5 * 2**29  # of logit gradients kept: 8.8k positions of a 152k vocabulary in bf16
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
@@ -20,6 +26,39 @@ def free_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
+
+
+class KeptLayers:
+    """Of how many layers the large matrix products are kept in a micro-batch; the others compute them again.
+
+    free: bytes that could be allocated now; None keeps no layer.
+    """
+
+    def __init__(self, model: Transformer, free: Callable[[], int] | None):
+        self._model, self._free = model, free
+        self._share = 1.0  # of the free memory that may be used; lowered when it was too much
+        self._most = 0  # layers kept at once since the last `keep_less`
+
+    def count(self, n_tokens: int) -> int:
+        """For a micro-batch of n_tokens."""
+        if self._free is None or not torch.is_grad_enabled():
+            return 0
+        n_kept = layers_to_keep(self._model, n_tokens, int(self._share * self._free()))
+        self._most = max(self._most, n_kept)
+        return n_kept
+
+    def keep_less(self) -> bool:
+        """After memory ran out: free what is idle and keep less from now on. False if no layer was kept.
+
+        Nor can a rank begin again alone where others wait for it in the collectives of a layer.
+        """
+        kept, self._most = self._most, 0
+        if not kept or self._model.tp.size > 1:
+            return False
+        self._share *= 0.75
+        torch.cuda.empty_cache()
+        logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
+        return True
 
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.memory import out_of_memory_hint
+from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.activations import HEAD_BYTES, free_bytes, layers_to_keep
+from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.micro_batches import StepShare, micro_batches
 from areno.engine.train.optimizer import AdamW
@@ -55,6 +57,8 @@ class TrainBackend:
         self.model, self.attn_backend, self.recompute, self.dp = model, attn_backend, recompute, dp
         self.section = section
         self.device = model.device
+        on_cuda = self.device.type == "cuda"
+        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None)
         self.flat: FlatParameters | None = None
         self.optimizer: AdamW | None = None
         if optimizer is None:
@@ -124,9 +128,7 @@ class TrainBackend:
 
     def _hidden(self, packed: PackedTokens) -> Tensor:
         attend = PackedAttend(packed.cu_seqlens, packed.max_len, self.attn_backend)
-        n_kept = 0
-        if self.recompute and self.device.type == "cuda" and torch.is_grad_enabled():
-            n_kept = layers_to_keep(self.model, len(packed.tokens_N), free_bytes(self.device))
+        n_kept = self._kept_layers.count(len(packed.tokens_N)) if self.recompute else 0
         return self.model(packed.tokens_N, packed.positions_N, attend, recompute=self.recompute, n_kept=n_kept)
 
     def _aligned(self, packed: PackedTokens, places: Tensor, numbers: Tensor) -> Tensor:
@@ -169,17 +171,7 @@ class TrainBackend:
             )
             for rows in step.micro_batches
         ]
-        stats = StepStats(self.device)
-        self.flat.zero_grad()
-        for packed, pack in batches:
-            if self.model.config.head == "value":
-                loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
-            else:
-                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.temperature)
-                loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
-                _compare_with_rollout(stats, pack, logprobs_N.detach())
-            loss.backward()
-            stats.add({"loss": loss, "total_loss": loss, **loss_stats})
+        stats = self._accumulate(batches, loss_fn, update.temperature)
         self.dp.all_reduce(self.flat.grads)
 
         numbers = stats.finish(self.dp)
@@ -197,6 +189,37 @@ class TrainBackend:
             self.optimizer.skip()
             numbers["skipped_steps"] = 1.0
         return numbers
+
+    def _accumulate(
+        self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
+    ) -> StepStats:
+        """Leave the gradient of these micro-batches in the flat buffer. Without memory, begin again and keep less."""
+        while True:
+            try:
+                return self._accumulate_once(batches, loss_fn, temperature)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass that failed
+                if not self._kept_layers.keep_less():
+                    raise
+
+    def _accumulate_once(
+        self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
+    ) -> StepStats:
+        assert self.flat is not None
+        stats = StepStats(self.device)
+        self.flat.zero_grad()
+        for packed, pack in batches:
+            if self.model.config.head == "value":
+                loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
+            else:
+                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
+                loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
+                _compare_with_rollout(stats, pack, logprobs_N.detach())
+            loss.backward()
+            stats.add({"loss": loss, "total_loss": loss, **loss_stats})
+        return stats
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Around forward and backward passes of these micro-batches."""
