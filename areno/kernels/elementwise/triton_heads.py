@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The norm of each query and key head with the rotation after it. Letters as in the package.
 

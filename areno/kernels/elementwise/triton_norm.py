@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The residual addition with the norm after it, and the sum of partial gradients.
 

@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The head's softmax as Triton kernels: one pass over the logits for its statistics, one for its gradient.
 

@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Drawing tokens as Triton kernels: one pass over the logits, then the draw from a single span of them.
 
@@ -46,16 +45,7 @@ def sample_slots(
     out = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     shape = {"PADDED_SPANS": triton.next_power_of_2(n_spans), "SPAN": span}
     _scan_kernel[(n_rows, n_spans)](
-        logits_BV,
-        slots_B,
-        settings.temperature,
-        tops,
-        sums,
-        best,
-        logits_BV.stride(0),
-        vocab,
-        SPAN=span,
-        num_warps=8,
+        logits_BV, slots_B, settings.temperature, tops, sums, best, logits_BV.stride(0), vocab, SPAN=span, num_warps=8
     )
     kept = sums_equal = bounds = None
     if filtered:
