@@ -186,11 +186,9 @@ def _piece_kernel(
                     row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
                     head = kv_head * GROUP + cell % GROUP
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
-                    q = tl.load(
-                        q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :],
-                        mask=(row >= 0)[:, None] & real_dim[None, :],
-                        other=0.0,
-                    )
+                    real = (row >= 0)[:, None] & real_dim[None, :]
+                    place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
+                    q = tl.load(place, mask=real, other=0.0)
                     best = tl.full([TEAM_ROWS], float("-inf"), tl.float32)
                     total = tl.zeros([TEAM_ROWS], tl.float32)
                     acc = tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32)
@@ -212,11 +210,8 @@ def _piece_kernel(
                         PAGE_SIZE,
                     )
                     part = (row * n_heads + head) * n_parts + own_splits + split
-                    tl.store(
-                        partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
-                        (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
-                        mask=(row >= 0)[:, None] & real_dim[None, :],
-                    )
+                    place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+                    tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
     else:
         piece -= n_team_pieces
@@ -228,13 +223,9 @@ def _piece_kernel(
         if (start < last) | (split == 0):
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             cell = tl.arange(0, OWN_ROWS)
-            real = cell < GROUP
+            real = (cell < GROUP)[:, None] & real_dim[None, :]
             head = kv_head * GROUP + cell
-            q = tl.load(
-                q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :],
-                mask=real[:, None] & real_dim[None, :],
-                other=0.0,
-            )
+            q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
             acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
@@ -254,13 +245,10 @@ def _piece_kernel(
                 q, best, total, acc, start, end, k_ptr, v_ptr, table_row, scale, stride, dim, real_dim, PAGE_SIZE
             )
             part = (row * n_heads + head) * n_parts + split
-            tl.store(
-                partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
-                (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
-                mask=real[:, None] & real_dim[None, :],
-            )
+            cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
             if not ONE_PART:
-                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=real)
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < GROUP)
 
 
 @triton.jit
@@ -300,19 +288,14 @@ def _join_kernel(
         exists = real & (left > 0)
         cell = head * (OWN_SPLITS + SHARED_SPLITS) + part
         log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :],
-            mask=exists[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        place = partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
+        partial = tl.load(place, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         new_best = tl.where(real, tl.maximum(best, log_sum), 0.0)
         weight = tl.exp2(log_sum - new_best)
         decay = tl.exp2(best - new_best)
         acc = acc * decay[:, None] + weight[:, None] * partial
         total = total * decay + weight
         best = new_best
-    tl.store(
-        out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
-        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
-    )
+    place = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
