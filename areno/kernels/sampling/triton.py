@@ -87,7 +87,6 @@ def sample_slots(
         vocab,
         n_spans,
         **shape,
-        FILTERED=filtered,
         num_warps=8,
     )
     return out
@@ -272,7 +271,6 @@ def _draw_kernel(
     n_spans,
     PADDED_SPANS: tl.constexpr,
     SPAN: tl.constexpr,
-    FILTERED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -295,7 +293,7 @@ def _draw_kernel(
     least = tl.full([], -2147483648, tl.int32)
     n_equal = tl.full([], -1, tl.int32)
     n_before = tl.zeros([PADDED_SPANS], tl.int32)
-    if FILTERED:
+    if bounds_ptr is not None:
         n_equal = tl.load(bounds_ptr + tl.num_programs(0) + row)
         if n_equal >= 0:
             least = tl.load(bounds_ptr + row)
@@ -319,7 +317,7 @@ def _draw_kernel(
     inside = index < vocab
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
-    if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+    if bounds_ptr is not None:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if n_equal >= 0:
             number = _ordered(x)
             before = tl.sum(tl.where(span_S == span, n_before, 0), axis=0)
