@@ -107,7 +107,7 @@ def compare(device):
             forms: list[tuple[Callable[..., None], bool]] = [(adam, False), (adam_8bit, True)]
             for update, eight_bits in forms:
                 want, got = (states(n, dtype, device, eight_bits) for _ in range(2))
-                with mock.patch("areno.kernels.adam.use_triton", return_value=False):
+                with mock.patch("areno.kernels.backend.use_triton", return_value=False):
                     update(*want[:3], *zip(want[3::2], want[4::2], strict=True), UPDATE)
                 update(*got[:3], *zip(got[3::2], got[4::2], strict=True), UPDATE)
                 assert not torch.equal(got[1], states(n, dtype, device, eight_bits)[1])

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from areno.bench.arguments import Settings, parse
-from areno.bench.device import device_name, measured_rates
+from areno.bench.device import measured_rates
 from areno.bench.ours import run_ours
 from areno.bench.report import page, record
 from areno.bench.shapes import model_folder
-from areno.bench.timing import tell
+from areno.bench.timing import measure, tell
+from areno.bench.with_transformers import WithTransformers
+from areno.bench.with_vllm import WithVllm
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
 from areno.models.registry import load_config
+
+_OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,37 +48,27 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """Measure the device, then every contender in turn. See report.record."""
     path, random_init = model_folder(settings.shape, folder)
     config = load_config(path)
-    _check_lengths(settings, config)
+    longest = max(settings.work.row_lens)
+    if longest > config.max_position_embeddings:
+        option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"
+        message = f"makes rows of {longest} tokens, the model's context is {config.max_position_embeddings}"
+        raise ConfigError([Problem(option, message)])
     dtype = getattr(torch, settings.dtype)
     cost = Cost.of(config, dtype.itemsize)
     tell(f"measuring {settings.device}")
     rates = measured_rates(settings.device, dtype)
     results = {"areno": run_ours(settings, path, random_init, cost)}
     for name in settings.against:
-        if name == "vllm":
-            from areno.bench.with_vllm import run_vllm as run_other
-        else:
-            from areno.bench.with_transformers import run_transformers as run_other
-        results[name] = run_other(settings, path, random_init)
-    return record(settings, cost, rates, device_name(settings.device), _versions(settings), results)
+        results[name] = _run_other(name, settings, path, random_init)
+    return record(settings, cost, rates, results)
 
 
-def _check_lengths(settings: Settings, config: TransformerConfig) -> None:
-    longest = max(settings.work.row_lens)
-    if longest > config.max_position_embeddings:
-        option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"
-        message = f"makes rows of {longest} tokens, the model's context is {config.max_position_embeddings}"
-        raise ConfigError([Problem(option, message)])
-
-
-def _versions(settings: Settings) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("areno", "torch", "triton", *settings.against):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed as a package"
-    return found
+def _run_other(name: str, settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
+    """All figures of another library. What it holds is free again when this returns."""
+    tell(f"{name}: starting {settings.shape} on {settings.device}")
+    other = _OTHERS[name](settings, folder, random_init)
+    timed = measure(other, settings.kind, settings.work, settings.against_repeats, other.warm_up)
+    return {"start_s": other.start_s, **timed.figures(settings.work), "repeats_s": timed.seconds, **other.figures()}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, NoReturn, cast
+from typing import Literal, NoReturn, get_args
 
 import torch
 
@@ -14,7 +14,6 @@ from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 
 Kind = Literal["rollout", "train", "step", "logprob"]
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +53,10 @@ def parse(argv: list[str] | None = None) -> Settings:
         description="Times rollout, training, a whole step or scoring on random prompts, against the device's floor.",
     )
     add = parser.add_argument
-    add("work", choices=["rollout", "train", "step", "logprob"], help="step: rollout, then one GSPO step on it")
+    add("work", choices=get_args(Kind), help="step: rollout, then one GSPO step on it")
     add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--prompts", type=_positive, help="default 32, with --uniform 256")
     add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1")
     add("--prompt-len", type=_positive, default=256, help="tokens")
@@ -65,12 +64,8 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
     add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
     add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
-    add(
-        "--no-recompute",
-        dest="recompute",
-        action="store_false",
-        help="keep all activations; else what there is memory for",
-    )
+    kept = "keep all activations; else what there is memory for"
+    add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
@@ -83,44 +78,30 @@ def parse(argv: list[str] | None = None) -> Settings:
 
 
 def _checked(args: argparse.Namespace) -> Settings:
-    kind = cast(Kind, args.work)
-    against = tuple(dict.fromkeys(args.against or ()))
-    cuda = args.device.startswith("cuda")
-    problems = _device_problems(args.device)
-    if args.profile and not cuda:
-        problems.append(Problem("--profile", f"traces a CUDA device, and --device is {args.device}"))
-    if "vllm" in against and kind != "rollout":
-        problems.append(Problem("--against", f"vllm does rollout only, not {kind}"))
-    if "vllm" in against and args.device != "cuda:0":
-        problems.append(Problem("--against", f"vllm takes the first GPU, cuda:0, and --device is {args.device}"))
-    problems += [
-        Problem("--against", f"{name} is not installed here (pip install {name})")
-        for name in against
-        if find_spec(name) is None
-    ]
+    kind, device, against = args.work, args.device, tuple(dict.fromkeys(args.against or ()))
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    cuda, with_vllm = device.startswith("cuda"), "vllm" in against
+    low, high = args.uniform or (0, 0)
+    for is_wrong, option, message in (
+        (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
+        (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
+        (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
+        (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),
+        *(
+            (find_spec(name) is None, "--against", f"{name} is not installed here (pip install {name})")
+            for name in against
+        ),
+        (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
+    ):
+        if is_wrong:
+            raise ConfigError([Problem(option, message)])
     if args.uniform:
-        low, high = args.uniform
-        if low > high:
-            problems.append(Problem("--uniform", f"is {low} {high}; the first must not be above the second"))
-        else:
-            work = Work.uniform(args.prompts or 256, args.samples or 1, low, high)
+        work = Work.uniform(args.prompts or 256, args.samples or 1, low, high)
     else:
         work = Work.fixed(args.prompts or 32, args.samples or 8, args.prompt_len, args.new_tokens)
-    if problems:
-        raise ConfigError(problems[:1])
-    values = vars(args) | {
-        "kind": kind,
-        "work": work,
-        "dtype": args.dtype or ("bfloat16" if cuda else "float32"),
-        "against": against,
-    }
+    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    values = vars(args) | {"kind": kind, "work": work, "dtype": dtype, "against": against}
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
-
-
-def _device_problems(device: str) -> list[Problem]:
-    count = torch.cuda.device_count()
-    known = ["cpu", *(f"cuda:{index}" for index in range(count))]
-    return [] if device in known else [Problem("--device", f"is {device!r}; here are {', '.join(known)}")]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
-from types import TracebackType
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,73 +29,56 @@ def device_name(device: str) -> str:
 
 def measured_rates(device: str, dtype: torch.dtype) -> Rates:
     """The best of several copies of a buffer no cache holds, and of several square matmuls. A second or two."""
-    rates = Rates(copy_bytes_s=_copy_bytes_s(device), matmul_flops_s=_matmul_flops_s(device, dtype))
-    if device.startswith("cuda"):
+    cuda = device.startswith("cuda")
+    times, size = (20, 8192) if cuda else (2, 1024)
+    source = torch.zeros(_GIB if cuda else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = _best_s(lambda: target.copy_(source), device, times)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    matmul_s = _best_s(lambda: torch.mm(left, right, out=out), device, times)
+    copied = 2.0 * source.numel()  # read and written
+    rates = Rates(copy_bytes_s=copied / copy_s, matmul_flops_s=2.0 * size**3 / matmul_s)
+    if cuda:
+        del source, target, left, right, out
         torch.cuda.empty_cache()
     return rates
 
 
-def _copy_bytes_s(device: str) -> float:
-    cuda = device.startswith("cuda")
-    source = torch.zeros(_GIB if cuda else 2**26, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = _best_s(lambda: target.copy_(source), device, times=20 if cuda else 2)
-    return 2.0 * source.numel() / seconds  # read and written
+def _best_s(body: Callable[[], object], device: str, times: int) -> float:
+    """Seconds of one call: the best of five rounds of `times` calls each, after one to warm up."""
 
-
-def _matmul_flops_s(device: str, dtype: torch.dtype) -> float:
-    cuda = device.startswith("cuda")
-    size = 8192 if cuda else 1024
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty(size, size, dtype=dtype, device=device)
-    return 2.0 * size**3 / _best_s(lambda: torch.mm(left, right, out=out), device, times=20 if cuda else 2)
-
-
-def _best_s(body: Callable[[], object], device: str, times: int, rounds: int = 5) -> float:
-    """Seconds of one call: the best round of `times` calls each, after one to warm up."""
-    best = float("inf")
-    for turn in range(rounds + 1):
-        synchronize(device)
-        started = time.perf_counter()
+    def one_round() -> None:
         for _ in range(times):
             body()
         synchronize(device)
-        if turn:
-            best = min(best, (time.perf_counter() - started) / times)
-    return best
+
+    one_round()
+    return min(timeit.repeat(one_round, number=1, repeat=5)) / times
 
 
-class MemoryWatch:
-    """Peak memory of the whole CUDA device while entered, whoever takes it; `peak_gib` is None where none is watched.
+@contextmanager
+def memory_watched(device: str, *, on: bool, every_s: float = 0.05) -> Iterator[dict[str, float]]:
+    """Fills in `peak_device_gib`: the peak memory of the whole CUDA device while entered, whoever takes it.
 
-    What a process's allocator keeps counts here, unlike in its own peak of what it handed out. on: False watches
-    nothing, for work in this very process, which may be capturing CUDA graphs.
+    What a process's allocator keeps counts here, unlike in its own peak of what it handed out. A CPU is not watched.
+    on: False watches nothing, for work in this very process, which may be capturing CUDA graphs.
     """
+    peak: dict[str, float] = {}
+    done = threading.Event()
 
-    def __init__(self, device: str, *, on: bool = True, every_s: float = 0.05):
-        self._device, self._every_s = device, every_s
-        self._on = on and device.startswith("cuda")
-        self._peak = 0
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+    def watch() -> None:
+        while not done.is_set():
+            free, total = torch.cuda.mem_get_info(device)
+            peak["peak_device_gib"] = max(peak.get("peak_device_gib", 0.0), (total - free) / _GIB)
+            done.wait(every_s)
 
-    @property
-    def peak_gib(self) -> float | None:
-        return self._peak / _GIB if self._peak else None
-
-    def __enter__(self) -> MemoryWatch:
-        if self._on:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="areno-memory-watch")
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.is_set():
-            free, total = torch.cuda.mem_get_info(self._device)
-            self._peak = max(self._peak, total - free)
-            self._done.wait(self._every_s)
+    thread = threading.Thread(target=watch, daemon=True, name="areno-memory-watch")
+    if on and device.startswith("cuda"):
+        thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.bench.arguments import Settings
-from areno.bench.device import MemoryWatch
+from areno.bench.device import memory_watched
 from areno.bench.profile import busy_s, idle_share, phase_table, traced
 from areno.bench.timing import Timed, measure, tell
 from areno.bench.work import Work, row
@@ -24,7 +24,7 @@ from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 class Ours:
-    """A contender; use as a context manager."""
+    """A contender. Close its engine."""
 
     name = "areno"
 
@@ -46,12 +46,6 @@ class Ours:
         self.start_s = time.perf_counter() - self._created
         self.vocab_size = self.engine.info.vocab_size
         self.kv_tokens = 0
-
-    def __enter__(self) -> Ours:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.engine.close()
 
     def first_tokens(self) -> dict[str, float]:
         """Seconds from the start of the engine to the first token, and to the second: all of the batch at once."""
@@ -109,30 +103,25 @@ class Ours:
 def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:
     """All figures of areno for these settings."""
     tell(f"areno: starting {settings.shape} on {settings.device}")
-    with MemoryWatch(settings.device, on=not settings.profile) as watch, Ours(settings, folder, random_init) as ours:
-        figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
-        ours.engine.peak_memory_gib()  # what came before is not of this work
-        timed = measure(ours, settings.kind, settings.work, settings.repeats)
-        figures |= timed.figures(settings.work)
-        figures |= _memory(ours, timed, cost)
-        if settings.trains:
-            for name in ("logp_abs_diff_mean", "logp_abs_diff_max") if settings.rolls_out else ():
-                figures[name] = statistics.median(stats[name] for stats in timed.stats)
-        elif settings.rolls_out:
-            figures |= _agreement(timed.rows, ours.logprobs(timed.rows))
-        figures["attention"] = ours.engine.info.attn_backend
-        figures["repeats_s"] = timed.seconds
-        if settings.profile:
-            figures |= _profile(ours, settings, timed, figures)
-    if watch.peak_gib is not None:
-        figures["peak_device_gib"] = watch.peak_gib
-    return figures
-
-
-def _memory(ours: Ours, timed: Timed, cost: Cost) -> dict[str, float]:
-    peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
-    kv_gib = ours.kv_tokens * cost.kv_bytes / 2**30
-    return {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
+    with memory_watched(settings.device, on=not settings.profile) as device_peak:
+        ours = Ours(settings, folder, random_init)
+        with ours.engine:
+            figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
+            ours.engine.peak_memory_gib()  # what came before is not of this work
+            timed = measure(ours, settings.kind, settings.work, settings.repeats)
+            figures |= timed.figures(settings.work)
+            peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
+            kv_gib = ours.kv_tokens * cost.kv_bytes / 2**30
+            figures |= {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
+            if settings.kind == "step":
+                for name in ("logp_abs_diff_mean", "logp_abs_diff_max"):
+                    figures[name] = statistics.median(stats[name] for stats in timed.stats)
+            elif settings.kind == "rollout":
+                figures |= _agreement(timed.rows, ours.logprobs(timed.rows))
+            figures |= {"attention": ours.engine.info.attn_backend, "repeats_s": timed.seconds}
+            if settings.profile:
+                figures |= _profile(ours, settings, timed, figures)
+    return figures | device_peak
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -160,7 +149,7 @@ def _profile(ours: Ours, settings: Settings, timed: Timed, figures: dict[str, An
         if phase in timed.seconds:
             tell(f"tracing {phase}")
             started = time.perf_counter()
-            _, spans = traced(body)
+            spans = traced(body)
             plain_s = figures[f"{phase}_s"]
             text += phase_table(phase, spans, time.perf_counter() - started, plain_s)
             out[f"{phase}_idle_share"] = idle_share(busy_s(spans), plain_s)

@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from areno import kernels
-from areno.errors import EngineError
-
-T = TypeVar("T")
 
 # Folders of areno/kernels -> what their Triton kernels do.
 OWN_FOLDERS = {
@@ -40,6 +40,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("embedding/index", r"embed|index|gather|scatter"),
     ("small torch kernels", r"at::native|elementwise|reduce_kernel|vectorized"),
 )
+_LONGEST = 40  # kernels that are listed one by one
 GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 
@@ -81,31 +82,24 @@ def busy_s(spans: Iterable[Span]) -> float:
     return busy / 1e9
 
 
-def traced(body: Callable[[], T]) -> tuple[T, list[Span]]:
-    """What `body` returns, and everything that it made this process's CUDA device do. EngineError without CUDA."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+def traced(body: Callable[[], object]) -> list[Span]:
+    """Everything that `body` makes this process's CUDA device do.
 
-    if not torch.cuda.is_available():
-        raise EngineError("a profile is of a CUDA device, and there is none; leave --profile away or use a GPU machine")
+    These are the raw events: torch's own summary takes minutes for the hundred thousands of kernels of a rollout.
+    """
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        result = body()
+        body()
         torch.cuda.synchronize()
-    return result, _spans(profiler)
-
-
-def _spans(profiler: Any) -> list[Span]:
-    """The raw events: torch's own summary takes minutes for the hundred thousands of kernels of a rollout."""
-    raw = profiler.profiler.kineto_results.events()
+    raw: Any = profiler.profiler
     return [
         Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in raw
+        for event in raw.kineto_results.events()
         if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0 and not event.is_user_annotation()
     ]
 
 
-def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float, top: int = 40) -> str:
+def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: float) -> str:
     """The text of a phase.
 
     wall_s: of the traced phase. plain_wall_s: of the same work without a tracer, against which idleness counts, since
@@ -126,8 +120,8 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float, plain_wall_s: 
         names = [name for name in seconds if group_of(name) == group]
         if names:
             lines.append(_line(group.ljust(24), sum(seconds[n] for n in names), total, sum(counts[n] for n in names)))
-    lines.append(f"-- the longest {min(top, len(seconds))} kernels, with their group")
-    for name in sorted(seconds, key=lambda name: -seconds[name])[:top]:
+    lines.append(f"-- the longest {min(_LONGEST, len(seconds))} kernels, with their group")
+    for name in sorted(seconds, key=lambda name: -seconds[name])[:_LONGEST]:
         lines.append(_line(" " * 24, seconds[name], total, counts[name]) + f"  [{group_of(name)}] {name[:160]}")
     return "\n".join(lines) + "\n"
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from areno.bench.arguments import Settings
+from areno.bench.device import device_name
 from areno.bench.floors import Rates, floors
 from areno.models.cost import Cost
 
@@ -13,36 +16,39 @@ _PHASES = ("rollout", "train", "logprob", "step")
 _SHOWN = ["tokens_per_mb", "recompute", "optimizer", "max_prefill_tokens", "mem_fraction", "eager_decode", "repeats"]
 
 
-def record(
-    settings: Settings, cost: Cost, rates: Rates, device: str, versions: dict[str, str], results: dict[str, dict]
-) -> dict[str, Any]:
+def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Everything, for one JSON line. results: contender -> its figures, areno's own first."""
     floor = floors(cost, settings.work, rates, settings.kind)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
-    ratios = {
-        name: {
-            phase: ours[f"{phase}_tok_s"] / other[f"{phase}_tok_s"] for phase in _PHASES if f"{phase}_tok_s" in other
-        }
-        for name, other in results.items()
-        if name != "areno"
-    }
+    tok_s = [f"{phase}_tok_s" for phase in _PHASES]
     values = dataclasses.asdict(settings)
     return {
         "kind": settings.kind,
         "shape": settings.shape,
         "work": settings.work.name,
         "device": settings.device,
-        "device_name": device,
+        "device_name": device_name(settings.device),
         "dtype": settings.dtype,
         "settings": {name: values[name] for name in _SHOWN},
-        "versions": versions,
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in ("areno", "torch", "triton", *settings.against)},
         "params": cost.n_params,
         "kv_bytes_per_token": cost.kv_bytes,
         "rates": {"copy_gb_s": rates.copy_bytes_s / 1e9, "matmul_tflop_s": rates.matmul_flops_s / 1e12},
         "floors": floor,
         **results,
-        "ratio": ratios,
+        "ratio": {
+            name: {key.removesuffix("_tok_s"): ours[key] / results[name][key] for key in tok_s if key in results[name]}
+            for name in settings.against
+        },
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
@@ -64,26 +70,16 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
 def page(found: dict[str, Any]) -> str:
     """The record as text."""
     floor, rates = found["floors"], found["rates"]
-    lines = [
-        f"{found['kind']} of {found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']}): "
-        f"{found['work']}",
-        _line("device", f"{found['device_name']}: copies {rates['copy_gb_s']:,.1f} GB/s, multiplies "
-              f"{rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"),
-    ]  # fmt: skip
-    if "rollout_ordinary_s" in floor:
-        for name, what in (("ordinary", "every sample reads its prompt"), ("shared", "samples read a prompt together")):
-            lines.append(
-                _line(
-                    f"floor, {name}",
-                    f"{floor[f'rollout_{name}_tok_s']:,.0f} tokens/s: decode {floor[f'decode_{name}_s']:.3f} s "
-                    f"({what}), prefill {floor['prefill_s']:.3f} s",
-                )
-            )
+    what = f"{found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']})"
+    speed = f"copies {rates['copy_gb_s']:,.1f} GB/s, multiplies {rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"
+    lines = [f"{found['kind']} of {what}: {found['work']}", _line("device", f"{found['device_name']}: {speed}")]
+    for name, how in (("ordinary", "every sample reads its prompt"), ("shared", "samples read a prompt together")):
+        if f"rollout_{name}_s" in floor:
+            text = f"{floor[f'rollout_{name}_tok_s']:,.0f} tokens/s: decode {floor[f'decode_{name}_s']:.3f} s ({how})"
+            lines.append(_line(f"floor, {name}", f"{text}, prefill {floor['prefill_s']:.3f} s"))
     for phase in ("train", "logprob"):
         if f"{phase}_s" in floor:
-            lines.append(
-                _line(f"floor, {phase}", f"{floor[f'{phase}_tok_s']:,.0f} tokens/s, {floor[f'{phase}_s']:.3f} s")
-            )
+            lines.append(_line(f"floor, {phase}", _speed(phase, floor)))
     for name in ("areno", *found["ratio"]):
         lines += ["", name, *_contender(found[name])]
         if name in found["ratio"]:
@@ -93,25 +89,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _contender(figures: dict[str, Any]) -> list[str]:
-    lines = []
-    for phase in _PHASES:
-        if f"{phase}_s" not in figures:
-            continue
-        text = f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
-        text += f" (spread {100 * figures[f'{phase}_spread']:.1f} %)"
-        if phase == "rollout":
-            text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
-            if "rollout_percent_of_ordinary_floor" in figures:
-                text += (
-                    f"; {figures['rollout_percent_of_ordinary_floor']:.1f} % of the ordinary floor, "
-                    f"{figures['rollout_percent_of_shared_floor']:.1f} % of the shared"
-                )
-        elif phase == "train" and "mfu" in figures:
-            text += f"; MFU {100 * figures['mfu']:.1f} % ({figures['train_tflop_s']:,.2f} TFLOP/s)"
-            text += f", {100 * figures['needed_mfu']:.1f} % without the head on prompts"
-        elif f"{phase}_percent_of_floor" in figures:
-            text += f"; {figures[f'{phase}_percent_of_floor']:.1f} % of the floor"
-        lines.append(_line(phase, text))
+    lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
         start += f"; from the start to the first token of all {figures['first_token_s']:.1f} s"
@@ -120,26 +98,40 @@ def _contender(figures: dict[str, Any]) -> list[str]:
     if "peak_memory_gib" in figures:
         memory = f"{figures['peak_memory_gib']:.2f} GiB at the peak"
         if "kv_cache_gib" in figures:
-            memory += (
-                f", {figures['peak_apart_from_kv_gib']:.2f} apart from the KV cache ({figures['kv_cache_gib']:.2f})"
-            )
+            memory += f", {figures['peak_apart_from_kv_gib']:.2f} apart from the KV cache"
+            memory += f" ({figures['kv_cache_gib']:.2f})"
         if "peak_device_gib" in figures:
             memory += f"; of the whole device {figures['peak_device_gib']:.2f}"
         lines.append(_line("memory", memory))
     if "logp_abs_diff_mean" in figures:
-        lines.append(
-            _line(
-                "log-probabilities",
-                f"rollout against training: logp_abs_diff_mean {figures['logp_abs_diff_mean']:.2e}, "
-                f"max {figures['logp_abs_diff_max']:.2e}",
-            )
-        )
+        mean, most = figures["logp_abs_diff_mean"], figures["logp_abs_diff_max"]
+        text = f"rollout against training: logp_abs_diff_mean {mean:.2e}, max {most:.2e}"
+        lines.append(_line("log-probabilities", text))
     idle = [f"{name.removesuffix('_idle_share')} {100 * figures[name]:.1f} %" for name in figures if "_idle" in name]
     if idle:
         lines.append(_line("device idle", ", ".join(idle)))
     if figures.get("parts", 1) > 1:
         lines.append(_line("memory ran out", f"so the rollout was done in {figures['parts']} parts, one after another"))
     return lines
+
+
+def _phase(phase: str, figures: dict[str, Any]) -> str:
+    text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
+    if phase == "rollout":
+        text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
+    if "mfu" in figures and phase == "train":
+        text += f"; MFU {100 * figures['mfu']:.1f} % ({figures['train_tflop_s']:,.2f} TFLOP/s)"
+        text += f", {100 * figures['needed_mfu']:.1f} % without the head on prompts"
+    elif f"{phase}_percent_of_floor" in figures:
+        text += f"; {figures[f'{phase}_percent_of_floor']:.1f} % of the floor"
+    elif f"{phase}_percent_of_ordinary_floor" in figures:
+        text += f"; {figures[f'{phase}_percent_of_ordinary_floor']:.1f} % of the ordinary floor, "
+        text += f"{figures[f'{phase}_percent_of_shared_floor']:.1f} % of the shared"
+    return _line(phase, text)
+
+
+def _speed(phase: str, figures: dict[str, Any]) -> str:
+    return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 
 def _line(name: str, text: str) -> str:

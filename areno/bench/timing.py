@@ -15,22 +15,18 @@ from areno.types import TrainSequence
 
 
 class Contender(Protocol):
-    """Something that does the work. Every method returns when the device has done it all."""
+    """Something that does the work. Every method returns when the device has done it all.
+
+    rollout: sample every prompt as often and as long as `work` says; a row for each sample. train: one optimizer step;
+    its statistics. logprobs: score the rows.
+    """
 
     name: str
     vocab_size: int
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """Sample every prompt as often and as long as `work` says: a row for each sample."""
-        ...
-
-    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """One optimizer step; its statistics."""
-        ...
-
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
-        """Score the rows."""
-        ...
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]: ...
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]: ...
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]: ...
 
 
 @dataclass
@@ -66,12 +62,10 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
     """Do the work `repeats` times, after once for `warm_up` (a shorter one), or for `work` itself."""
     timed = Timed()
     for repeat in range(-1, repeats):
-        todo = (warm_up or work) if repeat < 0 else work
         started = time.perf_counter()
-        seconds = _once(contender, kind, todo, repeat, timed)
+        seconds = _once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
         if repeat < 0:
-            timed.warm_up_s = time.perf_counter() - started
-            timed.stats = []
+            timed.warm_up_s, timed.stats = time.perf_counter() - started, []
         else:
             for phase, value in seconds.items():
                 timed.seconds.setdefault(phase, []).append(value)
@@ -100,10 +94,9 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
         contender.logprobs(timed.rows)
         seconds["logprob"] = time.perf_counter() - started
     if "rollout" in seconds:  # other prompts, since some keep what they know of those they have seen
-        short = work.with_new_at_most(1)
         prompts = work.prompts(contender.vocab_size, repeat + 1_000_000)
         started = time.perf_counter()
-        contender.rollout(short, prompts)
+        contender.rollout(work.with_new_at_most(1), prompts)
         seconds["prefill"] = time.perf_counter() - started
     return seconds
 

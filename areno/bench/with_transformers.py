@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from areno.bench.arguments import Settings
 from areno.bench.device import synchronize
-from areno.bench.timing import measure, tell
 from areno.bench.work import Work, row
 from areno.errors import EngineError
 from areno.types import TrainSequence
@@ -30,23 +30,25 @@ _WARM_UP_TOKENS = 8
 
 
 class WithTransformers:
-    """A contender."""
+    """A contender. prompts_at_once, rows_at_once: what a call of `generate`, and a micro-batch, holds at most."""
 
     name = "transformers"
 
     def __init__(self, settings: Settings, folder: str, random_init: bool):
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+        self._settings, self.device = settings, settings.device
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
-        self._settings = settings
-        self.device, dtype = settings.device, getattr(torch, settings.dtype)
+        how: dict[str, Any] = {"dtype": getattr(torch, settings.dtype), "attn_implementation": "sdpa"}
         model: Any
         if random_init:
-            config = AutoConfig.from_pretrained(folder)
             with torch.device(self.device):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **how)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(folder, **how)
         self.model = model.to(self.device)
         self.model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends a completion
         self.vocab_size: int = model.config.vocab_size
@@ -57,10 +59,23 @@ class WithTransformers:
                 enable = getattr(model, name, None) or model.gradient_checkpointing_enable
                 enable({"use_reentrant": False})
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
+        self.warm_up = settings.work.with_new_at_most(_WARM_UP_TOKENS) if settings.rolls_out else None
         self.prompts_at_once = len(settings.work.prompt_lens)
         self.rows_at_once = max(1, min(settings.tokens_per_mb, _MOST_TOKENS) // max(settings.work.row_lens))
         synchronize(self.device)
         self.start_s = time.perf_counter() - started
+
+    def figures(self) -> dict[str, float]:
+        """What it says beside the times: memory, and the size of the pieces."""
+        settings, out = self._settings, {}
+        if self.device.startswith("cuda"):
+            out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        if settings.rolls_out:
+            out["prompts_at_once"] = self.prompts_at_once
+            out["parts"] = math.ceil(len(settings.work.prompt_lens) / self.prompts_at_once)
+        if not settings.rolls_out or settings.trains:
+            out["rows_at_once"] = self.rows_at_once
+        return out
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
         """Prompts are sampled together, as many as there is memory for."""
@@ -69,18 +84,16 @@ class WithTransformers:
         while len(rows) < len(prompts) * work.n_samples:
             start = len(rows) // work.n_samples
             piece = slice(start, start + self.prompts_at_once)
-            generated = self._in_memory(
-                lambda piece=piece: self._generate(prompts[piece], max(work.new_lens[piece]), work.n_samples),
-                divisible=self.prompts_at_once > 1,
+            generated = _in_memory(
+                self.prompts_at_once, self._generate, prompts[piece], max(work.new_lens[piece]), work.n_samples
             )
             if generated is None:
-                self.prompts_at_once = max(1, self.prompts_at_once // 2)
+                self.prompts_at_once //= 2
                 continue
-            tokens, logprobs = generated
-            for index in range(len(tokens)):
-                prompt, new_len = start + index // work.n_samples, work.new_lens[start + index // work.n_samples]
-                new = slice(0, new_len)
-                rows.append(row(prompts[prompt], tokens[index][new], logprobs[index][new], index % work.n_samples))
+            for index, (tokens, logprobs) in enumerate(zip(*generated, strict=True)):
+                number, sample = start + index // work.n_samples, index % work.n_samples
+                new = slice(0, work.new_lens[number])
+                rows.append(row(prompts[number], tokens[new], logprobs[new], sample))
         return rows
 
     @torch.no_grad()
@@ -106,75 +119,69 @@ class WithTransformers:
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """One optimizer step."""
-        self.model.train()
         assert self._optimizer is not None
-        while True:
-            self._optimizer.zero_grad(set_to_none=True)
-            if self._in_memory(lambda: self._backward(rows), divisible=self.rows_at_once > 1) is not None:
-                break
-            self._fewer_rows()
+        self.model.train()
+        while _in_memory(self.rows_at_once, self._backward, rows) is None:
+            self.rows_at_once //= 2
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         synchronize(self.device)
         return {}
 
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
+        self.model.zero_grad(set_to_none=True)
         n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
         for start in range(0, len(rows), self.rows_at_once):
             piece = rows[start : start + self.rows_at_once]
             logprobs_RT = self._row_logprobs(piece)
-            width = max(len(item.tokens or []) for item in piece)
-            weights = [(item.advantages or []) + [0.0] * (width - len(item.tokens or [])) for item in piece]
-            weights_RT = torch.tensor(weights, device=self.device)[:, -logprobs_RT.shape[1] :]
-            (-(weights_RT * logprobs_RT).sum() / n_trained).backward()
+            weights_RL = _padded([item.advantages or [] for item in piece]).to(self.device)
+            (-(weights_RL[:, -logprobs_RT.shape[1] :] * logprobs_RT).sum() / n_trained).backward()
         synchronize(self.device)
         return True
 
+    @torch.no_grad()
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
         """Of the responses, padded at the end to the longest row of a piece."""
         self.model.eval()
         out: list[list[float]] = []
         while len(out) < len(rows):
             piece = rows[len(out) : len(out) + self.rows_at_once]
-            with torch.no_grad():
-                scored = self._in_memory(
-                    lambda piece=piece: self._row_logprobs(piece, all_tokens=True).tolist(),
-                    divisible=self.rows_at_once > 1,
-                )
+            scored = _in_memory(self.rows_at_once, self._row_logprobs, piece, True)
             if scored is None:
-                self._fewer_rows()
+                self.rows_at_once //= 2
             else:
-                out += scored
+                out += scored.tolist()
         return out
 
     def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
         """(R, t) log-probabilities of the last t tokens of the padded rows: the trained ones, or all but the first."""
-        lens = [len(item.tokens or []) for item in rows]
-        width = max(lens)
-        ids = torch.tensor([[*(item.tokens or []), *[0] * (width - len(item.tokens or []))] for item in rows])
-        ids = ids.to(self.device)
+        ids = _padded([item.tokens or [] for item in rows]).to(self.device)
+        lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]
         mask = None
-        if min(lens) < width:
-            mask = (torch.arange(width) < torch.tensor(lens)[:, None]).long().to(self.device)
+        if lens.min() < width:
+            mask = (torch.arange(width) < lens[:, None]).long().to(self.device)
         prompt_len = 1 if all_tokens else min(list(item.prompt_mask or []).count(True) for item in rows)
         keep = width - prompt_len + 1  # the logits of token t are at t - 1
         logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         targets = ids[:, prompt_len:, None]
         return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)[..., 0]
 
-    def _fewer_rows(self) -> None:
-        self.rows_at_once = max(1, self.rows_at_once // 2)
 
-    def _in_memory(self, body: Callable[[], T], *, divisible: bool) -> T | None:
-        """None where memory ran out and a smaller piece may help."""
-        try:
-            return body()
-        except torch.OutOfMemoryError as error:
-            if not divisible:
-                raise EngineError(f"transformers ran out of device memory with a single row: {error}") from error
-        gc.collect()
-        torch.cuda.empty_cache()
-        return None
+def _padded(rows: Sequence[Any]) -> Tensor:
+    """(R, L): zeros after each row, up to the longest."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def _in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
+    """What `body` returns; None where memory ran out, so that half as many at once may help. EngineError at one."""
+    try:
+        return body(*args)
+    except torch.OutOfMemoryError as error:
+        if at_once == 1:
+            raise EngineError(f"transformers ran out of device memory with a single row: {error}") from error
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None
 
 
 class _DrawnLogprobs:
@@ -197,24 +204,3 @@ class _DrawnLogprobs:
     def _take(self, ids: Tensor) -> None:
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
-
-
-def run_transformers(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """All figures of transformers for these settings."""
-    tell(f"transformers: starting {settings.shape} on {settings.device}")
-    cuda = settings.device.startswith("cuda")
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(settings.device)
-    other = WithTransformers(settings, folder, random_init)
-    warm_up = settings.work.with_new_at_most(_WARM_UP_TOKENS) if settings.rolls_out else None
-    timed = measure(other, settings.kind, settings.work, settings.against_repeats, warm_up)
-    figures: dict[str, Any] = {"start_s": other.start_s, **timed.figures(settings.work), "repeats_s": timed.seconds}
-    if cuda:
-        figures["peak_memory_gib"] = torch.cuda.max_memory_allocated(settings.device) / 2**30
-    if settings.rolls_out:
-        figures["prompts_at_once"] = other.prompts_at_once
-        figures["parts"] = math.ceil(len(settings.work.prompt_lens) / other.prompts_at_once)
-    if not settings.rolls_out or settings.trains:
-        figures["rows_at_once"] = other.rows_at_once
-    return figures

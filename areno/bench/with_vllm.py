@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from areno.bench.arguments import Settings
-from areno.bench.timing import measure, tell
 from areno.bench.work import Work, row
 from areno.errors import EngineError
 from areno.models.registry import load_config
@@ -18,6 +17,7 @@ class WithVllm:
     """A contender for rollout only."""
 
     name = "vllm"
+    warm_up = None  # the work itself
 
     def __init__(self, settings: Settings, folder: str, random_init: bool):
         from vllm import LLM  # type: ignore[import-not-found]
@@ -35,18 +35,17 @@ class WithVllm:
         self.vocab_size = load_config(folder).vocab_size
         self.start_s = time.perf_counter() - started
 
+    def figures(self) -> dict[str, float]:
+        """Nothing beside the times."""
+        return {}
+
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
         """One call of generate."""
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
             SamplingParams(
-                n=work.n_samples,
-                temperature=1.0,
-                max_tokens=new_len,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
+                n=work.n_samples, temperature=1.0, max_tokens=new_len, ignore_eos=True, logprobs=0, detokenize=False
             )
             for new_len in work.new_lens
         ]
@@ -66,11 +65,3 @@ class WithVllm:
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
         """Not a thing it is compared in."""
         raise EngineError("vllm is compared in a rollout only")
-
-
-def run_vllm(settings: Settings, folder: str, random_init: bool) -> dict[str, Any]:
-    """All figures of vLLM for these settings."""
-    tell(f"vllm: starting {settings.shape} on {settings.device}")
-    other = WithVllm(settings, folder, random_init)
-    timed = measure(other, settings.kind, settings.work, settings.against_repeats)
-    return {"start_s": other.start_s, **timed.figures(settings.work), "repeats_s": timed.seconds}

@@ -23,21 +23,16 @@ class Work:
     def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
         """All prompts of one length, and all completions."""
         name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
-        return Work(
-            prompt_lens=(prompt_len,) * n_prompts, new_lens=(new_tokens,) * n_prompts, n_samples=n_samples, name=name
-        )
+        prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
+        return Work(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
 
     @staticmethod
     def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
         """Both lengths drawn uniformly from low..high for each prompt, always the same ones."""
         draw = random.Random(0)
-        lens = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(n_prompts)]
-        return Work(
-            prompt_lens=tuple(prompt_len for prompt_len, _ in lens),
-            new_lens=tuple(new_len for _, new_len in lens),
-            n_samples=n_samples,
-            name=f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}",
-        )
+        lens = [draw.randint(low, high) for _ in range(2 * n_prompts)]
+        name = f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}"
+        return Work(prompt_lens=tuple(lens[::2]), new_lens=tuple(lens[1::2]), n_samples=n_samples, name=name)
 
     @property
     def n_rows(self) -> int:
@@ -66,11 +61,11 @@ class Work:
     def random_rows(self, vocab_size: int, seed: int) -> list[TrainSequence]:
         """Rows for training or scoring without a rollout before it."""
         draw = random.Random(-1 - seed)
-        rows = []
-        for prompt, new_len in zip(self.prompts(vocab_size, seed), self.new_lens, strict=True):
-            for sample in range(self.n_samples):
-                rows.append(row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample))
-        return rows
+        return [
+            row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
+            for prompt, new_len in zip(self.prompts(vocab_size, seed), self.new_lens, strict=True)
+            for sample in range(self.n_samples)
+        ]
 
 
 def row(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sample: int) -> TrainSequence:

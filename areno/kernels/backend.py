@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,11 @@ def use_triton(x: Tensor) -> bool:
     Every operation in `areno.kernels` asks here. Where the answer is no, its torch reference runs.
     """
     return (x.is_cuda or _interprets()) and _is_installed()
+
+
+def form(x: Tensor, package: str) -> Any:
+    """The module of a package of `areno.kernels` whose functions run on x: `triton` or `reference`."""
+    return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 
 
 def _interprets() -> bool:

@@ -5,35 +5,24 @@ The moments are kept in fp32 or in 8 bits (arXiv 2110.02861).
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
-from areno.kernels.adam import reference
 from areno.kernels.adam.reference import BLOCK, Pair, Update
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import form
 
 __all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
     """Update master and the two moments (all (n,) float32) in place and write param, which may be master itself."""
-    _form(grad).adam(grad, master, param, moments, update)
+    form(grad, __name__).adam(grad, master, param, moments, update)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
     """As `adam`, with moments as uint8 codes and the scales of their blocks: (ceil(n / BLOCK),) float32 each."""
-    _form(grad).adam_8bit(grad, master, param, moments, scales, update)
+    form(grad, __name__).adam_8bit(grad, master, param, moments, scales, update)
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
     """(2,) float64: the sum of squares of grad (n,), and how many of its entries are not 0."""
-    return _form(grad).squares_and_nonzeros(grad)
-
-
-def _form(grad: Tensor) -> ModuleType:
-    if not use_triton(grad):
-        return reference
-    from areno.kernels.adam import triton
-
-    return triton
+    return form(grad, __name__).squares_and_nonzeros(grad)

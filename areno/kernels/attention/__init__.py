@@ -37,9 +37,7 @@ def choose_backend(
         raise ConfigError([Problem("engine.attn_backend", message)])
     if has_flash and requested != "native":
         return "flash"
-    if half_on_cuda and importlib.util.find_spec("torch.nn.attention.varlen") is not None:
-        return "varlen"
-    return "sdpa"
+    return "varlen" if half_on_cuda else "sdpa"
 
 
 def varlen_attention(

@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The norm of each query and key head with the rotation after it. Letters as in the package.
 
@@ -37,13 +36,12 @@ def qk_norm_rope(
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
     v_NKC = qkv_NX[:, (n_heads + n_kv_heads) * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
     if n:
-        has_norm = q_weight_C is not None
         _qk_norm_rope_kernel[(n,)](
             qkv_NX,
             cos_N1F,
             sin_N1F,
-            q_weight_C if has_norm else cos_N1F,
-            k_weight_C if has_norm else cos_N1F,
+            q_weight_C,
+            k_weight_C,
             q_NHC,
             k_NKC,
             qkv_NX.stride(0),
@@ -51,7 +49,6 @@ def qk_norm_rope(
             HEADS=n_heads,
             KV_HEADS=n_kv_heads,
             HALF=head_dim // 2,
-            HAS_NORM=has_norm,
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             num_warps=4,
@@ -86,8 +83,8 @@ def qk_norm_rope_backward(
             qkv_NX,
             cos_N1F,
             sin_N1F,
-            q_weight_C if has_norm else cos_N1F,
-            k_weight_C if has_norm else cos_N1F,
+            q_weight_C,
+            k_weight_C,
             grad_qkv_NX,
             partial_P2C,
             n,
@@ -96,7 +93,6 @@ def qk_norm_rope_backward(
             HEADS=n_heads,
             KV_HEADS=n_kv_heads,
             HALF=head_dim // 2,
-            HAS_NORM=has_norm,
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             KV_BLOCK=triton.next_power_of_2(n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
@@ -123,7 +119,6 @@ def _qk_norm_rope_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
@@ -136,7 +131,7 @@ def _qk_norm_rope_kernel(
     place = qkv_ptr + row * qkv_stride + head * (2 * HALF) + half
     a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
         weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF)
         weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF)
@@ -180,7 +175,6 @@ def _qk_norm_rope_backward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -198,7 +192,7 @@ def _qk_norm_rope_backward_kernel(
     dtype = out_ptr.dtype.element_ty
     sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, real)
         weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real)
     for token in range(tl.program_id(0), n, tl.num_programs(0)):
@@ -214,7 +208,7 @@ def _qk_norm_rope_backward_kernel(
         # The gradient of a rotation is the rotation back.
         a_grad = first * cos + second * sin
         b_grad = second * cos - first * sin
-        if HAS_NORM:
+        if q_weight_ptr is not None:
             place = qkv_ptr + row * qkv_stride + head * C + half
             a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
             b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -235,7 +229,7 @@ def _qk_norm_rope_backward_kernel(
         v_out = out_row + (HEADS + KV_HEADS + kv_head) * C + half
         tl.store(v_out, tl.load(v_place, mask=kv_inside, other=0.0), mask=kv_inside)
         tl.store(v_out + HALF, tl.load(v_place + HALF, mask=kv_inside, other=0.0), mask=kv_inside)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         column = tl.arange(0, HALF_BLOCK)
         q_out = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * C) + column
         keep = column < HALF

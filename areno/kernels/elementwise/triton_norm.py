@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The residual addition with the norm after it, and the sum of partial gradients.
 
@@ -33,18 +32,8 @@ def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: f
         sum_ND = torch.empty_like(x_ND)
     if n:
         block = triton.next_power_of_2(size)
-        _add_norm_kernel[(n,)](
-            x_ND,
-            x_ND if delta_ND is None else delta_ND,
-            sum_ND,
-            weight_D,
-            normed_ND,
-            size,
-            eps,
-            HAS_DELTA=delta_ND is not None,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 256)),
-        )
+        n_warps = min(16, max(1, block // 256))
+        _add_norm_kernel[(n,)](x_ND, delta_ND, sum_ND, weight_D, normed_ND, size, eps, BLOCK=block, num_warps=n_warps)
     return sum_ND, normed_ND
 
 
@@ -74,17 +63,15 @@ def rms_norm_backward(
     partial_PD = sum_ND.new_empty((n_programs, size), dtype=torch.float32)
     _norm_backward_kernel[(n_programs,)](
         grad_ND,
-        grad_ND if grad_sum_ND is None else grad_sum_ND.contiguous(),
+        None if grad_sum_ND is None else grad_sum_ND.contiguous(),
         sum_ND,
         weight_D,
         out_ND,
-        low_ND,
+        None if low_ND is out_ND else low_ND,
         partial_PD,
         n,
         size,
         eps,
-        HAS_SUM=grad_sum_ND is not None,
-        HAS_LOW=low_ND is not out_ND,
         ROWS=rows,
         BLOCK=block,
         num_warps=NORM_WARPS,
@@ -106,14 +93,12 @@ def n_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _add_norm_kernel(
-    x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
-):
+def _add_norm_kernel(x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_DELTA:
+    if delta_ptr is not None:
         x += tl.load(delta_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * size + column, rounded, mask=inside)
@@ -135,8 +120,6 @@ def _norm_backward_kernel(
     n,
     size,
     eps,
-    HAS_SUM: tl.constexpr,
-    HAS_LOW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -156,10 +139,10 @@ def _norm_backward_kernel(
         weighted = grad * weight[None, :]
         along = tl.sum(weighted * hat, axis=1)[:, None] / size
         out = scale * (weighted - hat * along)
-        if HAS_SUM:
+        if grad_sum_ptr is not None:
             out += tl.load(grad_sum_ptr + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
-        if HAS_LOW:
+        if low_ptr is not None:
             tl.store(low_ptr + place, out.to(low_ptr.dtype.element_ty), mask=inside)
         weight_grad += tl.sum(grad * hat, axis=0)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)

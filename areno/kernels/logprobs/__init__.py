@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import form
 from areno.kernels.logprobs import reference
 from areno.kernels.matmul import add_product
 
@@ -47,17 +47,17 @@ def selected_logprobs(
     weight_grad: (V, D) float32. If given, the gradient of the weight is added into it, and autograd gets none: this
     saves two copies of the largest matrix of a small model.
     """
-    form = _form(hidden_KD)
-    chunk = chunk or (CHUNK if form is reference else FUSED_CHUNK)
-    head = _Head(form, temperature, chunk, first, all_reduce, weight_grad, keep_bytes)
+    kernels = reference if hidden_KD.dtype == torch.float64 else form(hidden_KD, __name__)  # Triton's work in fp32
+    chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
+    head = _Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes)
     return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What `selected_logprobs` was told beside its tensors. form: `reference`, or the module of the Triton kernels."""
+    """What `selected_logprobs` was told beside its tensors. kernels: the module that has them."""
 
-    form: Any
+    kernels: Any
     temperature: float
     chunk: int
     first: int
@@ -74,7 +74,7 @@ class _Head:
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
-        stats = self.form.softmax_statistics(logits_CV, targets_C, self.first, self.temperature)
+        stats = self.kernels.softmax_statistics(logits_CV, targets_C, self.first, self.temperature)
         top_C, sums_3C = stats[0], stats[1:]
         if self.all_reduce is not None:
             mine_C = top_C.clone()
@@ -94,16 +94,7 @@ class _Head:
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """onehot - softmax into out: temperature times the gradient of the log-probability. May destroy the logits."""
-        self.form.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
-
-
-def _form(hidden_KD: Tensor) -> Any:
-    """Triton's kernels work in fp32."""
-    if hidden_KD.dtype == torch.float64 or not use_triton(hidden_KD):
-        return reference
-    from areno.kernels.logprobs import triton
-
-    return triton
+        self.kernels.logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 
 class _SelectedLogprobs(torch.autograd.Function):

@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """The head's softmax as Triton kernels: one pass over the logits for its statistics, one for its gradient.
 
@@ -18,6 +17,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
     """As `reference.softmax_statistics`, float32."""
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
+    block = min(_BLOCK, triton.next_power_of_2(max(n_rows, 1)))
     if n_positions:
         _softmax_statistics_kernel[(n_positions,)](
             logits_CV,
@@ -27,8 +27,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
             n_rows,
             first,
             1.0 / temperature,
-            out_4C.stride(0),
-            BLOCK=min(_BLOCK, triton.next_power_of_2(max(n_rows, 1))),
+            BLOCK=block,
             num_warps=8,
         )
     return out_4C
@@ -41,26 +40,14 @@ def logprob_gradient(
     n_positions, n_rows = logits_CV.shape
     if not n_positions or not n_rows:
         return
-    block = min(_BLOCK, triton.next_power_of_2(n_rows))
+    block, strides = min(_BLOCK, triton.next_power_of_2(n_rows)), (logits_CV.stride(0), out_CV.stride(0))
     _logprob_gradient_kernel[(n_positions, triton.cdiv(n_rows, block))](
-        logits_CV,
-        lse_C,
-        targets_C,
-        out_CV,
-        logits_CV.stride(0),
-        out_CV.stride(0),
-        n_rows,
-        first,
-        1.0 / temperature,
-        BLOCK=block,
-        num_warps=8,
+        logits_CV, lse_C, targets_C, out_CV, *strides, n_rows, first, 1.0 / temperature, BLOCK=block, num_warps=8
     )
 
 
 @triton.jit
-def _softmax_statistics_kernel(
-    logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, inverse_temperature, out_stride, BLOCK: tl.constexpr
-):
+def _softmax_statistics_kernel(logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, scale, BLOCK: tl.constexpr):
     position = tl.program_id(0).to(tl.int64)
     base = logits_ptr + position * stride
     best = tl.full([], -1e30, tl.float32)  # of no rows; finite, so that differences of it are numbers
@@ -69,7 +56,7 @@ def _softmax_statistics_kernel(
     for start in range(0, n_rows, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < n_rows
-        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse_temperature
+        x = tl.load(base + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
         new_best = tl.maximum(best, tl.max(x, axis=0))
         decay = tl.exp(best - new_best)
         weight = tl.exp(x - new_best)
@@ -78,9 +65,9 @@ def _softmax_statistics_kernel(
         best = new_best
     target = tl.load(targets_ptr + position) - first
     here = (target >= 0) & (target < n_rows)
-    chosen = tl.load(base + target, mask=here, other=0.0).to(tl.float32) * inverse_temperature
+    chosen = tl.load(base + target, mask=here, other=0.0).to(tl.float32) * scale
     chosen = tl.where(here, chosen - best, 0.0)
-    out = out_ptr + position
+    out, out_stride = out_ptr + position, tl.num_programs(0)
     tl.store(out, best)
     tl.store(out + out_stride, tl.sum(total, axis=0))
     tl.store(out + 2 * out_stride, tl.sum(weighted, axis=0))
@@ -89,21 +76,12 @@ def _softmax_statistics_kernel(
 
 @triton.jit
 def _logprob_gradient_kernel(
-    logits_ptr,
-    lse_ptr,
-    targets_ptr,
-    out_ptr,
-    stride,
-    out_stride,
-    n_rows,
-    first,
-    inverse_temperature,
-    BLOCK: tl.constexpr,
+    logits_ptr, lse_ptr, targets_ptr, out_ptr, stride, out_stride, n_rows, first, scale, BLOCK: tl.constexpr
 ):
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < n_rows
-    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32) * inverse_temperature
+    x = tl.load(logits_ptr + position * stride + column, mask=inside, other=0.0).to(tl.float32) * scale
     target = tl.load(targets_ptr + position) - first
     grad = tl.where(column == target, 1.0, 0.0) - tl.exp(x - tl.load(lse_ptr + position))
     tl.store(out_ptr + position * out_stride + column, grad.to(out_ptr.dtype.element_ty), mask=inside)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.kernels.backend import use_triton
-from areno.kernels.paged import reference
+from areno.kernels.backend import form
 from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
 
 __all__ = ["GROUP_SIZE", "PagedBatch", "decode_attention"]
@@ -19,8 +18,4 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
 
     kv_blocks: (2, P, S, K, C), keys then values, changed in place. The result is (B, H, C) in the dtype of q.
     """
-    if not use_triton(q_BHC):
-        return reference.decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
-    from areno.kernels.paged import triton
-
-    return triton.decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
+    return form(q_BHC, __name__).decode_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)

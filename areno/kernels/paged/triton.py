@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Paged decode attention as Triton kernels: the work of a step is cut into pieces that run side by side,
 and a second kernel joins the partial results of each row (flash-decoding; running softmax: arXiv 1805.02867).
@@ -14,8 +13,6 @@ each program reads lengths on the device, so a launch can be captured in a CUDA 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,35 +20,19 @@ from torch import Tensor
 
 from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
 
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """tile: positions read together, a power of two that divides the spans of a batch. *_warps: of the two kernels.
-
-    join_heads: heads that one program of the second kernel takes, a power of two.
-    """
-
-    tile: int
-    n_warps: int
-    n_stages: int
-    join_heads: int = 8
-    join_warps: int = 4
+_TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
+_JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
 
 
-_SMALL, _LARGE = Tuning(tile=32, n_warps=1, n_stages=2), Tuning(tile=32, n_warps=2, n_stages=3)
-
-
-def decode_attention(
-    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, tuning: Tuning | None = None
-) -> Tensor:
+def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
     q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
+    assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
-    if tuning is None:  # measured on an H200
-        tuning = _SMALL if n_shared_heads * GROUP_SIZE <= 16 else _LARGE
+    n_warps, n_stages = (1, 2) if n_shared_heads * GROUP_SIZE <= 16 else (2, 3)  # the fastest on an H200
     own_splits, shared_splits = batch.splits
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
     if n_groups == 0:
@@ -79,9 +60,7 @@ def decode_attention(
         q_BHC.stride(0),
         k_BKC.stride(0),
         v_BKC.stride(0),
-        k_blocks.stride(0),
         k_blocks.stride(1),
-        k_blocks.stride(2),
         batch.table_TW.stride(0),
         n_groups * shared_splits,
         own_splits,
@@ -93,14 +72,13 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
         PAGE_SIZE=block_size,
-        TILE=tuning.tile,
         HAS_TEAMS=n_groups > 0,
         ONE_PART=n_parts == 1,
-        num_warps=tuning.n_warps,
-        num_stages=tuning.n_stages,
+        num_warps=n_warps,
+        num_stages=n_stages,
     )
     if n_parts > 1:
-        _join_kernel[(n_rows, triton.cdiv(n_heads, tuning.join_heads))](
+        _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
             partial,
             log_sum,
             batch.lengths_B,
@@ -108,12 +86,11 @@ def decode_attention(
             batch.spans,
             out,
             n_heads,
-            JOIN_HEADS=tuning.join_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
             OWN_SPLITS=own_splits,
             SHARED_SPLITS=shared_splits,
-            num_warps=tuning.join_warps,
+            num_warps=4,
         )
     return out
 
@@ -125,33 +102,18 @@ def _rows_of_heads(x: Tensor) -> Tensor:
 
 @triton.jit
 def _attend(
-    q,
-    best,
-    total,
-    acc,
-    start,
-    end,
-    k_ptr,
-    v_ptr,
-    table_row,
-    scale,
-    page_stride,
-    token_stride,
-    dim,
-    real_dim,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    q, best, total, acc, start, end, k_ptr, v_ptr, table_row, scale, stride, dim, real_dim, PAGE_SIZE: tl.constexpr
 ):
     """Take the positions [start, end) of one table row and one key head into the running softmax."""
-    for first in range(start, end, TILE):
-        position = first + tl.arange(0, TILE)
+    for first in range(start, end, _TILE):
+        position = first + tl.arange(0, _TILE)
         inside = position < end
-        if PAGE_SIZE % TILE == 0:  # a tile lies in one page: spans begin at multiples of a tile
+        if PAGE_SIZE % _TILE.value == 0:  # a tile lies in one page: spans begin at multiples of a tile
             page = tl.load(table_row + first // PAGE_SIZE).to(tl.int64)
-            base = page * page_stride + (first % PAGE_SIZE + tl.arange(0, TILE)) * token_stride
+            base = page * (PAGE_SIZE * stride) + (first % PAGE_SIZE + tl.arange(0, _TILE)) * stride
         else:
             page = tl.load(table_row + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            base = page * page_stride + (position % PAGE_SIZE) * token_stride
+            base = page * (PAGE_SIZE * stride) + (position % PAGE_SIZE) * stride
         k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -184,9 +146,7 @@ def _piece_kernel(
     q_stride,
     new_k_stride,
     new_v_stride,
-    page_stride,
-    token_stride,
-    head_stride,
+    stride,
     table_stride,
     n_team_pieces,
     own_splits,
@@ -198,7 +158,6 @@ def _piece_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
     HAS_TEAMS: tl.constexpr,
     ONE_PART: tl.constexpr,
 ):
@@ -207,8 +166,8 @@ def _piece_kernel(
     piece = tl.program_id(1)
     n_heads = tl.num_programs(0) * GROUP
     n_parts = own_splits + shared_splits
-    k_ptr += kv_head * head_stride
-    v_ptr += kv_head * head_stride
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
 
@@ -226,36 +185,33 @@ def _piece_kernel(
                     member = cell // GROUP
                     row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
                     head = kv_head * GROUP + cell % GROUP
-                    slot = tl.load(slots_ptr + leader).to(tl.int64)
-                    q = tl.load(
-                        q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :],
-                        mask=(row >= 0)[:, None] & real_dim[None, :],
-                        other=0.0,
-                    )
+                    table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
+                    real = (row >= 0)[:, None] & real_dim[None, :]
+                    place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
+                    q = tl.load(place, mask=real, other=0.0)
+                    best = tl.full([TEAM_ROWS], float("-inf"), tl.float32)
+                    total = tl.zeros([TEAM_ROWS], tl.float32)
+                    acc = tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32)
+                    end = tl.minimum(start + span, length)
                     best, total, acc = _attend(
                         q,
-                        tl.full([TEAM_ROWS], float("-inf"), tl.float32),
-                        tl.zeros([TEAM_ROWS], tl.float32),
-                        tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32),
+                        best,
+                        total,
+                        acc,
                         start,
-                        tl.minimum(start + span, length),
+                        end,
                         k_ptr,
                         v_ptr,
-                        table_ptr + slot * table_stride,
+                        table_row,
                         scale,
-                        page_stride,
-                        token_stride,
+                        stride,
                         dim,
                         real_dim,
                         PAGE_SIZE,
-                        TILE,
                     )
                     part = (row * n_heads + head) * n_parts + own_splits + split
-                    tl.store(
-                        partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
-                        (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
-                        mask=(row >= 0)[:, None] & real_dim[None, :],
-                    )
+                    place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+                    tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
                     tl.store(log_sum_ptr + part, best + tl.log2(total), mask=row >= 0)
     else:
         piece -= n_team_pieces
@@ -267,13 +223,9 @@ def _piece_kernel(
         if (start < last) | (split == 0):
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
             cell = tl.arange(0, OWN_ROWS)
-            real = cell < GROUP
+            real = (cell < GROUP)[:, None] & real_dim[None, :]
             head = kv_head * GROUP + cell
-            q = tl.load(
-                q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :],
-                mask=real[:, None] & real_dim[None, :],
-                other=0.0,
-            )
+            q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
             acc = tl.zeros([OWN_ROWS, PADDED_DIM], tl.float32)
@@ -282,38 +234,21 @@ def _piece_kernel(
                 new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
                 new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, mask=real_dim, other=0.0)
                 page = tl.load(table_row + last // PAGE_SIZE).to(tl.int64)
-                place = page * page_stride + (last % PAGE_SIZE) * token_stride
+                place = page * (PAGE_SIZE * stride) + (last % PAGE_SIZE) * stride
                 tl.store(k_ptr + place + dim, new_k, mask=real_dim)
                 tl.store(v_ptr + place + dim, new_v, mask=real_dim)
                 best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
                 total = tl.full([OWN_ROWS], 1.0, tl.float32)
                 acc += new_v.to(tl.float32)[None, :]
+            end = tl.minimum(start + span, last)
             best, total, acc = _attend(
-                q,
-                best,
-                total,
-                acc,
-                start,
-                tl.minimum(start + span, last),
-                k_ptr,
-                v_ptr,
-                table_row,
-                scale,
-                page_stride,
-                token_stride,
-                dim,
-                real_dim,
-                PAGE_SIZE,
-                TILE,
+                q, best, total, acc, start, end, k_ptr, v_ptr, table_row, scale, stride, dim, real_dim, PAGE_SIZE
             )
             part = (row * n_heads + head) * n_parts + split
-            tl.store(
-                partial_ptr + part[:, None] * HEAD_DIM + dim[None, :],
-                (acc / total[:, None]).to(partial_ptr.dtype.element_ty),
-                mask=real[:, None] & real_dim[None, :],
-            )
+            cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
             if not ONE_PART:
-                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=real)
+                tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < GROUP)
 
 
 @triton.jit
@@ -325,7 +260,6 @@ def _join_kernel(
     spans_ptr,
     out_ptr,
     n_heads,
-    JOIN_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     OWN_SPLITS: tl.constexpr,
@@ -333,7 +267,7 @@ def _join_kernel(
 ):
     """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * JOIN_HEADS + tl.arange(0, JOIN_HEADS)
+    head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
     dim = tl.arange(0, PADDED_DIM)
     real = head < n_heads
     head += row * n_heads
@@ -341,32 +275,27 @@ def _join_kernel(
     own = tl.load(lengths_ptr + row).to(tl.int32) - 1 - shared
     own_span = tl.load(spans_ptr).to(tl.int32)
     shared_span = tl.load(spans_ptr + 1).to(tl.int32)
-    best = tl.full([JOIN_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([JOIN_HEADS], tl.float32)
-    acc = tl.zeros([JOIN_HEADS, PADDED_DIM], tl.float32)
+    best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([_JOIN_HEADS], tl.float32)
+    acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     for part in tl.static_range(OWN_SPLITS + SHARED_SPLITS):
         if part == 0:  # holds the new token, so `best` is finite from here on
-            left = tl.full([JOIN_HEADS], 1, tl.int32)
+            left = tl.full([_JOIN_HEADS], 1, tl.int32)
         elif part < OWN_SPLITS:
-            left = tl.zeros([JOIN_HEADS], tl.int32) + (own - part * own_span)
+            left = tl.zeros([_JOIN_HEADS], tl.int32) + (own - part * own_span)
         else:
-            left = tl.zeros([JOIN_HEADS], tl.int32) + (shared - (part - OWN_SPLITS) * shared_span)
+            left = tl.zeros([_JOIN_HEADS], tl.int32) + (shared - (part - OWN_SPLITS) * shared_span)
         exists = real & (left > 0)
         cell = head * (OWN_SPLITS + SHARED_SPLITS) + part
         log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :],
-            mask=exists[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        place = partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
+        partial = tl.load(place, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         new_best = tl.where(real, tl.maximum(best, log_sum), 0.0)
         weight = tl.exp2(log_sum - new_best)
         decay = tl.exp2(best - new_best)
         acc = acc * decay[:, None] + weight[:, None] * partial
         total = total * decay + weight
         best = new_best
-    tl.store(
-        out_ptr + head[:, None] * HEAD_DIM + dim[None, :],
-        (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
-    )
+    place = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
+    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(place, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)

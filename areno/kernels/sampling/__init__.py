@@ -8,11 +8,11 @@ Shape letters: B rows (one token to draw for each), V vocabulary.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from areno.kernels.backend import use_triton
-from areno.kernels.sampling import reference
-from areno.kernels.sampling.reference import SamplingSettings, sample_key
+from areno.kernels.sampling.reference import SamplingSettings, sample_key, sample_tokens, uniform
 
 __all__ = ["SamplingSettings", "sample_key", "sample_slots"]
 
@@ -32,8 +32,18 @@ def sample_slots(
     banned: (rows, token ids) that must not be drawn. Returns (2, B) float64, tokens and log-probabilities, so that
     they travel together; a log-probability of NaN tells that the logits were not finite.
     """
-    if banned is not None or not use_triton(logits_BV):  # the kernels know no bans, which are rare
-        return reference.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered, banned=banned)
-    from areno.kernels.sampling import triton
+    if banned is None and use_triton(logits_BV):  # the kernels know no bans, which are rare
+        from areno.kernels.sampling import triton
 
-    return triton.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
+        return triton.sample_slots(logits_BV, slots_B, positions_B, settings, filtered=filtered)
+    tokens_B, logprobs_B = sample_tokens(
+        logits_BV,
+        settings.temperature[slots_B],
+        settings.greedy[slots_B],
+        uniform(settings.key[slots_B], positions_B),
+        top_k_B=settings.top_k[slots_B] if filtered else None,
+        top_p_B=settings.top_p[slots_B] if filtered else None,
+        banned=banned,
+    )
+    settings.last_token[slots_B] = tokens_B
+    return torch.stack((tokens_B.double(), logprobs_B.double()))

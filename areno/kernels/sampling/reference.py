@@ -37,29 +37,6 @@ class SamplingSettings:
     last_token: Tensor
 
 
-def sample_slots(
-    logits_BV: Tensor,
-    slots_B: Tensor,
-    positions_B: Tensor,
-    settings: SamplingSettings,
-    *,
-    filtered: bool,
-    banned: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """As `areno.kernels.sampling.sample_slots`."""
-    tokens_B, logprobs_B = sample_tokens(
-        logits_BV,
-        settings.temperature[slots_B],
-        settings.greedy[slots_B],
-        uniform(settings.key[slots_B], positions_B),
-        top_k_B=settings.top_k[slots_B] if filtered else None,
-        top_p_B=settings.top_p[slots_B] if filtered else None,
-        banned=banned,
-    )
-    settings.last_token[slots_B] = tokens_B
-    return torch.stack((tokens_B.double(), logprobs_B.double()))
-
-
 def sample_tokens(
     logits_BV: Tensor,
     temperature_B: Tensor,

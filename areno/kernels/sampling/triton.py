@@ -1,4 +1,3 @@
-# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Drawing tokens as Triton kernels: one pass over the logits, then the draw from a single span of them.
 
@@ -46,16 +45,7 @@ def sample_slots(
     out = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     shape = {"PADDED_SPANS": triton.next_power_of_2(n_spans), "SPAN": span}
     _scan_kernel[(n_rows, n_spans)](
-        logits_BV,
-        slots_B,
-        settings.temperature,
-        tops,
-        sums,
-        best,
-        logits_BV.stride(0),
-        vocab,
-        SPAN=span,
-        num_warps=8,
+        logits_BV, slots_B, settings.temperature, tops, sums, best, logits_BV.stride(0), vocab, SPAN=span, num_warps=8
     )
     kept = sums_equal = bounds = None
     if filtered:
@@ -97,7 +87,6 @@ def sample_slots(
         vocab,
         n_spans,
         **shape,
-        FILTERED=filtered,
         num_warps=8,
     )
     return out
@@ -282,7 +271,6 @@ def _draw_kernel(
     n_spans,
     PADDED_SPANS: tl.constexpr,
     SPAN: tl.constexpr,
-    FILTERED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -305,7 +293,7 @@ def _draw_kernel(
     least = tl.full([], -2147483648, tl.int32)
     n_equal = tl.full([], -1, tl.int32)
     n_before = tl.zeros([PADDED_SPANS], tl.int32)
-    if FILTERED:
+    if bounds_ptr is not None:
         n_equal = tl.load(bounds_ptr + tl.num_programs(0) + row)
         if n_equal >= 0:
             least = tl.load(bounds_ptr + row)
@@ -329,7 +317,7 @@ def _draw_kernel(
     inside = index < vocab
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
-    if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
+    if bounds_ptr is not None:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
         if n_equal >= 0:
             number = _ordered(x)
             before = tl.sum(tl.where(span_S == span, n_before, 0), axis=0)
