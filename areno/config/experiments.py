@@ -35,8 +35,8 @@ class ExperimentConfig(Section):
         None, help="Name of the run's folder in the folder of the experiment. null: the start time"
     )
     seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
-    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0, flag="--epochs")
-    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
+    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0)
+    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0)
     total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
     actor: ModelConfig = setting(help="The model that is trained")

@@ -37,18 +37,16 @@ def setting(
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    flag: str | None = None,
     required_in_build: bool = False,
 ) -> Any:
     """Declare one setting. Without `default` and `factory` it is required.
 
     ge, gt, le, lt: bounds of a number; null is not compared. A `Literal` type declares choices.
-    flag: the name of the setting as an option of a command without configuration files.
     required_in_build: `build` requires a value, but the dataclass does not. A run that is described by files needs to
     name its data; a script may hand over the rows themselves.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    metadata = {"help": help, "flag": flag, "required_in_build": required_in_build, "bounds": bounds}
+    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
@@ -102,7 +100,6 @@ class Setting:
     name: str
     hint: Any
     help: str
-    flag: str | None
     required: bool
     default: Callable[[], Any]
     bounds: dict[str, float]
@@ -147,7 +144,6 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             name=field.name,
             hint=hint,
             help=field.metadata["help"],
-            flag=field.metadata["flag"],
             required=field.metadata["required_in_build"] or not has_default,
             default=field.default_factory
             if field.default_factory is not _MISSING

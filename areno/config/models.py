@@ -15,38 +15,31 @@ class OptimizerConfig(Section):
     """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
 
     type: Literal["adam", "adam_8bit"] = setting(
-        "adam",
-        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
-        flag="--adam-8bit",
+        "adam", help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes"
     )
-    lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
+    lr: float = setting(1e-6, help="Peak learning rate", gt=0)
     min_lr_ratio: float = setting(0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", help="Shape of the learning-rate decay", flag="--lr-decay-style"
+        "cosine", help="Shape of the learning-rate decay"
     )
     lr_decay_steps: int = setting(
-        1000,
-        help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up",
-        gt=0,
-        flag="--lr-decay-steps",
+        1000, help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up", gt=0
     )
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
-    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
+    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1)
+    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
-    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
-    gradient_clipping: float = setting(
-        1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
-    )
+    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0)
+    gradient_clipping: float = setting(1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0)
 
 
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
     """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
 
-    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0, flag="--mini-bs")
+    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0)
     max_tokens_per_mb: int | None = setting(
         None, help="Token budget of a micro-batch, filled first-fit decreasing. mini_bs is then ignored", gt=0
     )
@@ -79,7 +72,7 @@ class NormConfig(Section):
 class ModelConfig(Section):
     """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
 
-    path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
+    path: str = setting(help="Hugging Face model folder or hub id")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", help="Type of weights and activations. auto: bfloat16 on CUDA, float32 on CPU. Masters are always fp32"
     )
@@ -89,15 +82,10 @@ class ModelConfig(Section):
         "needs no weight files. Models of other folders are read from these",
     )
     gradient_checkpointing: bool = setting(
-        True,
-        help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed",
-        flag="--activation-checkpointing",
+        True, help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed"
     )
     gradient_accumulation_steps: int | None = setting(
-        None,
-        help="Micro-batches per optimizer step. null: one optimizer step per batch",
-        gt=0,
-        flag="--gradient-accumulation-steps",
+        None, help="Micro-batches per optimizer step. null: one optimizer step per batch", gt=0
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
@@ -162,9 +150,7 @@ class PolicyConfig(ModelConfig):
     eps_clip_higher: float | None = setting(
         None, help="Upper clip range, if different (clip-higher, DAPO 2503.14476)", gt=0
     )
-    c_clip: float | None = setting(
-        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
-    )
+    c_clip: float | None = setting(None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1)
     recompute_logprob: bool = setting(
         False,
         help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
@@ -186,11 +172,9 @@ class PolicyConfig(ModelConfig):
     m2_threshold: float | None = setting(
         None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
     )
-    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k3",
-        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
-        flag="--kl-loss-type",
+        "k3", help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1"
     )
     use_kl_in_reward: bool = setting(
         False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss"
@@ -313,7 +297,7 @@ class RefConfig(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both", flag="--ref-ckpt"
+        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both"
     )
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
 
@@ -322,20 +306,18 @@ class RefConfig(Section):
 class ScoringRefConfig(Section):
     """A reference that scores the data before training and is then released."""
 
-    path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
-    )
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor itself, before training")
 
 
 @dataclass(kw_only=True)
 class CriticConfig(Section):
     """The value function of PPO: a transformer body with one output per token."""
 
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body")
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
-    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
-    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
-    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
+    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0)
+    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0)
+    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0)
     ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
     gradient_checkpointing: bool = setting(True, help="Recompute the critic's activations in the backward pass")
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")

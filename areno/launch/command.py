@@ -95,10 +95,7 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=command,
-        add_help=False,
-        allow_abbrev=False,
-        usage="%(prog)s [options] [key=value ...]",
+        prog=command, add_help=False, allow_abbrev=False, usage="%(prog)s [options] [key=value ...]"
     )
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="version", version=f"areno {__version__}")

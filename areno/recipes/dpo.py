@@ -26,9 +26,7 @@ from areno.errors import Problem
 class DPOActorConfig(ModelConfig):
     """The actor of DPO, with the settings of its loss."""
 
-    beta: float = setting(
-        0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0, flag="--dpo-beta"
-    )
+    beta: float = setting(0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0)
     loss_type: Literal["sigmoid", "ipo"] = setting(
         "sigmoid",
         help="sigmoid is DPO (2305.18290 eq. 7). ipo is IPO (2310.12036 eq. 17), with log-probabilities averaged "

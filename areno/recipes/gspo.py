@@ -27,9 +27,7 @@ from areno.errors import Problem
 class GSPOActorConfig(PolicyConfig):
     """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
-    eps_clip: float = setting(
-        3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
-    )
+    eps_clip: float = setting(3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
 
     @check
     def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
