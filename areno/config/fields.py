@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -16,8 +18,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem
 
-_MISSING = dataclasses.MISSING
-REQUIRED: Any = object()
+REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", operator.ge),
@@ -29,10 +30,10 @@ T = TypeVar("T", bound="Section")
 
 
 def setting(
-    default: Any = _MISSING,
+    default: Any = REQUIRED,
     *,
     help: str,
-    factory: Any = _MISSING,
+    factory: Any = REQUIRED,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -54,31 +55,30 @@ class Missing(Problem):
     """A required value is not given."""
 
 
-class Check:
-    """A rule between the fields of a section: a method that yields problems, whose keys are relative to the section."""
+class check:
+    """Marks a method of a Section as a rule between its fields: it yields problems, with keys relative to the section.
 
-    def __init__(self, rule: Callable[[Any], Iterator[Problem]], in_build_only: bool):
-        self.rule, self.in_build_only = rule, in_build_only
+    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
+    """
+
+    def __init__(self, rule: Callable[[Any], Iterator[Problem]]):
+        self.rule = rule
 
     def __get__(self, section: Section | None, cls: type[Section]) -> Any:
         return self.rule.__get__(section, cls)
 
 
-def check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
-    """Mark a method of a Section as a Check.
-
-    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
-    """
-    return Check(rule, in_build_only=False)
+class build_check(check):
+    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
 
 
-def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], Check]:
-    """Mark a method of a Section that tells whether its values are in a forbidden state: a Check with one problem.
+def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
+    """Mark a method of a Section that tells whether its values are in a forbidden state: a check with one problem.
 
     text: the problem, where `{self.name}` stands for the value of a field.
     """
 
-    def mark(is_forbidden: Callable[[Any], bool]) -> Check:
+    def mark(is_forbidden: Callable[[Any], bool]) -> check:
         def rule(section: Any) -> Iterator[Problem]:
             if is_forbidden(section):
                 yield Problem(key, text.format(self=section))
@@ -86,11 +86,6 @@ def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], Check]:
         return check(rule)
 
     return mark
-
-
-def build_check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
-    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
-    return Check(rule, in_build_only=True)
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class Setting:
         default of the field. None: there is no such instance, so the field's own default counts.
         """
         value = self.default() if section is None else vars(section)[self.name]
-        return REQUIRED if self.required and (value is _MISSING or value is None) else value
+        return REQUIRED if self.required and value is None else value
 
     def convert(self, value: Any) -> Any:
         """`value` in the field's type. Raises InvalidValue where that cannot be."""
@@ -137,18 +132,16 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
+        hint, metadata = hints[field.name], field.metadata
+        factory: Any = field.default_factory
         arms = get_args(hint) or (hint,)
-        has_default = field.default is not _MISSING or field.default_factory is not _MISSING
         found[field.name] = Setting(
             name=field.name,
             hint=hint,
-            help=field.metadata["help"],
-            required=field.metadata["required_in_build"] or not has_default,
-            default=field.default_factory
-            if field.default_factory is not _MISSING
-            else lambda field=field: field.default,
-            bounds=field.metadata["bounds"],
+            help=metadata["help"],
+            required=metadata["required_in_build"] or field.default is factory is REQUIRED,
+            default=(lambda field=field: field.default) if factory is REQUIRED else factory,
+            bounds=metadata["bounds"],
             section=next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None),
             optional=type(None) in arms,
         )
@@ -200,14 +193,10 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
     """What the checks of a section find. Nested sections have checks of their own, which are not run."""
-    attributes: dict[str, Any] = {}
-    for base in reversed(type(section).__mro__):
-        attributes |= vars(base)  # a method that is overridden keeps its place
     found = []
-    for attribute in attributes.values():
-        if isinstance(attribute, Check) and (in_build or not attribute.in_build_only):
-            try:
+    # Checks of a base come first, and one that is overridden keeps its place.
+    for attribute in ChainMap(*(dict(vars(base)) for base in type(section).__mro__)).values():
+        if isinstance(attribute, check) and (in_build or not isinstance(attribute, build_check)):
+            with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
-            except _UnknownValue:
-                continue
     return found
