@@ -49,22 +49,15 @@ class ExperimentConfig(Section):
     cluster: ClusterConfig = setting(factory=ClusterConfig, help="Output folder")
 
     @check
-    def experiment_name_is_a_folder_name(self) -> Iterator[Problem]:
-        yield from _folder_name("experiment_name", self.experiment_name)
-
-    @check
-    def trial_name_is_a_folder_name(self) -> Iterator[Problem]:
-        if self.trial_name is not None:
-            yield from _folder_name("trial_name", self.trial_name)
+    def names_are_folder_names(self) -> Iterator[Problem]:
+        for key in ("experiment_name", "trial_name"):
+            name = vars(self).get(key)
+            if name is not None and (not name.strip() or "/" in name or "\0" in name or name in (".", "..")):
+                yield Problem(key, f"is {name!r}; a folder name without '/' is expected")
 
     def loss_fn(self) -> LossFn:
         """The loss function that the settings describe. Raises ConfigError if the class defines none."""
         raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
-
-
-def _folder_name(key: str, value: str) -> Iterator[Problem]:
-    if not value.strip() or "/" in value or "\0" in value or value in (".", ".."):
-        yield Problem(key, f"is {value!r}; a folder name without '/' is expected")
 
 
 @dataclass(kw_only=True)
@@ -101,14 +94,10 @@ class PolicyExperimentConfig(ExperimentConfig):
         """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
-    @check
-    def groups_are_groups(self) -> Iterator[Problem]:
+    @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
+    def groups_of_one(self) -> bool:
         norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
-        if self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms):
-            yield Problem(
-                "gconfig.n_samples",
-                f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt",
-            )
+        return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
 
     @forbid(
         "rollout.dynamic_sampling",

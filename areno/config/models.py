@@ -275,11 +275,9 @@ class TokenPolicyConfig(PolicyConfig):
     def two_surrogates(self) -> bool:
         return self.use_cispo_loss and self.use_sapo_loss
 
-    @check
-    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
-        other = "use_sapo_loss" if self.use_sapo_loss else "use_cispo_loss" if self.use_cispo_loss else ""
-        if other and self.c_clip is not None:
-            yield Problem("c_clip", f"is {self.c_clip}, but the loss of {other} has no dual clip; set it to null")
+    @forbid("c_clip", "is {self.c_clip}, but the loss of use_{self.surrogate}_loss has no dual clip; set it to null")
+    def dual_clip_has_a_clip(self) -> bool:
+        return self.surrogate != "clip" and self.c_clip is not None
 
     @forbid("eps_clip_higher", "is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null")
     def upper_clip_without_clip(self) -> bool:

@@ -23,9 +23,10 @@ from typing import Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
-from areno.config.fields import check, setting
+from areno.config.fields import check, forbid, setting
 from areno.config.models import NormConfig, RefConfig, TokenPolicyConfig
 from areno.errors import Problem
+from areno.launch import run_recipe
 from areno.recipes.grpo import token_loss_settings
 
 
@@ -46,10 +47,9 @@ class PPOActorConfig(TokenPolicyConfig):
     discount: float = setting(1.0, help="Discount of later rewards, per token", gt=0, le=1)
     gae_lambda: float = setting(0.95, help="Lambda of GAE. 0 relies on the critic, 1 on the rewards", ge=0, le=1)
 
-    @check
-    def leave_one_out_is_for_samples(self) -> Iterator[Problem]:
-        if self.adv_norm is not None and self.adv_norm.mean_leave1out:
-            yield Problem("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
+    @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
+    def leave_one_out_is_for_samples(self) -> bool:
+        return self.adv_norm is not None and self.adv_norm.mean_leave1out
 
     @check
     def dual_clip_has_a_clip(self) -> Iterator[Problem]:
@@ -80,6 +80,4 @@ class PPOConfig(CriticExperimentConfig):
 ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop="ppo", default="quickstart_ppo")
 
 if __name__ == "__main__":
-    from areno.launch import run_recipe
-
     run_recipe("areno.recipes.ppo")
