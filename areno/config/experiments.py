@@ -6,20 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from areno.config import models, run
 from areno.config.fields import Section, check, forbid, setting
-from areno.config.models import CriticConfig, ModelConfig, PolicyConfig, RefConfig, ScoringRefConfig
-from areno.config.run import (
-    ClusterConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluatorConfig,
-    GenerationConfig,
-    RewardConfig,
-    RolloutConfig,
-    SaverConfig,
-    StatsLoggerConfig,
-    ValidDatasetConfig,
-)
 from areno.errors import ConfigError, Problem
 
 LossFn = Callable[..., Any]
@@ -39,14 +27,14 @@ class ExperimentConfig(Section):
     total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0)
     total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
-    actor: ModelConfig = setting(help="The model that is trained")
-    engine: EngineConfig = setting(factory=EngineConfig, help="Devices and processes")
-    train_dataset: DatasetConfig = setting(factory=DatasetConfig, help="Training data", required_in_build=True)
-    valid_dataset: ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
-    saver: SaverConfig = setting(factory=SaverConfig, help="Checkpoints")
-    evaluator: EvaluatorConfig = setting(factory=EvaluatorConfig, help="Evaluation")
-    stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
-    cluster: ClusterConfig = setting(factory=ClusterConfig, help="Output folder")
+    actor: models.ModelConfig = setting(help="The model that is trained")
+    engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices and processes")
+    train_dataset: run.DatasetConfig = setting(factory=run.DatasetConfig, help="Training data", required_in_build=True)
+    valid_dataset: run.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
+    saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
+    evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
+    stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
+    cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
@@ -69,8 +57,8 @@ class SupervisedExperimentConfig(ExperimentConfig):
 class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
-    ref: ScoringRefConfig = setting(
-        factory=ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+    ref: models.ScoringRefConfig = setting(
+        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
 
@@ -78,13 +66,13 @@ class PreferenceExperimentConfig(ExperimentConfig):
 class PolicyExperimentConfig(ExperimentConfig):
     """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
-    actor: PolicyConfig = setting(help="The policy")
-    ref: RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
-    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
-    eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
-    rollout: RolloutConfig = setting(factory=RolloutConfig, help="Decoder")
-    reward: RewardConfig = setting(
-        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
+    actor: models.PolicyConfig = setting(help="The policy")
+    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    gconfig: run.GenerationConfig = setting(factory=run.GenerationConfig, help="Sampling in training")
+    eval_gconfig: run.GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
+    rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
+    reward: run.RewardConfig = setting(
+        factory=run.RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     dynamic_bs: bool = setting(
         False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
@@ -163,7 +151,7 @@ class KLExperimentConfig(PolicyExperimentConfig):
 class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
-    critic: CriticConfig = setting(factory=CriticConfig, help="The value function")
+    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
 
     @forbid(
         "critic.ppo_n_minibatches",
