@@ -143,7 +143,7 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     while not new_run.make(output_dir, new=output_dir in session.named_by_time):
         output_dir = session.rename(output_dir)
     if not session.multirun:
-        session.run(lambda job: _run_alone(algorithm, job))
+        session.run(lambda job: _run(algorithm, job))
         return 0
 
     outcomes: list[tuple[Job, float | str]] = []
@@ -156,48 +156,39 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     return int(any(isinstance(outcome, str) for _, outcome in outcomes))
 
 
-def _run_alone(algorithm: Algorithm, job: Job) -> float:
-    """Run without a sweep. A failure becomes SystemExit, which Hydra passes on without a message of its own."""
-    try:
-        return _run(algorithm, job)
-    except ArenoError as error:
-        raise SystemExit(_report(error)) from None
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
-
-
 def _run_in_sweep(algorithm: Algorithm, job: Job, outcomes: list[tuple[Job, float | str]]) -> float:
     """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
     try:
         objective = _run(algorithm, job)
-    except ArenoError as error:
-        _report(error)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    else:
-        outcomes.append((job, objective))
-        return objective
-    outcomes.append((job, "failed"))
-    raise JobFailed(f"run {job.number} failed")
+        outcomes.append((job, "failed"))
+        raise JobFailed(f"run {job.number} failed") from None
+    outcomes.append((job, objective))
+    return objective
 
 
 def _run(algorithm: Algorithm, job: Job) -> float:
+    """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own."""
     from areno.tracking import new_run
 
-    config = build(algorithm.config, job.composition.data, job.composition.problems)
-    new_run.make(job.run_dir)
-    new_run.describe(job.run_dir, config, job.overrides)
     try:
-        with RunLog(own_process=True):
-            return float(algorithm.run(config, job.run_dir))
-    except BaseException:
-        new_run.discard(job.run_dir)
-        raise
+        config = build(algorithm.config, job.composition.data, job.composition.problems)
+        new_run.make(job.run_dir)
+        new_run.describe(job.run_dir, config, job.overrides)
+        try:
+            with RunLog(own_process=True):
+                return float(algorithm.run(config, job.run_dir))
+        except BaseException:
+            new_run.discard(job.run_dir)
+            raise
+    except ArenoError as error:
+        raise SystemExit(_report(error)) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 def _report(error: ArenoError) -> int:
