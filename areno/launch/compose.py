@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,17 +151,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         self._hydra = hydra
-        try:
-            self._check_config_name()
-            self._command_line = self._read_overrides()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         HydraConfig.instance().cfg = self._earlier
-        self._initialized.__exit__(*(exc_info or (None, None, None)))
+        self._initialized.__exit__(*exc_info)
 
     def compose(self) -> Composition:
         """The configuration of files and command line. For a sweep: that of its first run."""
@@ -237,8 +232,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
 
-    def _read_overrides(self) -> _CommandLine:
-        """Sort the overrides into groups, values and deletions. An unreadable override or choice becomes a problem."""
+    @cached_property
+    def _command_line(self) -> _CommandLine:
+        """The overrides, sorted into groups, values and deletions. An unreadable one or a wrong choice is a problem."""
+        self._check_config_name()
         line = _CommandLine()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
@@ -349,13 +346,10 @@ def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 def _delete(data: dict[Any, Any], key: str) -> bool:
     """Remove a dotted key from nested dictionaries. False if it was not there."""
-    *path, last = key.split(".")
-    for name in path:
-        data = data.get(name, {})
-        if not isinstance(data, dict):
-            return False
-    missing = object()
-    return data.pop(last, missing) is not missing
+    section, _, inner = key.partition(".")
+    if inner:
+        return isinstance(data.get(section), dict) and _delete(data[section], inner)
+    return data.pop(key, _delete) is not _delete
 
 
 def explain(error: BaseException) -> str:
