@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, settings
+from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
 from areno.config.values import InvalidValue, show
 from areno.errors import ConfigError, Problem, question
 
@@ -21,7 +21,7 @@ def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) 
     dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
     """
     problems = list(found)
-    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, list(keys(cls)))
+    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, [row.key for row in rows(cls)])
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return config
@@ -30,14 +30,6 @@ def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) 
 def to_dict(config: Section) -> dict[str, Any]:
     """The plain nested dictionary that `build` turns into an equal configuration."""
     return dataclasses.asdict(config)
-
-
-def keys(cls: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section. A nested section comes before its own keys."""
-    for name, setting in settings(cls).items():
-        yield prefix + name
-        if setting.section:
-            yield from keys(setting.section, f"{prefix}{name}.")
 
 
 def with_defaults(

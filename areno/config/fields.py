@@ -1,7 +1,8 @@
 """Sections of the configuration, the settings they are made of and the checks between them.
 
 A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text and bounds; `check`
-marks a method as a rule between fields; `settings(cls)` lists what is known about the fields.
+marks a method as a rule between fields. `settings(cls)` lists what is known about the fields, and `rows(cls)` also
+lists those of the sections inside it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from areno.config.values import InvalidValue, convert, spelling
+from areno.config.values import InvalidValue, convert, show, spelling
 from areno.errors import ConfigError, Problem
 
 REQUIRED: Any = dataclasses.MISSING
@@ -61,7 +62,7 @@ class check:
     A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
     """
 
-    def __init__(self, rule: Callable[[Any], Iterator[Problem]]):
+    def __init__(self, rule: Callable[[Any], Iterable[Problem]]):
         self.rule = rule
 
     def __get__(self, section: Section | None, cls: type[Section]) -> Any:
@@ -79,11 +80,7 @@ def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
     """
 
     def mark(is_forbidden: Callable[[Any], bool]) -> check:
-        def rule(section: Any) -> Iterator[Problem]:
-            if is_forbidden(section):
-                yield Problem(key, text.format(self=section))
-
-        return check(rule)
+        return check(lambda section: [Problem(key, text.format(self=section))] if is_forbidden(section) else [])
 
     return mark
 
@@ -146,6 +143,30 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             optional=type(None) in arms,
         )
     return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default."""
+
+    key: str
+    setting: Setting
+    default: str
+
+
+def rows(cls: type[Section], prefix: str = "", section: Section | None = None) -> Iterator[Row]:
+    """Every setting of a section and of those inside it, in the order they are declared.
+
+    section: the instance that is the section's default, where there is one; its values are the defaults to show.
+    """
+    for name, setting in settings(cls).items():
+        default = setting.default_in(section)
+        inner = default if isinstance(default, Section) else None
+        there = setting.section is not None and default is not None
+        text = "" if there else "required" if default is REQUIRED else show(default)
+        yield Row(prefix + name, setting, text)
+        if setting.section:
+            yield from rows(setting.section, f"{prefix}{name}.", inner)
 
 
 @dataclass

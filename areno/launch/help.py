@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.config.fields import REQUIRED, Section, Setting, settings
-from areno.config.values import show
+from areno.config.fields import Row, Section, rows
 from areno.launch import library
 
 _USAGE = """\
@@ -30,30 +28,6 @@ options:
   --info, -i [TOPIC]        show how Hydra reads the command line: defaults, searchpath, config, plugins, all
   --version                 print the version
   --help, -h                print this text"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default."""
-
-    key: str
-    setting: Setting
-    default: str
-
-
-def rows(cls: type[Section], prefix: str = "", section: Section | None = None) -> Iterator[Row]:
-    """Every setting of a section and of those inside it, in the order they are declared.
-
-    section: the instance that is the section's default, where there is one; its values are the defaults to show.
-    """
-    for name, setting in settings(cls).items():
-        default = setting.default_in(section)
-        inner = default if isinstance(default, Section) else None
-        there = setting.section is not None and default is not None
-        text = "" if there else "required" if default is REQUIRED else show(default)
-        yield Row(prefix + name, setting, text)
-        if setting.section:
-            yield from rows(setting.section, f"{prefix}{name}.", inner)
 
 
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:

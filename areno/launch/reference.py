@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areno.api.algorithms import get_algorithm
-from areno.launch.help import Row, rows
+from areno.config.fields import Row, rows
 
 RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
 
