@@ -19,9 +19,7 @@ class OptimizerConfig(Section):
     )
     lr: float = setting(1e-6, help="Peak learning rate", gt=0)
     min_lr_ratio: float = setting(0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", help="Shape of the learning-rate decay"
-    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("cosine", help="Shape of the decay of lr")
     lr_decay_steps: int = setting(
         1000, help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up", gt=0
     )
@@ -88,7 +86,7 @@ class ModelConfig(Section):
         None, help="Micro-batches per optimizer step. null: one optimizer step per batch", gt=0
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and its schedule")
 
 
 @dataclass(kw_only=True)
@@ -147,9 +145,7 @@ class PolicyConfig(ModelConfig):
         1, help="Optimizer steps per rollout batch. The ratio is always to the policy of the rollout", gt=0
     )
     eps_clip: float = setting(0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
-    eps_clip_higher: float | None = setting(
-        None, help="Upper clip range, if different (clip-higher, DAPO 2503.14476)", gt=0
-    )
+    eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
     c_clip: float | None = setting(None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1)
     recompute_logprob: bool = setting(
         False,
@@ -319,6 +315,4 @@ class CriticConfig(Section):
     ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
     gradient_checkpointing: bool = setting(True, help="Recompute the critic's activations in the backward pass")
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(
-        factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and learning-rate schedule"
-    )
+    optimizer: OptimizerConfig = setting(factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and its schedule")

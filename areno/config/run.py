@@ -58,9 +58,7 @@ class SamplingConfig(Section):
         le=2,
     )
     stop: list[str] | None = setting(None, help="Strings that end a completion")
-    stop_token_ids: list[int] | None = setting(
-        None, help="Token ids that end a completion, in addition to those of the model"
-    )
+    stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
     ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
     skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
 
@@ -145,9 +143,7 @@ class RolloutConfig(DecoderConfig):
 class RewardConfig(Section):
     """The reward of a completion, from a function, a reward model, or both (their sum)."""
 
-    fn: str | None = setting(
-        None, help="Reward function, as file.py[:function] (default: reward_fn) or the built-in math"
-    )
+    fn: str | None = setting(None, help="Reward function: file.py[:function] (default: reward_fn) or the built-in math")
     path: str | None = setting(
         None,
         help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
@@ -224,9 +220,7 @@ class EngineConfig(Section):
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto", help="Attention in training and prefill. flash uses the flash-attn package, native uses torch"
     )
-    dummy_load: bool = setting(
-        False, help="Use random weights in every model, for benchmarks. No folder needs weight files"
-    )
+    dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
 
     @check
     def tensor_parallel_divides_world(self) -> Iterator[Problem]:
