@@ -19,7 +19,9 @@ class ExperimentConfig(Section):
     """Settings of every run. The dataclass of a recipe also defines the loss that its settings describe."""
 
     experiment_name: str = setting(help="Name of the experiment's folder, which holds its runs")
-    trial_name: str | None = setting(None, help="Name of the run's folder, in the experiment's. null: the start time")
+    trial_name: str | None = setting(
+        None, help="Name of the run's folder in the folder of the experiment. null: the start time"
+    )
     seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
     total_train_epochs: int = setting(10, help="Passes over the training data", gt=0)
     total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0)

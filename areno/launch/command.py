@@ -73,13 +73,13 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         with _sigterm_interrupts(), HydraSession(algorithm.config, name, args.overrides, **options) as session:
             if args.info:
                 session.show_info(args.info)
-                return 0
-            if args.cfg in ("hydra", "all"):
+            elif args.cfg in ("hydra", "all"):
                 session.show_hydra(args.cfg, args.package, args.resolve)
-                return 0
-            if args.cfg:
-                return _show(algorithm, session, args.package, args.resolve)
-            return _train(algorithm, session)
+            elif args.cfg:
+                _show(algorithm, session, args.package, args.resolve)
+            else:
+                return _train(algorithm, session)
+        return 0
     except ArenoError as error:
         return _report(error)
     except KeyboardInterrupt as interrupt:
@@ -112,7 +112,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> int:
+def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
     """Print the configuration as YAML, with ??? where a required value is missing; other problems are errors."""
     from areno.launch.compose import to_yaml
 
@@ -129,7 +129,6 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
         wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
         if wrong:
             raise ConfigError(wrong) from None
-    return 0
 
 
 def _train(algorithm: Algorithm, session: HydraSession) -> int:

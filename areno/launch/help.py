@@ -16,9 +16,9 @@ usage: {command} [--config-name NAME] [key=value ...]
 
 {what}
 
-  {command}{name}
-  {command}{name} actor.optimizer.lr=2e-6 seed=2    change settings
-  {command}{name} -m seed=1,2,3                     one run for each value
+  {command} --config-name={default}
+  {command} --config-name={default} actor.optimizer.lr=2e-6 seed=2    change settings
+  {command} --config-name={default} -m seed=1,2,3                     one run for each value
 
 options:
   --config-name, -cn NAME   name of a task or experiment file (default: {default})
@@ -32,20 +32,17 @@ options:
 
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """The whole help text of a recipe."""
-    usage = _USAGE.format(
-        command=command, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
-    )
+    keys = {row.key for row in rows(cls)}
+    variants = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    groups = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts = [
-        usage,
+        _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
         _files("tasks (conf/)", library.tasks(config_dir)),
         _files("experiments (recipes/)", library.experiments()),
+        _files("variants (variant=name)", variants),
+        _columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
+        *_settings(cls),
     ]
-    keys = {row.key for row in rows(cls)}
-    fitting = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
-    parts.append(_files("variants (variant=name)", fitting))
-    choices = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
-    parts.append(_columns("groups (group=choice)", {group: ", ".join(names) for group, names in choices.items()}))
-    parts += _settings(cls)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -83,7 +80,7 @@ def _files(title: str, files: dict[str, Path]) -> str:
     return _columns(title, {name: library.headline(file) for name, file in files.items()})
 
 
-def _columns(title: str, lines: dict[str, Any]) -> str:
+def _columns(title: str, lines: dict[str, str]) -> str:
     if not lines:
         return ""
     width = max(map(len, lines))
