@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from areno.config.build import build, to_dict, with_defaults
+from areno.config.build import build, with_defaults
 from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, GenerationConfig, ValidDatasetConfig
@@ -55,8 +55,8 @@ def test_round_trip(cls):
     if cls in (SFTConfig, DPOConfig):
         del data["reward"]
     config = build(cls, data)
-    assert build(cls, to_dict(config)) == config
-    assert to_dict(config)["valid_dataset"]["batch_size"] == 4
+    assert build(cls, asdict(config)) == config
+    assert asdict(config)["valid_dataset"]["batch_size"] == 4
 
 
 def test_everything_wrong_is_reported_together():

@@ -1,8 +1,7 @@
-"""Turns plain dictionaries into configuration dataclasses and back. It reports all problems at once."""
+"""Turns plain dictionaries into configuration dataclasses. It reports all problems at once."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -25,11 +24,6 @@ def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) 
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return config
-
-
-def to_dict(config: Section) -> dict[str, Any]:
-    """The plain nested dictionary that `build` turns into an equal configuration."""
-    return dataclasses.asdict(config)
 
 
 def with_defaults(
