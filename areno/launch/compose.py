@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,7 +166,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         except _HYDRA_ERRORS as error:
             raise ConfigError([*line.problems, Problem("", explain(error))]) from error
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
-        composition = self._plain(config, config.hydra.runtime.choices, line.problems)
+        composition = self._plain(config, line.problems)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
         return composition
@@ -203,8 +203,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            composition = self._plain(config, hydra.runtime.choices, [])
-            return job(Job(composition, Path(hydra.runtime.output_dir), overrides, number))
+            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number))
 
         return task
 
@@ -299,15 +298,16 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 sample = f"++{key}={first}"
             line.add(forced, sample)
 
-    def _plain(self, config: DictConfig, choices: Mapping[str, str | None], problems: list[Problem]) -> Composition:
-        """The composition of Hydra's result. choices: of config groups; null makes a section null whatever it holds."""
+    def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
+        """The composition of Hydra's result."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
-        data = {str(key): value for key, value in _resolve(config, "", found) if key != "hydra"}
-        for key in (group for group, choice in choices.items() if choice == "null"):
-            data[key] = raw[key] = None
+        data = {str(key): value for key, value in _resolve(config, "", found)}
+        for group, choice in HydraConfig.get().runtime.choices.items():
+            if choice == "null":  # the section is null whatever it holds
+                data[group] = raw[group] = None
         for key in self._command_line.deletions:
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
