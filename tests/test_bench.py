@@ -290,7 +290,7 @@ def test_each_work_runs_on_a_cpu_and_tells_everything_in_one_line(
         assert ours["rollout_percent_of_ordinary_floor"] == pytest.approx(
             100 * floor["rollout_ordinary_s"] / ours["rollout_s"]
         )
-        assert floor["rollout_shared_s"] < floor["rollout_ordinary_s"]
+        assert floor["rollout_shared_s"] <= floor["rollout_ordinary_s"]
         assert ours["kv_cache_gib"] * 2**30 >= 6 * 11 * 2 * 2 * 2 * 16 * 4
     if kind in ("train", "step"):
         assert ours["mfu"] == pytest.approx(floor["train_s"] / ours["train_s"])

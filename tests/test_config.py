@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from areno.config.build import build, keys, to_dict, with_defaults
-from areno.config.fields import Section, check, setting
+from areno.config.build import build, with_defaults
+from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig, GenerationConfig, ValidDatasetConfig
 from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem, keys_renamed
-from areno.launch import help, reference
+from areno.launch import reference
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
@@ -55,8 +55,8 @@ def test_round_trip(cls):
     if cls in (SFTConfig, DPOConfig):
         del data["reward"]
     config = build(cls, data)
-    assert build(cls, to_dict(config)) == config
-    assert to_dict(config)["valid_dataset"]["batch_size"] == 4
+    assert build(cls, asdict(config)) == config
+    assert asdict(config)["valid_dataset"]["batch_size"] == 4
 
 
 def test_everything_wrong_is_reported_together():
@@ -293,7 +293,7 @@ def valid() -> dict:
 def test_every_default_is_a_valid_value(cls):
     found = problems_of(cls, {})
     assert all(message.startswith("missing") for message in found.values()), found
-    assert set(found) <= set(keys(cls))
+    assert set(found) <= {row.key for row in rows(cls)}
 
 
 def test_reference_page_is_current():
@@ -302,7 +302,7 @@ def test_reference_page_is_current():
 
 
 def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
-    defaults = {row.key: row.default for row in help.rows(PPOConfig)}
+    defaults = {row.key: row.default for row in rows(PPOConfig)}
     assert defaults["actor.adv_norm.mean_level"] == "'batch'"
     assert defaults["actor.adv_norm.std_level"] == "'batch'"
     assert defaults["critic.optimizer.lr"] == "1e-05"
@@ -310,7 +310,7 @@ def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
     assert defaults["eval_gconfig"] == "null"
     assert defaults["eval_gconfig.n_samples"] == "8", "a section that is null by default shows those of its class"
     assert defaults["valid_dataset.path"] == defaults["train_dataset.path"] == "required"
-    grpo = {row.key: row.default for row in help.rows(GRPOConfig)}
+    grpo = {row.key: row.default for row in rows(GRPOConfig)}
     assert grpo["actor.adv_norm.mean_level"] == "'group'"
 
 

@@ -1,13 +1,12 @@
-"""Turns plain dictionaries into configuration dataclasses and back. It reports all problems at once."""
+"""Turns plain dictionaries into configuration dataclasses. It reports all problems at once."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, settings
+from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
 from areno.config.values import InvalidValue, show
 from areno.errors import ConfigError, Problem, question
 
@@ -21,53 +20,33 @@ def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) 
     dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
     """
     problems = list(found)
-    config = _examine(cls, data, None, "", problems, list(keys(cls)))
+    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, [row.key for row in rows(cls)])
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     return config
 
 
-def to_dict(config: Section) -> dict[str, Any]:
-    """The plain nested dictionary that `build` turns into an equal configuration."""
-    return dataclasses.asdict(config)
-
-
-def keys(cls: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section. A nested section comes before its own keys."""
-    for name, setting in settings(cls).items():
-        yield prefix + name
-        if setting.section:
-            yield from keys(setting.section, f"{prefix}{name}.")
-
-
-def with_defaults(cls: type[Section], data: Mapping[Any, Any], section: Section | None = None) -> dict[Any, Any]:
+def with_defaults(
+    cls: type[Section], data: Mapping[Any, Any], section: Section | None = None, required: Any = "???"
+) -> dict[Any, Any]:
     """`data` in the order of the fields, with the defaults that it leaves out; keys that do not belong come last.
 
-    A required value that is left out is "???". section: the default of this section, where there is one.
+    section: the default of this section, where there is one. required: stands for a required value that is left out.
     """
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
         default = setting.default_in(section)
-        inner = default if isinstance(default, Section) else None
+        # A section that is left out is filled all the same: its required keys are what is missing.
         value = data.get(name, {} if setting.section and default is not None else default)
         if setting.section and isinstance(value, Mapping):
-            value = with_defaults(setting.section, value, inner)
-        values[name] = "???" if value is REQUIRED else value
+            inner = default if isinstance(default, Section) else None
+            value = with_defaults(setting.section, value, inner, required)
+        values[name] = required if value is REQUIRED else value
     return values | {key: value for key, value in data.items() if key not in values}
 
 
-def _examine(
-    cls: type[T],
-    data: Mapping[Any, Any],
-    default: Section | None,
-    prefix: str,
-    problems: list[Problem],
-    all_keys: list[str],
-) -> T:
-    """One section and those in it; what is wrong goes to `problems`, and the section is then a partial one.
-
-    default: the default of this section, where there is one; it has the values that `data` leaves out.
-    """
+def _examine(cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], all_keys: list[str]) -> T:
+    """The section that `data` describes in full. What is wrong goes to `problems`, and the section is then partial."""
     known: dict[str, Any] = {}
     fields = settings(cls)
     before = len(problems)
@@ -75,26 +54,19 @@ def _examine(
         if key not in fields:
             problems.append(Problem(f"{prefix}{key}", f"unknown key{_suggest(str(key), prefix, fields, all_keys)}"))
     for name, setting in fields.items():
-        key, value = prefix + name, setting.default_in(default)
-        if setting.required and setting.optional and name in data and data[name] is None:
+        key, value = prefix + name, data[name]
+        if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))
-        elif name in data and not (setting.section and isinstance(data[name], Mapping)):
+        elif setting.section and isinstance(value, Mapping):
+            known[name] = _examine(setting.section, value, f"{key}.", problems, all_keys)
+        else:
             try:
-                known[name] = setting.convert(data[name])
+                known[name] = setting.convert(value)
             except InvalidValue as error:
                 text = str(error)
                 if setting.section:
-                    inside = ", ".join(settings(setting.section))
-                    text = f"is {show(data[name])}; a section is expected, with keys {inside}"
+                    text = f"is {show(value)}; a section is expected, with keys {', '.join(settings(setting.section))}"
                 problems.append(Problem(key, text))
-        elif setting.section and (name in data or value is not None):
-            # A section that is absent is looked into all the same: its required keys are what is missing.
-            inner = value if isinstance(value, Section) else None
-            known[name] = _examine(setting.section, data.get(name, {}), inner, f"{key}.", problems, all_keys)
-        elif value is REQUIRED:
-            problems.append(Missing(key, f"missing ({setting.help})"))
-        else:
-            known[name] = value
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]

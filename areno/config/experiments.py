@@ -6,20 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from areno.config import models, run
 from areno.config.fields import Section, check, forbid, setting
-from areno.config.models import CriticConfig, ModelConfig, PolicyConfig, RefConfig, ScoringRefConfig
-from areno.config.run import (
-    ClusterConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluatorConfig,
-    GenerationConfig,
-    RewardConfig,
-    RolloutConfig,
-    SaverConfig,
-    StatsLoggerConfig,
-    ValidDatasetConfig,
-)
 from areno.errors import ConfigError, Problem
 
 LossFn = Callable[..., Any]
@@ -35,36 +23,29 @@ class ExperimentConfig(Section):
         None, help="Name of the run's folder in the folder of the experiment. null: the start time"
     )
     seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
-    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0, flag="--epochs")
-    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
+    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0)
+    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0)
     total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
-    actor: ModelConfig = setting(help="The model that is trained")
-    engine: EngineConfig = setting(factory=EngineConfig, help="Devices and processes")
-    train_dataset: DatasetConfig = setting(factory=DatasetConfig, help="Training data", required_in_build=True)
-    valid_dataset: ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
-    saver: SaverConfig = setting(factory=SaverConfig, help="Checkpoints")
-    evaluator: EvaluatorConfig = setting(factory=EvaluatorConfig, help="Evaluation")
-    stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
-    cluster: ClusterConfig = setting(factory=ClusterConfig, help="Output folder")
+    actor: models.ModelConfig = setting(help="The model that is trained")
+    engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices and processes")
+    train_dataset: run.DatasetConfig = setting(factory=run.DatasetConfig, help="Training data", required_in_build=True)
+    valid_dataset: run.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
+    saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
+    evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
+    stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
+    cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
 
     @check
-    def experiment_name_is_a_folder_name(self) -> Iterator[Problem]:
-        yield from _folder_name("experiment_name", self.experiment_name)
-
-    @check
-    def trial_name_is_a_folder_name(self) -> Iterator[Problem]:
-        if self.trial_name is not None:
-            yield from _folder_name("trial_name", self.trial_name)
+    def names_are_folder_names(self) -> Iterator[Problem]:
+        for key in ("experiment_name", "trial_name"):
+            name = vars(self).get(key)
+            if name is not None and (not name.strip() or "/" in name or "\0" in name or name in (".", "..")):
+                yield Problem(key, f"is {name!r}; a folder name without '/' is expected")
 
     def loss_fn(self) -> LossFn:
         """The loss function that the settings describe. Raises ConfigError if the class defines none."""
         raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
-
-
-def _folder_name(key: str, value: str) -> Iterator[Problem]:
-    if not value.strip() or "/" in value or "\0" in value or value in (".", ".."):
-        yield Problem(key, f"is {value!r}; a folder name without '/' is expected")
 
 
 @dataclass(kw_only=True)
@@ -76,8 +57,8 @@ class SupervisedExperimentConfig(ExperimentConfig):
 class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
-    ref: ScoringRefConfig = setting(
-        factory=ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+    ref: models.ScoringRefConfig = setting(
+        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
 
@@ -85,13 +66,13 @@ class PreferenceExperimentConfig(ExperimentConfig):
 class PolicyExperimentConfig(ExperimentConfig):
     """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
-    actor: PolicyConfig = setting(help="The policy")
-    ref: RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
-    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
-    eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
-    rollout: RolloutConfig = setting(factory=RolloutConfig, help="Decoder")
-    reward: RewardConfig = setting(
-        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
+    actor: models.PolicyConfig = setting(help="The policy")
+    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    gconfig: run.GenerationConfig = setting(factory=run.GenerationConfig, help="Sampling in training")
+    eval_gconfig: run.GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
+    rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
+    reward: run.RewardConfig = setting(
+        factory=run.RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     dynamic_bs: bool = setting(
         False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
@@ -101,14 +82,10 @@ class PolicyExperimentConfig(ExperimentConfig):
         """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
-    @check
-    def groups_are_groups(self) -> Iterator[Problem]:
+    @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
+    def groups_of_one(self) -> bool:
         norms = [norm for norm in (self.actor.adv_norm, self.actor.reward_norm) if norm is not None]
-        if self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms):
-            yield Problem(
-                "gconfig.n_samples",
-                f"is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt",
-            )
+        return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
 
     @forbid(
         "rollout.dynamic_sampling",
@@ -174,7 +151,7 @@ class KLExperimentConfig(PolicyExperimentConfig):
 class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
-    critic: CriticConfig = setting(factory=CriticConfig, help="The value function")
+    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
 
     @forbid(
         "critic.ppo_n_minibatches",

@@ -1,23 +1,25 @@
 """Sections of the configuration, the settings they are made of and the checks between them.
 
 A section is a dataclass below `Section`. `setting(...)` declares one of its fields, with help text and bounds; `check`
-marks a method as a rule between fields; `settings(cls)` lists what is known about the fields.
+marks a method as a rule between fields. `settings(cls)` lists what is known about the fields, and `rows(cls)` also
+lists those of the sections inside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from areno.config.values import InvalidValue, convert, spelling
+from areno.config.values import InvalidValue, convert, show, spelling
 from areno.errors import ConfigError, Problem
 
-_MISSING = dataclasses.MISSING
-REQUIRED: Any = object()
+REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", operator.ge),
@@ -29,26 +31,24 @@ T = TypeVar("T", bound="Section")
 
 
 def setting(
-    default: Any = _MISSING,
+    default: Any = REQUIRED,
     *,
     help: str,
-    factory: Any = _MISSING,
+    factory: Any = REQUIRED,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    flag: str | None = None,
     required_in_build: bool = False,
 ) -> Any:
     """Declare one setting. Without `default` and `factory` it is required.
 
     ge, gt, le, lt: bounds of a number; null is not compared. A `Literal` type declares choices.
-    flag: the name of the setting as an option of a command without configuration files.
     required_in_build: `build` requires a value, but the dataclass does not. A run that is described by files needs to
     name its data; a script may hand over the rows themselves.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    metadata = {"help": help, "flag": flag, "required_in_build": required_in_build, "bounds": bounds}
+    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
@@ -56,43 +56,33 @@ class Missing(Problem):
     """A required value is not given."""
 
 
-class Check:
-    """A rule between the fields of a section: a method that yields problems, whose keys are relative to the section."""
+class check:
+    """Marks a method of a Section as a rule between its fields: it yields problems, with keys relative to the section.
 
-    def __init__(self, rule: Callable[[Any], Iterator[Problem]], in_build_only: bool):
-        self.rule, self.in_build_only = rule, in_build_only
+    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
+    """
+
+    def __init__(self, rule: Callable[[Any], Iterable[Problem]]):
+        self.rule = rule
 
     def __get__(self, section: Section | None, cls: type[Section]) -> Any:
         return self.rule.__get__(section, cls)
 
 
-def check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
-    """Mark a method of a Section as a Check.
-
-    A check looks at one rule: a check that reads a wrong value is skipped, and whatever else it looks at with it.
-    """
-    return Check(rule, in_build_only=False)
+class build_check(check):
+    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
 
 
-def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], Check]:
-    """Mark a method of a Section that tells whether its values are in a forbidden state: a Check with one problem.
+def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
+    """Mark a method of a Section that tells whether its values are in a forbidden state: a check with one problem.
 
     text: the problem, where `{self.name}` stands for the value of a field.
     """
 
-    def mark(is_forbidden: Callable[[Any], bool]) -> Check:
-        def rule(section: Any) -> Iterator[Problem]:
-            if is_forbidden(section):
-                yield Problem(key, text.format(self=section))
-
-        return check(rule)
+    def mark(is_forbidden: Callable[[Any], bool]) -> check:
+        return check(lambda section: [Problem(key, text.format(self=section))] if is_forbidden(section) else [])
 
     return mark
-
-
-def build_check(rule: Callable[[Any], Iterator[Problem]]) -> Check:
-    """Like check, but only `build` applies it and the dataclass does not: see `required_in_build` in setting."""
-    return Check(rule, in_build_only=True)
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,6 @@ class Setting:
     name: str
     hint: Any
     help: str
-    flag: str | None
     required: bool
     default: Callable[[], Any]
     bounds: dict[str, float]
@@ -121,7 +110,7 @@ class Setting:
         default of the field. None: there is no such instance, so the field's own default counts.
         """
         value = self.default() if section is None else vars(section)[self.name]
-        return REQUIRED if self.required and (value is _MISSING or value is None) else value
+        return REQUIRED if self.required and value is None else value
 
     def convert(self, value: Any) -> Any:
         """`value` in the field's type. Raises InvalidValue where that cannot be."""
@@ -140,23 +129,44 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     hints = get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
+        hint, metadata = hints[field.name], field.metadata
+        factory: Any = field.default_factory
         arms = get_args(hint) or (hint,)
-        has_default = field.default is not _MISSING or field.default_factory is not _MISSING
         found[field.name] = Setting(
             name=field.name,
             hint=hint,
-            help=field.metadata["help"],
-            flag=field.metadata["flag"],
-            required=field.metadata["required_in_build"] or not has_default,
-            default=field.default_factory
-            if field.default_factory is not _MISSING
-            else lambda field=field: field.default,
-            bounds=field.metadata["bounds"],
+            help=metadata["help"],
+            required=metadata["required_in_build"] or field.default is factory is REQUIRED,
+            default=(lambda field=field: field.default) if factory is REQUIRED else factory,
+            bounds=metadata["bounds"],
             section=next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None),
             optional=type(None) in arms,
         )
     return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default."""
+
+    key: str
+    setting: Setting
+    default: str
+
+
+def rows(cls: type[Section], prefix: str = "", section: Section | None = None) -> Iterator[Row]:
+    """Every setting of a section and of those inside it, in the order they are declared.
+
+    section: the instance that is the section's default, where there is one; its values are the defaults to show.
+    """
+    for name, setting in settings(cls).items():
+        default = setting.default_in(section)
+        inner = default if isinstance(default, Section) else None
+        there = setting.section is not None and default is not None
+        text = "" if there else "required" if default is REQUIRED else show(default)
+        yield Row(prefix + name, setting, text)
+        if setting.section:
+            yield from rows(setting.section, f"{prefix}{name}.", inner)
 
 
 @dataclass
@@ -204,14 +214,10 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
     """What the checks of a section find. Nested sections have checks of their own, which are not run."""
-    attributes: dict[str, Any] = {}
-    for base in reversed(type(section).__mro__):
-        attributes |= vars(base)  # a method that is overridden keeps its place
     found = []
-    for attribute in attributes.values():
-        if isinstance(attribute, Check) and (in_build or not attribute.in_build_only):
-            try:
+    # Checks of a base come first, and one that is overridden keeps its place.
+    for attribute in ChainMap(*(dict(vars(base)) for base in type(section).__mro__)).values():
+        if isinstance(attribute, check) and (in_build or not isinstance(attribute, build_check)):
+            with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
-            except _UnknownValue:
-                continue
     return found

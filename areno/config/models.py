@@ -15,38 +15,29 @@ class OptimizerConfig(Section):
     """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
 
     type: Literal["adam", "adam_8bit"] = setting(
-        "adam",
-        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
-        flag="--adam-8bit",
+        "adam", help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes"
     )
-    lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
+    lr: float = setting(1e-6, help="Peak learning rate", gt=0)
     min_lr_ratio: float = setting(0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "cosine", help="Shape of the learning-rate decay", flag="--lr-decay-style"
-    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("cosine", help="Shape of the decay of lr")
     lr_decay_steps: int = setting(
-        1000,
-        help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up",
-        gt=0,
-        flag="--lr-decay-steps",
+        1000, help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up", gt=0
     )
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
-    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
+    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1)
+    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
-    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
-    gradient_clipping: float = setting(
-        1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
-    )
+    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0)
+    gradient_clipping: float = setting(1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0)
 
 
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
     """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
 
-    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0, flag="--mini-bs")
+    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0)
     max_tokens_per_mb: int | None = setting(
         None, help="Token budget of a micro-batch, filled first-fit decreasing. mini_bs is then ignored", gt=0
     )
@@ -79,7 +70,7 @@ class NormConfig(Section):
 class ModelConfig(Section):
     """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
 
-    path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
+    path: str = setting(help="Hugging Face model folder or hub id")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", help="Type of weights and activations. auto: bfloat16 on CUDA, float32 on CPU. Masters are always fp32"
     )
@@ -89,18 +80,13 @@ class ModelConfig(Section):
         "needs no weight files. Models of other folders are read from these",
     )
     gradient_checkpointing: bool = setting(
-        True,
-        help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed",
-        flag="--activation-checkpointing",
+        True, help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed"
     )
     gradient_accumulation_steps: int | None = setting(
-        None,
-        help="Micro-batches per optimizer step. null: one optimizer step per batch",
-        gt=0,
-        flag="--gradient-accumulation-steps",
+        None, help="Micro-batches per optimizer step. null: one optimizer step per batch", gt=0
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and its schedule")
 
 
 @dataclass(kw_only=True)
@@ -159,12 +145,8 @@ class PolicyConfig(ModelConfig):
         1, help="Optimizer steps per rollout batch. The ratio is always to the policy of the rollout", gt=0
     )
     eps_clip: float = setting(0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
-    eps_clip_higher: float | None = setting(
-        None, help="Upper clip range, if different (clip-higher, DAPO 2503.14476)", gt=0
-    )
-    c_clip: float | None = setting(
-        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
-    )
+    eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
+    c_clip: float | None = setting(None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1)
     recompute_logprob: bool = setting(
         False,
         help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
@@ -186,11 +168,9 @@ class PolicyConfig(ModelConfig):
     m2_threshold: float | None = setting(
         None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
     )
-    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
+    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k3",
-        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
-        flag="--kl-loss-type",
+        "k3", help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1"
     )
     use_kl_in_reward: bool = setting(
         False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss"
@@ -291,11 +271,9 @@ class TokenPolicyConfig(PolicyConfig):
     def two_surrogates(self) -> bool:
         return self.use_cispo_loss and self.use_sapo_loss
 
-    @check
-    def dual_clip_has_a_clip(self) -> Iterator[Problem]:
-        other = "use_sapo_loss" if self.use_sapo_loss else "use_cispo_loss" if self.use_cispo_loss else ""
-        if other and self.c_clip is not None:
-            yield Problem("c_clip", f"is {self.c_clip}, but the loss of {other} has no dual clip; set it to null")
+    @forbid("c_clip", "is {self.c_clip}, but the loss of use_{self.surrogate}_loss has no dual clip; set it to null")
+    def dual_clip_has_a_clip(self) -> bool:
+        return self.surrogate != "clip" and self.c_clip is not None
 
     @forbid("eps_clip_higher", "is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null")
     def upper_clip_without_clip(self) -> bool:
@@ -313,7 +291,7 @@ class RefConfig(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both", flag="--ref-ckpt"
+        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both"
     )
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
 
@@ -322,23 +300,19 @@ class RefConfig(Section):
 class ScoringRefConfig(Section):
     """A reference that scores the data before training and is then released."""
 
-    path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
-    )
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor itself, before training")
 
 
 @dataclass(kw_only=True)
 class CriticConfig(Section):
     """The value function of PPO: a transformer body with one output per token."""
 
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body")
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
-    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
-    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
-    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
+    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0)
+    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0)
+    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0)
     ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
     gradient_checkpointing: bool = setting(True, help="Recompute the critic's activations in the backward pass")
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(
-        factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and learning-rate schedule"
-    )
+    optimizer: OptimizerConfig = setting(factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and its schedule")

@@ -18,23 +18,17 @@ class DatasetConfig(Section):
         None,
         help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
         "repo[:config[:split]]",
-        flag="--dataset-path",
         required_in_build=True,
     )
     loader: str | None = setting(
-        None,
-        help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows",
-        flag="--dataset-loader-fn",
+        None, help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows"
     )
     split: str = setting("train", help="Split to read, if the source has several")
-    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
+    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0)
     shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it is not full")
     max_length: int = setting(
-        1024,
-        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted",
-        gt=0,
-        flag="--max-prompt-tokens",
+        1024, help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted", gt=0
     )
 
 
@@ -51,11 +45,9 @@ class ValidDatasetConfig(DatasetConfig):
 class SamplingConfig(Section):
     """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
 
-    greedy: bool = setting(False, help="Always take the most likely token", flag="--greedy")
-    top_p: float = setting(
-        1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
-    )
-    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, flag="--top-k")
+    greedy: bool = setting(False, help="Always take the most likely token")
+    top_p: float = setting(1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1)
+    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1)
     max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0)
     min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
     temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", ge=0)
@@ -66,9 +58,7 @@ class SamplingConfig(Section):
         le=2,
     )
     stop: list[str] | None = setting(None, help="Strings that end a completion")
-    stop_token_ids: list[int] | None = setting(
-        None, help="Token ids that end a completion, in addition to those of the model"
-    )
+    stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
     ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
     skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
 
@@ -89,15 +79,13 @@ class SamplingConfig(Section):
 class GenerationConfig(SamplingConfig):
     """How completions are sampled."""
 
-    n_samples: int = setting(8, help="Completions per prompt", gt=0, flag="--n-samples")
-    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
+    n_samples: int = setting(8, help="Completions per prompt", gt=0)
+    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0)
     max_tokens: int | None = setting(
-        None, help="Longest prompt plus completion in tokens. null: the model's limit", gt=0, flag="--max-context-len"
+        None, help="Longest prompt plus completion in tokens. null: the model's limit", gt=0
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
-    temperature: float = setting(
-        1.0, help="Softmax temperature, in sampling and in training", gt=0, flag="--temperature"
-    )
+    temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", gt=0)
 
     @forbid(
         "max_tokens",
@@ -118,7 +106,7 @@ class DecoderConfig(Section):
     max_kv_tokens: int | None = setting(
         None, help="Size of the KV cache in tokens. null: as much as is needed, within mem_fraction", gt=0
     )
-    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
+    eager_decode: bool = setting(False, help="Decode without CUDA graphs")
 
     def decoder(self) -> DecoderConfig:
         """These settings alone, without those that a subclass adds."""
@@ -130,17 +118,10 @@ class RolloutConfig(DecoderConfig):
     """How samples are drawn: the decoder's settings, and what a step does with the samples."""
 
     max_concurrent_rollouts: int | None = setting(
-        None,
-        help="Sequences that are decoded at the same time. null: batch_size * n_samples",
-        gt=0,
-        flag="--max-running-prompts",
+        None, help="Sequences that are decoded at the same time. null: batch_size * n_samples", gt=0
     )
-    drop_rollout_state: bool = setting(
-        False, help="Free KV cache and CUDA graphs between steps", flag="--drop-rollout-state"
-    )
-    enable_thinking: bool | None = setting(
-        None, help="Passed to the chat template. null: the template's own default", flag="--disable-thinking"
-    )
+    drop_rollout_state: bool = setting(False, help="Free KV cache and CUDA graphs between steps")
+    enable_thinking: bool | None = setting(None, help="Passed to the chat template. null: the template's own default")
     dynamic_sampling: bool = setting(
         False,
         help="Drop prompts whose samples all have the same reward, and sample other prompts instead (DAPO 2503.14476 "
@@ -162,16 +143,11 @@ class RolloutConfig(DecoderConfig):
 class RewardConfig(Section):
     """The reward of a completion, from a function, a reward model, or both (their sum)."""
 
-    fn: str | None = setting(
-        None,
-        help="Reward function, as file.py[:function] (default: reward_fn) or the built-in math",
-        flag="--reward-fn-path",
-    )
+    fn: str | None = setting(None, help="Reward function: file.py[:function] (default: reward_fn) or the built-in math")
     path: str | None = setting(
         None,
         help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
         "tokenizer. Its score of the whole row is added to the result of fn",
-        flag="--reward-ckpt",
     )
     offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
     timeout_s: float = setting(
@@ -204,10 +180,8 @@ class FrequencyConfig(Section):
 class SaverConfig(FrequencyConfig):
     """When and where checkpoints are written. A run always saves one at its end."""
 
-    path: str | None = setting(
-        None, help="Folder of the checkpoints. null: checkpoints/ in the run's folder", flag="--save-path"
-    )
-    freq_steps: int | None = setting(100, help="Every this many steps", gt=0, flag="--save-interval")
+    path: str | None = setting(None, help="Folder of the checkpoints. null: checkpoints/ in the run's folder")
+    freq_steps: int | None = setting(100, help="Every this many steps", gt=0)
 
 
 @dataclass(kw_only=True)
@@ -221,9 +195,7 @@ class EvaluatorConfig(FrequencyConfig):
 class TensorBoardConfig(Section):
     """TensorBoard event files."""
 
-    path: str | None = setting(
-        None, help="Folder of the event files. null: tensorboard/ in the run's folder", flag="--metrics-log-dir"
-    )
+    path: str | None = setting(None, help="Folder of the event files. null: tensorboard/ in the run's folder")
 
 
 @dataclass(kw_only=True)
@@ -238,25 +210,17 @@ class EngineConfig(Section):
     """Devices and processes."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto", help="Device type. auto uses cuda if it is available")
-    world_size: int | None = setting(
-        None, help="Number of devices. null: every visible one, and one on CPU", gt=0, flag="--world-size"
-    )
-    tp_size: int = setting(
-        1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
-    )
+    world_size: int | None = setting(None, help="Number of devices. null: every visible one, and one on CPU", gt=0)
+    tp_size: int = setting(1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0)
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
         "inline for one CPU device",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
-        "auto",
-        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch",
-        flag="--attn-backend",
+        "auto", help="Attention in training and prefill. flash uses the flash-attn package, native uses torch"
     )
-    dummy_load: bool = setting(
-        False, help="Use random weights in every model, for benchmarks. No folder needs weight files"
-    )
+    dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
 
     @check
     def tensor_parallel_divides_world(self) -> Iterator[Problem]:

@@ -23,9 +23,8 @@ def convert(value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, hint, arms)
     if origin is Literal:
-        for choice in arms:
-            if type(value) is type(choice) and value == choice:
-                return choice
+        if any(type(value) is type(choice) and value == choice for choice in arms):
+            return value
         hint = did_you_mean(str(value), map(str, arms))
         raise InvalidValue(f"is {show(value)}; expected one of {', '.join(map(show, arms))}{hint}")
     if origin is list:

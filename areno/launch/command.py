@@ -73,13 +73,13 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         with _sigterm_interrupts(), HydraSession(algorithm.config, name, args.overrides, **options) as session:
             if args.info:
                 session.show_info(args.info)
-                return 0
-            if args.cfg in ("hydra", "all"):
+            elif args.cfg in ("hydra", "all"):
                 session.show_hydra(args.cfg, args.package, args.resolve)
-                return 0
-            if args.cfg:
-                return _show(algorithm, session, args.package, args.resolve)
-            return _train(algorithm, session)
+            elif args.cfg:
+                _show(algorithm, session, args.package, args.resolve)
+            else:
+                return _train(algorithm, session)
+        return 0
     except ArenoError as error:
         return _report(error)
     except KeyboardInterrupt as interrupt:
@@ -95,10 +95,7 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
 
 def _parser(command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=command,
-        add_help=False,
-        allow_abbrev=False,
-        usage="%(prog)s [options] [key=value ...]",
+        prog=command, add_help=False, allow_abbrev=False, usage="%(prog)s [options] [key=value ...]"
     )
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--version", action="version", version=f"areno {__version__}")
@@ -115,7 +112,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> int:
+def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
     """Print the configuration as YAML, with ??? where a required value is missing; other problems are errors."""
     from areno.launch.compose import to_yaml
 
@@ -132,7 +129,6 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
         wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
         if wrong:
             raise ConfigError(wrong) from None
-    return 0
 
 
 def _train(algorithm: Algorithm, session: HydraSession) -> int:
@@ -146,7 +142,7 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     while not new_run.make(output_dir, new=output_dir in session.named_by_time):
         output_dir = session.rename(output_dir)
     if not session.multirun:
-        session.run(lambda job: _run_alone(algorithm, job))
+        session.run(lambda job: _run(algorithm, job))
         return 0
 
     outcomes: list[tuple[Job, float | str]] = []
@@ -159,48 +155,39 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     return int(any(isinstance(outcome, str) for _, outcome in outcomes))
 
 
-def _run_alone(algorithm: Algorithm, job: Job) -> float:
-    """Run without a sweep. A failure becomes SystemExit, which Hydra passes on without a message of its own."""
-    try:
-        return _run(algorithm, job)
-    except ArenoError as error:
-        raise SystemExit(_report(error)) from None
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
-
-
 def _run_in_sweep(algorithm: Algorithm, job: Job, outcomes: list[tuple[Job, float | str]]) -> float:
     """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
     try:
         objective = _run(algorithm, job)
-    except ArenoError as error:
-        _report(error)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
-    else:
-        outcomes.append((job, objective))
-        return objective
-    outcomes.append((job, "failed"))
-    raise JobFailed(f"run {job.number} failed")
+        outcomes.append((job, "failed"))
+        raise JobFailed(f"run {job.number} failed") from None
+    outcomes.append((job, objective))
+    return objective
 
 
 def _run(algorithm: Algorithm, job: Job) -> float:
+    """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own."""
     from areno.tracking import new_run
 
-    config = build(algorithm.config, job.composition.data, job.composition.problems)
-    new_run.make(job.run_dir)
-    new_run.describe(job.run_dir, config, job.overrides)
     try:
-        with RunLog(own_process=True):
-            return float(algorithm.run(config, job.run_dir))
-    except BaseException:
-        new_run.discard(job.run_dir)
-        raise
+        config = build(algorithm.config, job.composition.data, job.composition.problems)
+        new_run.make(job.run_dir)
+        new_run.describe(job.run_dir, config, job.overrides)
+        try:
+            with RunLog(own_process=True):
+                return float(algorithm.run(config, job.run_dir))
+        except BaseException:
+            new_run.discard(job.run_dir)
+            raise
+    except ArenoError as error:
+        raise SystemExit(_report(error)) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
 
 
 def _report(error: ArenoError) -> int:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,17 +151,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         self._hydra = hydra
-        try:
-            self._check_config_name()
-            self._command_line = self._read_overrides()
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         HydraConfig.instance().cfg = self._earlier
-        self._initialized.__exit__(*(exc_info or (None, None, None)))
+        self._initialized.__exit__(*exc_info)
 
     def compose(self) -> Composition:
         """The configuration of files and command line. For a sweep: that of its first run."""
@@ -171,7 +166,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         except _HYDRA_ERRORS as error:
             raise ConfigError([*line.problems, Problem("", explain(error))]) from error
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
-        composition = self._plain(config, config.hydra.runtime.choices, line.problems)
+        composition = self._plain(config, line.problems)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
         return composition
@@ -208,8 +203,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            composition = self._plain(config, hydra.runtime.choices, [])
-            return job(Job(composition, Path(hydra.runtime.output_dir), overrides, number))
+            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number))
 
         return task
 
@@ -237,8 +231,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
 
-    def _read_overrides(self) -> _CommandLine:
-        """Sort the overrides into groups, values and deletions. An unreadable override or choice becomes a problem."""
+    @cached_property
+    def _command_line(self) -> _CommandLine:
+        """The overrides, sorted into groups, values and deletions. An unreadable one or a wrong choice is a problem."""
+        self._check_config_name()
         line = _CommandLine()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
@@ -302,15 +298,16 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 sample = f"++{key}={first}"
             line.add(forced, sample)
 
-    def _plain(self, config: DictConfig, choices: Mapping[str, str | None], problems: list[Problem]) -> Composition:
-        """The composition of Hydra's result. choices: of config groups; null makes a section null whatever it holds."""
+    def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
+        """The composition of Hydra's result."""
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
-        data = {str(key): value for key, value in _resolve(config, "", found) if key != "hydra"}
-        for key in (group for group, choice in choices.items() if choice == "null"):
-            data[key] = raw[key] = None
+        data = {str(key): value for key, value in _resolve(config, "", found)}
+        for group, choice in HydraConfig.get().runtime.choices.items():
+            if choice == "null":  # the section is null whatever it holds
+                data[group] = raw[group] = None
         for key in self._command_line.deletions:
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
@@ -349,13 +346,10 @@ def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 def _delete(data: dict[Any, Any], key: str) -> bool:
     """Remove a dotted key from nested dictionaries. False if it was not there."""
-    *path, last = key.split(".")
-    for name in path:
-        data = data.get(name, {})
-        if not isinstance(data, dict):
-            return False
-    missing = object()
-    return data.pop(last, missing) is not missing
+    section, _, inner = key.partition(".")
+    if inner:
+        return isinstance(data.get(section), dict) and _delete(data[section], inner)
+    return data.pop(key, _delete) is not _delete
 
 
 def explain(error: BaseException) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.config.fields import REQUIRED, Section, Setting, settings
-from areno.config.values import show
+from areno.config.fields import Row, Section, rows
 from areno.launch import library
 
 _USAGE = """\
@@ -18,9 +16,9 @@ usage: {command} [--config-name NAME] [key=value ...]
 
 {what}
 
-  {command}{name}
-  {command}{name} actor.optimizer.lr=2e-6 seed=2    change settings
-  {command}{name} -m seed=1,2,3                     one run for each value
+  {command} --config-name={default}
+  {command} --config-name={default} actor.optimizer.lr=2e-6 seed=2    change settings
+  {command} --config-name={default} -m seed=1,2,3                     one run for each value
 
 options:
   --config-name, -cn NAME   name of a task or experiment file (default: {default})
@@ -32,46 +30,19 @@ options:
   --help, -h                print this text"""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line about a setting. default: `required`, a YAML value, or empty for a section that is there by default."""
-
-    key: str
-    setting: Setting
-    default: str
-
-
-def rows(cls: type[Section], prefix: str = "", section: Section | None = None) -> Iterator[Row]:
-    """Every setting of a section and of those inside it, in the order they are declared.
-
-    section: the instance that is the section's default, where there is one; its values are the defaults to show.
-    """
-    for name, setting in settings(cls).items():
-        default = setting.default_in(section)
-        inner = default if isinstance(default, Section) else None
-        there = setting.section is not None and default is not None
-        text = "" if there else "required" if default is REQUIRED else show(default)
-        yield Row(prefix + name, setting, text)
-        if setting.section:
-            yield from rows(setting.section, f"{prefix}{name}.", inner)
-
-
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """The whole help text of a recipe."""
-    usage = _USAGE.format(
-        command=command, what=(cls.__doc__ or "").strip(), default=default, name=f" --config-name={default}"
-    )
+    keys = {row.key for row in rows(cls)}
+    variants = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    groups = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts = [
-        usage,
+        _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
         _files("tasks (conf/)", library.tasks(config_dir)),
         _files("experiments (recipes/)", library.experiments()),
+        _files("variants (variant=name)", variants),
+        _columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
+        *_settings(cls),
     ]
-    keys = {row.key for row in rows(cls)}
-    fitting = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
-    parts.append(_files("variants (variant=name)", fitting))
-    choices = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
-    parts.append(_columns("groups (group=choice)", {group: ", ".join(names) for group, names in choices.items()}))
-    parts += _settings(cls)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -109,7 +80,7 @@ def _files(title: str, files: dict[str, Path]) -> str:
     return _columns(title, {name: library.headline(file) for name, file in files.items()})
 
 
-def _columns(title: str, lines: dict[str, Any]) -> str:
+def _columns(title: str, lines: dict[str, str]) -> str:
     if not lines:
         return ""
     width = max(map(len, lines))

@@ -35,10 +35,10 @@ def variants(config_dir: Path | None = None) -> dict[str, Path]:
 
 def headline(file: Path) -> str:
     """The first comment line of a YAML file, which says what the file is for."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#") and not line.startswith("# @"):
-            return line.lstrip("# ").rstrip()
-    return ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return next(
+        (line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and not line.startswith("# @")), ""
+    )
 
 
 def _files(folders: Iterable[Path]) -> dict[str, Path]:

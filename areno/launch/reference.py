@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areno.api.algorithms import get_algorithm
-from areno.launch.help import Row, rows
+from areno.config.fields import Row, rows
 
 RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
 
@@ -57,8 +57,7 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(row.default)
     else:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
-    inside = row.key.rpartition(".")[0]
-    yield _escape(row.setting.help) + ("" if inside == "" else _recipes(by_recipe))
+    yield _escape(row.setting.help) + (_recipes(by_recipe) if "." in row.key else "")
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:

@@ -10,25 +10,22 @@ The reference scores every pair once, before training. With ref.path=null the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
-from areno.config.fields import check, setting
+from areno.config.fields import forbid, setting
 from areno.config.models import ModelConfig
-from areno.errors import Problem
+from areno.launch import run_recipe
 
 
 @dataclass(kw_only=True)
 class DPOActorConfig(ModelConfig):
     """The actor of DPO, with the settings of its loss."""
 
-    beta: float = setting(
-        0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0, flag="--dpo-beta"
-    )
+    beta: float = setting(0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0)
     loss_type: Literal["sigmoid", "ipo"] = setting(
         "sigmoid",
         help="sigmoid is DPO (2305.18290 eq. 7). ipo is IPO (2310.12036 eq. 17), with log-probabilities averaged "
@@ -41,13 +38,9 @@ class DPOActorConfig(ModelConfig):
         lt=0.5,
     )
 
-    @check
-    def smoothing_has_a_loss(self) -> Iterator[Problem]:
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            yield Problem(
-                "label_smoothing",
-                f"is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0",
-            )
+    @forbid("label_smoothing", "is {self.label_smoothing}, but loss_type={self.loss_type} does not use it; set it to 0")
+    def unused_smoothing(self) -> bool:
+        return self.label_smoothing > 0 and self.loss_type != "sigmoid"
 
 
 @dataclass(kw_only=True)
@@ -66,6 +59,4 @@ class DPOConfig(PreferenceExperimentConfig):
 ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop="dpo", default="quickstart_dpo")
 
 if __name__ == "__main__":
-    from areno.launch import run_recipe
-
     run_recipe("areno.recipes.dpo")

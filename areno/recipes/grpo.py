@@ -19,6 +19,7 @@ from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
 from areno.config.fields import setting
 from areno.config.models import TokenPolicyConfig
+from areno.launch import run_recipe
 
 
 @dataclass(kw_only=True)
@@ -59,6 +60,4 @@ def token_loss_settings(actor: TokenPolicyConfig, max_new_tokens: int) -> dict[s
 ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop="policy_only")
 
 if __name__ == "__main__":
-    from areno.launch import run_recipe
-
     run_recipe("areno.recipes.grpo")

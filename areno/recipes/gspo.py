@@ -11,32 +11,26 @@ Not in the paper, and off by default: an upper clip of its own (eps_clip_higher)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.fields import check, setting
+from areno.config.fields import forbid, setting
 from areno.config.models import PolicyConfig
-from areno.errors import Problem
+from areno.launch import run_recipe
 
 
 @dataclass(kw_only=True)
 class GSPOActorConfig(PolicyConfig):
     """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
-    eps_clip: float = setting(
-        3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
-    )
+    eps_clip: float = setting(3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
 
-    @check
-    def rows_have_one_proximal_policy(self) -> Iterator[Problem]:
-        if self.prox_logp_method == "loglinear":
-            yield Problem(
-                "prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe"
-            )
+    @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
+    def proximal_policy_of_tokens(self) -> bool:
+        return self.prox_logp_method == "loglinear"
 
 
 @dataclass(kw_only=True)
@@ -67,6 +61,4 @@ class GSPOConfig(KLExperimentConfig):
 ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop="policy_only")
 
 if __name__ == "__main__":
-    from areno.launch import run_recipe
-
     run_recipe("areno.recipes.gspo")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, SupervisedExperimentConfig
+from areno.launch import run_recipe
 
 
 @dataclass(kw_only=True)
@@ -26,6 +27,4 @@ class SFTConfig(SupervisedExperimentConfig):
 ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop="sft", default="quickstart_base")
 
 if __name__ == "__main__":
-    from areno.launch import run_recipe
-
     run_recipe("areno.recipes.sft")

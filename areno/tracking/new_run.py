@@ -7,13 +7,13 @@ import json
 import platform
 import subprocess
 import time
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from areno import __version__
-from areno.config.build import to_dict
 from areno.config.experiments import ExperimentConfig
 from areno.config.fields import Section
 from areno.errors import ConfigError, Problem
@@ -71,7 +71,7 @@ def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
 
     `--config-dir=<run_dir> --config-name=config` starts the same run again, under another trial_name.
     """
-    config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | to_dict(config)))
+    config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
     # Quoted, so that each is read back as text.
     overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
     contents = (config_yaml, overrides_yaml, json.dumps(versions(), indent=2) + "\n")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from areno.config.build import to_dict
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
 from areno.config.fields import settings
 from areno.config.models import ModelConfig
@@ -211,7 +210,7 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[P
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
     """The decoder's view of a gconfig section."""
-    values = to_dict(gconfig)
+    values = asdict(gconfig)
     shared = {name: values[name] for name in settings(SamplingConfig)}
     return SamplingParams(max_context_len=gconfig.max_tokens, **shared)
 

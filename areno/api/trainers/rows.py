@@ -5,11 +5,11 @@ functions. Arrays are float64; `trained` ones hold the trained tokens of a row o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from areno.config.build import to_dict
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import NormConfig, PolicyConfig
 from areno.errors import DataError
@@ -49,7 +49,7 @@ def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new
         rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
     rewards_B = shape_rewards(rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
     if actor.reward_norm is not None:
-        rewards_B = group_advantages(rewards_B, [sample.group for sample in samples], **to_dict(actor.reward_norm))
+        rewards_B = group_advantages(rewards_B, [sample.group for sample in samples], **asdict(actor.reward_norm))
     return rewards_B
 
 
@@ -142,7 +142,7 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
         return returns if norm is None else _normalize(returns, groups, norm)
     earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
-    values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **to_dict(norm))
+    values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **asdict(norm))
     return [np.full(rewards.size, value) for rewards, value in zip(per_token, values_B, strict=True)]
 
 
@@ -157,7 +157,7 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
 
 
 def _normalize(arrays: Arrays, groups: Sequence[int], norm: NormConfig) -> Arrays:
-    return normalize_tokens(arrays, groups, **to_dict(norm))
+    return normalize_tokens(arrays, groups, **asdict(norm))
 
 
 def needs_proximal(actor: PolicyConfig) -> bool:
@@ -186,7 +186,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         stats["prox_approx_abs_diff_mean"] = _loglinear_error(rows, behave, prox)
     weights = [np.ones(len(old)) for old in behave]
     if actor.use_decoupled_loss:
-        limits = {} if actor.rejection_sampling is None else to_dict(actor.rejection_sampling)
+        limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
         weights, passed = behave_weights(prox, behave, **limits)
         stats["rejected_frac"] = _share_masked(passed)
     if actor.m2_threshold is not None:
