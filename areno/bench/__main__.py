@@ -1,4 +1,4 @@
-"""python -m areno.bench rollout|train|step|logprob: tokens per second against what the device could do at best.
+"""python -m areno.bench rollout|train|step|logprob|sampling: tokens per second against what the device could do.
 
 One engine does the work of a GSPO step on random prompts: sample, one optimizer step on the samples, or either alone.
 Medians of several repeats after a warm-up; `--json` prints one line for machines, progress goes to stderr. On a CPU
@@ -20,6 +20,7 @@ from areno.bench.arguments import Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.ours import run_ours
 from areno.bench.report import page, record
+from areno.bench.sampling import run_sampling, sampling_page
 from areno.bench.shapes import model_folder
 from areno.bench.timing import measure, tell
 from areno.bench.with_transformers import WithTransformers
@@ -40,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    print(json.dumps(found) if settings.json else page(found))
+    show = sampling_page if settings.kind == "sampling" else page
+    print(json.dumps(found) if settings.json else show(found))
     return 0
 
 
@@ -53,6 +55,8 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"
         message = f"makes rows of {longest} tokens, the model's context is {config.max_position_embeddings}"
         raise ConfigError([Problem(option, message)])
+    if settings.kind == "sampling":
+        return run_sampling(settings, path, random_init)
     dtype = getattr(torch, settings.dtype)
     cost = Cost.of(config, dtype.itemsize)
     tell(f"measuring {settings.device}")

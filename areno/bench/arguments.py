@@ -13,7 +13,7 @@ import torch
 from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 
-Kind = Literal["rollout", "train", "step", "logprob"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Settings:
     max_prefill_tokens: int
     mem_fraction: float
     eager_decode: bool
+    tokenizer: str | None
     against: tuple[str, ...]
     against_repeats: int
     profile: str | None
@@ -53,7 +54,7 @@ def parse(argv: list[str] | None = None) -> Settings:
         description="Times rollout, training, a whole step or scoring on random prompts, against the device's floor.",
     )
     add = parser.add_argument
-    add("work", choices=get_args(Kind), help="step: rollout, then one GSPO step on it")
+    add("work", choices=get_args(Kind), help="step: rollout, then one GSPO step on it. sampling: what settings cost")
     add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -69,6 +70,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
+    add("--tokenizer", metavar="FOLDER", help="for `sampling`: times stop strings too")
     add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
     add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
     add("--against-repeats", type=_positive, default=2)
@@ -85,6 +87,8 @@ def _checked(args: argparse.Namespace) -> Settings:
     for is_wrong, option, message in (
         (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
         (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
+        (bool(against) and kind == "sampling", "--against", "is for other works; sampling compares areno with itself"),
+        (args.tokenizer and kind != "sampling", "--tokenizer", f"is for sampling, not for {kind}"),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),
         *(

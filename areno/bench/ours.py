@@ -34,6 +34,7 @@ class Ours:
         self.engine = Engine(
             EngineSpec(
                 model_path=folder,
+                tokenizer_path=settings.tokenizer,
                 devices=[settings.device],
                 dtype=settings.dtype,
                 random_init=random_init,
@@ -55,8 +56,8 @@ class Ours:
             out[name] = time.perf_counter() - self._created
         return out
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        """One rollout phase."""
+    def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
+        """One rollout phase. params: of SamplingParams, beside those that the work sets."""
         settings = self._settings
         limits = self.engine.begin_rollout(
             RolloutSpec(
@@ -76,7 +77,7 @@ class Ours:
                     request_id=index,
                     prompt=prompt,
                     n_samples=work.n_samples,
-                    params=SamplingParams(max_new_tokens=new_len, temperature=1.0, ignore_eos=True),
+                    params=SamplingParams(**{"max_new_tokens": new_len, "ignore_eos": True, **params}),
                     seed=index,
                 )
                 for index, (prompt, new_len) in enumerate(zip(prompts, work.new_lens, strict=True))

@@ -33,9 +33,10 @@ class StopStrings:
         """Whether a completion can have the last character of a stop string from this token."""
         can_end = self._can_end.get(token)
         if can_end is None:
-            first = self._detokenize([token])
-            after = self._detokenize([token, token])[len(first) :]  # with the space that a first token may lose
-            can_end = self._can_end[token] = any(map(self._fits, (first, after)))
+            # Twice, since some tokenizers drop the space before a first token.
+            text = self._detokenize([token, token])
+            half = len(text) // 2
+            can_end = self._can_end[token] = any(self._fits(text[start:]) for start in (half, half + len(text) % 2))
         return can_end
 
     def _fits(self, text: str) -> bool:
