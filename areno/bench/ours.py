@@ -34,7 +34,7 @@ class Ours:
         self.engine = Engine(
             EngineSpec(
                 model_path=folder,
-                tokenizer_path=settings.tokenizer,
+                tokenizer_path=settings.tokenizer or "",
                 devices=[settings.device],
                 dtype=settings.dtype,
                 random_init=random_init,
