@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 
 from areno.api.inputs.plan import model_folder
 from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.loop import Loop, check_config
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.setup import check_config, open_rows_setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
 from areno.engine.spec import RoleSpec
@@ -30,7 +29,7 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-class DPOTrainer(AbstractContextManager["DPOTrainer"]):
+class DPOTrainer(Loop[PreferenceExperimentConfig]):
     """Trains a model on pairs of answers, of which one was preferred. The arguments are those of SFTTrainer."""
 
     def __init__(
@@ -42,20 +41,18 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         valid_dataset: Any = None,
     ):
         check_config(config, PreferenceExperimentConfig, "DPOTrainer")
-        self.config, self.loss_fn = config, config.loss_fn()
+        self.loss_fn = config.loss_fn()
         self.ref_path: str | None = None  # the actor scores itself
         if config.ref.path not in (None, config.actor.path):
             self.ref_path = model_folder(config.ref.path or "", "ref.path")
         self.ref_scores: Scores = {}
         self.valid_ref_scores: Scores = {}
         self._has_reference = False
-        self.setup = open_rows_setup(
+        super().__init__(
             config, "dpo", run_dir, train_dataset, valid_dataset,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: self.measure(self.setup.valid_batches()),
+            evaluate=lambda: self.measure(self.valid_batches()),
             headline=("train/loss", "train/accuracy", "train/margin"),
         )  # fmt: skip
-        self.run, self.trainer, self.loader = self.setup.run, self.setup.trainer, self.setup.loader
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
@@ -63,16 +60,12 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         self.score_reference()
         for batch in run.steps():
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
-            stats = update(run, self.trainer, rows, self.loss_fn, self.config.actor, rows_per_unit=2)
+            stats = update(self, rows, rows_per_unit=2)
             run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
-            self.setup.log_skipped(batch)
+            run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
         return run.result("eval_accuracy", "accuracy", 5)
-
-    def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
 
     def score_reference(self) -> None:
         """Reference log-probabilities of every pair that the run will use. To be called before the first update.
@@ -87,7 +80,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         started = time.monotonic()
         log_stage("score_start", role="ref")
         self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
-        if (valid := self.setup.valid_loader) is not None:
+        if (valid := self.valid_loader) is not None:
             self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
@@ -149,13 +142,6 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         return {name: measured[name] for name in ("loss", "accuracy", "margin")} | {
             "ranking_accuracy": float(ranked.mean())
         }
-
-    def close(self) -> None:
-        """End the workers, close the logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:

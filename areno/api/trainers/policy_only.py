@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from areno.api.trainers.collect import collect, evaluate_policy
+from areno.api.trainers.loop import Loop, RewardFn, check_config
 from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained
-from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
 
 
-class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
+class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
     """Trains a policy from rewards, without a critic.
 
     loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
@@ -26,6 +25,8 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
     or call close().
     """
 
+    _needed: ClassVar[type[PolicyExperimentConfig]] = PolicyExperimentConfig
+
     def __init__(
         self,
         config: PolicyExperimentConfig,
@@ -37,39 +38,26 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
-        check_config(config, PolicyExperimentConfig, "PolicyOnlyTrainer")
-        self.config = config
+        check_config(config, self._needed, type(self).__name__)
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self.advantages = choose_advantages(config, advantage_fn)
-        self.setup = open_policy_setup(
-            config, run_dir, train_dataset, valid_dataset, reward_fn,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: evaluate_policy(self.setup),
+        super().__init__(
+            config, "prompt", run_dir, train_dataset, valid_dataset, reward_fn,
+            evaluate=lambda: evaluate_policy(self),
+            headline=("rollout/rewards_mean", "train/response_len", "train/explained_variance"),
         )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        setup, run = self.setup, self.run
+        run = self.run
         for batch in run.steps():
-            rollout = collect(setup, batch)  # sample a group for each prompt, and score it
-            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            rollout = collect(self, batch)  # sample a group for each prompt, and score it
+            rows = rows_of(self, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
                 set_trained(rows, "advantages", self.advantages(rows, [sample.group for sample in rollout.kept]))
-            log_rollout(setup, rollout, rows)
-            stats = correct(setup, rows)  # what the policy thinks of the rows before the update
-            stats = update_policy(setup, rows, self.loss_fn) | stats
+            log_rollout(self, rollout, rows)
+            stats = correct(self, rows)  # what the policy thinks of the rows before the update
+            stats = update_policy(self, rows) | stats
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
-
-    def evaluate(self) -> dict[str, float]:
-        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
-    def close(self) -> None:
-        """End the reward processes and the workers, close the logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained, token_rows, trained
-from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
+from areno.api.trainers.collect import collect
+from areno.api.trainers.policy_only import PolicyOnlyTrainer
+from areno.api.trainers.rows import set_trained, token_rows, trained
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
-from areno.config.experiments import CriticExperimentConfig, LossFn
+from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
@@ -21,51 +19,32 @@ from areno.types import TrainSequence
 logger = logging.getLogger("areno")
 
 
-class PPOTrainer(AbstractContextManager["PPOTrainer"]):
+class PPOTrainer(PolicyOnlyTrainer):
     """Trains a policy and its critic. The arguments are those of PolicyOnlyTrainer."""
 
-    def __init__(
-        self,
-        config: CriticExperimentConfig,
-        loss_fn: LossFn | None = None,
-        run_dir: str | Path | None = None,
-        *,
-        advantage_fn: AdvantageFn | None = None,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-        reward_fn: RewardFn | None = None,
-    ):
-        check_config(config, CriticExperimentConfig, "PPOTrainer")
-        self.config = config
-        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
-        self.advantages = choose_advantages(config, advantage_fn)
-        self.setup = open_policy_setup(
-            config, run_dir, train_dataset, valid_dataset, reward_fn,
-            save=self.write_checkpoint,
-            evaluate=lambda: evaluate_policy(self.setup),
-        )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
+    config: CriticExperimentConfig
+    _needed = CriticExperimentConfig
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        setup, run, config = self.setup, self.run, self.config
+        run, config = self.run, self.config
         warmup, total = config.critic.warmup_steps, config.total_train_steps
         if total is not None and total <= warmup:
             logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
         for batch in run.steps():
-            rollout = collect(setup, batch)  # sample completions of each prompt, and score them
-            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            rollout = collect(self, batch)  # sample completions of each prompt, and score them
+            rows = rows_of(self, rollout)  # shape the rewards, score the reference
             with run.clock.phase("values"):
                 self.value(rows)
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
                 set_trained(rows, "advantages", advantages)
                 set_trained(rows, "returns", returns)
-            log_rollout(setup, rollout, rows)
+            log_rollout(self, rollout, rows)
             stats = self.update_critic(rows)
             if run.step > warmup:
-                corrected = correct(setup, rows)  # what the policy thinks of the rows before the update
-                stats |= update_policy(setup, rows, self.loss_fn) | corrected
+                corrected = correct(self, rows)  # what the policy thinks of the rows before the update
+                stats |= update_policy(self, rows) | corrected
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
@@ -94,18 +73,7 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}
 
-    def evaluate(self) -> dict[str, float]:
-        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
     def write_checkpoint(self, folder: Path) -> None:
         """The actor, and in it the critic as a folder of its own, which can be loaded again as critic.path."""
-        self.trainer.write_checkpoint(folder)
+        super().write_checkpoint(folder)
         self.trainer.write_checkpoint(folder / "critic", role="critic")
-
-    def close(self) -> None:
-        """End the reward processes and the workers, close the logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

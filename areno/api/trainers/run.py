@@ -110,6 +110,11 @@ class Run:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
         self.trackers.log(self.step, scalars)
 
+    def log_skipped(self, batch: Batch[Any]) -> None:
+        """Tell the trackers how many rows were too long."""
+        skipped, total = batch.skipped_long, batch.total_skipped_long
+        self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
+
     def keep(self, **values: float) -> None:
         """Remember the values of this step in `history`."""
         for name, value in values.items():

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.loop import Loop, check_config
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.setup import check_config, open_rows_setup
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.types import Batch, TrainSequence
 
 
-class SFTTrainer(AbstractContextManager["SFTTrainer"]):
+class SFTTrainer(Loop[SupervisedExperimentConfig]):
     """Trains a model on demonstrations.
 
     run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
@@ -34,22 +33,19 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         valid_dataset: Any = None,
     ):
         check_config(config, SupervisedExperimentConfig, "SFTTrainer")
-        self.config, self.loss_fn = config, config.loss_fn()
-        self.setup = open_rows_setup(
+        self.loss_fn = config.loss_fn()
+        super().__init__(
             config, "sft", run_dir, train_dataset, valid_dataset,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: self.measure(self.setup.valid_batches()),
-            headline=("train/loss", "train/lr"),
+            evaluate=lambda: self.measure(self.valid_batches()), headline=("train/loss", "train/lr"),
         )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         run = self.run
         for batch in run.steps():
-            stats = update(run, self.trainer, batch.items, self.loss_fn, self.config.actor)
+            stats = update(self, batch.items)
             run.keep(loss=stats["loss"])
-            self.setup.log_skipped(batch)
+            run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"loss": 1, "eval_loss": 1})
         return run.result("eval_loss", "loss")
@@ -59,14 +55,3 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         rows = [row for batch in batches for row in batch.items]
         logprobs = self.trainer.score_logprobs("actor", token_rows(rows), 1.0)
         return {"loss": measure_loss(self.loss_fn, rows, logprobs)["loss"]}
-
-    def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
-    def close(self) -> None:
-        """End the workers, close the logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -3,71 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from areno.api.metrics import rollout_metrics
-from areno.api.trainer import Trainer
 from areno.api.trainers.collect import Rollout
+from areno.api.trainers.loop import Loop, PolicyLoop
 from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows, trained
-from areno.api.trainers.run import Run
-from areno.api.trainers.setup import PolicySetup
-from areno.config.experiments import LossFn
-from areno.config.models import ModelConfig
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
 
 
-def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
+def rows_of(loop: PolicyLoop, rollout: Rollout) -> list[TrainSequence]:
     """The rows to train on: shaped rewards, and the reference's log-probabilities where there is a reference."""
-    config = setup.config
+    config = loop.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
-    eos = setup.tokenizer.eos_token_id or 0
-    rows = policy_rows(
-        rollout.kept,
-        rewards_B,
-        eos,
-        drop_truncated=config.actor.mask_no_eos_with_zero,
-        weights_version=setup.trainer.engine.weights_version,
-    )
+    eos, version = loop.tokenizer.eos_token_id or 0, loop.trainer.engine.weights_version
+    rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     if config.ref is not None:
-        with setup.run.clock.phase("ref"):
-            for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
+        with loop.run.clock.phase("ref"):
+            for row, logprobs in zip(rows, logprobs_of(loop, "ref", rows), strict=True):
                 row.ref_logprobs = logprobs
     return rows
 
 
-def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
+def logprobs_of(loop: PolicyLoop, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
     """Of every token of the rows, under the model of a role, at the temperature of the rollout."""
-    return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature)
+    return loop.trainer.score_logprobs(role, token_rows(rows), loop.config.gconfig.temperature)
 
 
-def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def correct(loop: PolicyLoop, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Bring in what the policy thinks of the rows now, where the settings ask for it: see correct_rows."""
-    actor = setup.config.actor
+    actor = loop.config.actor
     if not needs_proximal(actor):
         return {}
-    with setup.run.clock.phase("recompute"):
-        return correct_rows(rows, logprobs_of(setup, "actor", rows), actor)
+    with loop.run.clock.phase("recompute"):
+        return correct_rows(rows, logprobs_of(loop, "actor", rows), actor)
 
 
 def update(
-    run: Run,
-    trainer: Trainer,
+    loop: Loop[Any],
     rows: Sequence[TrainSequence],
-    loss_fn: LossFn,
-    actor: ModelConfig,
     *,
     n_minibatches: int = 1,
     temperature: float = 1.0,
     rows_per_unit: int = 1,
 ) -> dict[str, float]:
     """Optimizer steps of the actor; the train/* statistics by name."""
+    run, actor = loop.run, loop.config.actor
     with run.clock.phase("train"):
         log_stage("train_start")
-        stats = trainer.train(
+        stats = loop.trainer.train(
             rows,
-            loss_fn,
+            loop.loss_fn,
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,
@@ -80,30 +69,19 @@ def update(
     return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
-def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence], loss_fn: LossFn) -> dict[str, float]:
+def update_policy(loop: PolicyLoop, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """`update`, cut and tempered as the settings of a policy say."""
-    config = setup.config
-    return update(
-        setup.run,
-        setup.trainer,
-        rows,
-        loss_fn,
-        config.actor,
-        n_minibatches=config.actor.ppo_n_minibatches,
-        temperature=config.gconfig.temperature,
-    )
+    config = loop.config
+    return update(loop, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
 
 
-def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
+def log_rollout(loop: PolicyLoop, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     """Give rollout/* and the samples to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
-    run, samples = setup.run, rollout.samples
+    run, samples = loop.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in trained(rows, "advantages")]
     metrics = rollout_metrics(
-        samples,
-        advantages_B,
-        skipped_long=rollout.skipped_long,
-        total_skipped_long=rollout.total_skipped_long,
+        samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
     n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
