@@ -26,7 +26,7 @@ class Sessions:
         self.engine, self.decoder, self.max_len, self.drop = engine, decoder, max_len, drop
         self.open: RolloutSession | None = None
         self.longest = _SHORTEST  # tokens of the longest sequence that a session was made ready for
-        self._interrupted = False
+        self.interrupted = False  # while it sampled
 
     def need(self, what: str) -> RolloutSession:
         """The open session. EngineError where there is none."""
@@ -48,13 +48,9 @@ class Sessions:
 
     def settle(self) -> None:
         """Wind down what Ctrl-C left in the middle of a rollout, where a script (a notebook) goes on after it."""
-        if self._interrupted:
-            self._interrupted = False
+        if self.interrupted:
+            self.interrupted = False
             self.engine.end_rollout(drop=True)
-
-    def leave_as_it_is(self) -> None:
-        """The session was interrupted: most scripts end now, and should not wait for the workers first."""
-        self._interrupted = True
 
 
 class RolloutSession:
@@ -81,9 +77,9 @@ class RolloutSession:
 
     def _make_room(self, n_tokens: int) -> None:
         sessions = self._sessions
-        longest, context_len = sessions.longest, sessions.engine.info.context_len
+        longest = sessions.longest
         if n_tokens > longest:
-            longest = max(longest, min(1 << (n_tokens - 1).bit_length(), context_len))
+            longest = max(longest, min(1 << (n_tokens - 1).bit_length(), sessions.engine.info.context_len))
         spec = RolloutSpec(max_running=self._max_running, max_len=sessions.max_len or longest, decoder=sessions.decoder)
         if self._running_spec == spec:
             return
@@ -129,13 +125,9 @@ class RolloutSession:
             on_progress(outputs, stats)
 
         outputs = engine.generate(requests, progress_unless_cancelled)
-        return [
-            RolloutResult(
-                prompt_tokens=request.prompt,
-                sequences=[_rollout_sequence(output) for output in outputs[request.request_id]],
-            )
-            for request in requests
-        ]
+        sequences = [[_rollout_sequence(output) for output in outputs[request.request_id]] for request in requests]
+        pairs = zip(requests, sequences, strict=True)
+        return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions
@@ -158,11 +150,10 @@ class RolloutSession:
             return
         self._running_spec = None
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            sessions.leave_as_it_is()
-        elif error is not None:
-            with contextlib.suppress(ArenoError):  # where workers are gone, the first error tells why
-                sessions.engine.end_rollout(sessions.drop)
-        else:
+            sessions.interrupted = True  # most scripts end now, and should not wait for the workers first
+            return
+        # Where workers are gone, the first error tells why.
+        with contextlib.nullcontext() if error is None else contextlib.suppress(ArenoError):
             sessions.engine.end_rollout(sessions.drop)
 
     async def __aenter__(self) -> RolloutSession:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.models import MicroBatchSpec
 from areno.data.row_schema import messages_problem
 from areno.engine.limits import check_params
+from areno.engine.spec import UpdateSpec
 from areno.engine.train.rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
 from areno.types import SamplingParams, TrainSequence
@@ -81,6 +83,22 @@ def check_rows(rows: Any) -> None:
     for index, row in enumerate(rows):
         if not isinstance(row, TrainSequence):
             raise DataError(f"batch_data[{index}] is a {type(row).__name__}; an areno.TrainSequence is expected")
+
+
+def check_update(update: UpdateSpec) -> None:
+    """ConfigError for an argument of a training call that is wrong or does not fit the others."""
+    check_count("n_minibatches", update.n_minibatches)
+    check_count("rows_per_unit", update.rows_per_unit)
+    check_count("seed", update.seed, least=0)
+    check_positive("temperature", update.temperature)
+    if (steps := update.gradient_accumulation_steps) is not None:
+        check_count("gradient_accumulation_steps", steps)
+        if update.n_minibatches > 1:
+            both = f"is {update.n_minibatches}, and gradient_accumulation_steps is {steps}"
+            raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
+    if not isinstance(update.mb_spec, MicroBatchSpec):
+        found = f"is a {type(update.mb_spec).__name__}; a MicroBatchSpec is expected"
+        raise ConfigError([Problem("mb_spec", found)])
 
 
 def _is_int(value: Any) -> bool:
