@@ -65,7 +65,7 @@ class Loop(Generic[Config]):
                 self.rewards = stack.enter_context(RewardPool(config.reward, reward_fn))
             plan = plan_of_experiment(config)
             self.tokenizer = plan.tokenizer
-            roles = experiment_roles(config, plan.spec) if isinstance(config, PolicyExperimentConfig) else {}
+            roles = experiment_roles(config, plan.spec)
             self.loader = _loader(config, plan, kind, config.train_dataset, train_dataset, "train_dataset")
             self.valid_loader = None
             if (valid := valid_section(config, valid_dataset)) is not None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from areno.api.trainers.collect import collect, evaluate_policy
 from areno.api.trainers.loop import Loop, RewardFn, check_config
-from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained
+from areno.api.trainers.rows import AdvantageFn, set_trained
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
 
@@ -40,7 +40,9 @@ class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
     ):
         check_config(config, self._needed, type(self).__name__)
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
-        self.advantages = choose_advantages(config, advantage_fn)
+        self.advantages = config.advantages
+        if advantage_fn is not None:
+            self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
         super().__init__(
             config, "prompt", run_dir, train_dataset, valid_dataset, reward_fn,
             evaluate=lambda: evaluate_policy(self),
