@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import (
+    CriticExperimentConfig,
+    ExperimentConfig,
+    PolicyExperimentConfig,
+    PreferenceExperimentConfig,
+)
 from areno.config.fields import settings
 from areno.config.models import ModelConfig
 from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
@@ -207,10 +212,12 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
 
 
 def experiment_roles(config: ExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
-    """The models beside the actor that a policy's rollouts are scored with. A path that is null is the actor's own.
+    """The models beside the actor that an experiment asks for. A path that is null is the actor's own.
 
     Raises CheckpointError naming the key.
     """
+    if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
+        return {"ref": RoleSpec(path=model_folder(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
     if not isinstance(config, PolicyExperimentConfig):
         return {}
 

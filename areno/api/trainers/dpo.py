@@ -7,18 +7,14 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from areno.api.inputs.plan import model_folder
 from areno.api.trainers.evaluate import measure_loss
-from areno.api.trainers.loop import Loop, check_config
+from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
-from areno.engine.spec import RoleSpec
 from areno.tracking.console import log_stage
 from areno.tracking.progress import Progress
 from areno.types import Batch, PairItem, TrainSequence
@@ -29,30 +25,13 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-class DPOTrainer(Loop[PreferenceExperimentConfig]):
+class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
     """Trains a model on pairs of answers, of which one was preferred. The arguments are those of SFTTrainer."""
 
-    def __init__(
-        self,
-        config: PreferenceExperimentConfig,
-        run_dir: str | Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-    ):
-        check_config(config, PreferenceExperimentConfig, "DPOTrainer")
-        self.loss_fn = config.loss_fn()
-        self.ref_path: str | None = None  # the actor scores itself
-        if config.ref.path not in (None, config.actor.path):
-            self.ref_path = model_folder(config.ref.path or "", "ref.path")
-        self.ref_scores: Scores = {}
-        self.valid_ref_scores: Scores = {}
-        self._has_reference = False
-        super().__init__(
-            config, "dpo", run_dir, train_dataset, valid_dataset,
-            evaluate=lambda: self.measure(self.valid_batches()),
-            headline=("train/loss", "train/accuracy", "train/margin"),
-        )  # fmt: skip
+    _needed = PreferenceExperimentConfig
+    _kind = "dpo"
+    _headline = ("train/loss", "train/accuracy", "train/margin")
+    _has_reference = False
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
@@ -74,9 +53,11 @@ class DPOTrainer(Loop[PreferenceExperimentConfig]):
         """
         if self._has_reference:
             return
-        role = "actor" if self.ref_path is None else "ref"
-        if self.ref_path is not None:
-            self.trainer.ensure_roles({role: RoleSpec(path=self.ref_path, head="lm", key="ref.path")})
+        self.ref_scores: Scores = {}
+        self.valid_ref_scores: Scores = {}
+        role = "ref" if self.roles else "actor"
+        if self.roles:
+            self.trainer.ensure_roles(self.roles)
         started = time.monotonic()
         log_stage("score_start", role="ref")
         self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
@@ -85,7 +66,7 @@ class DPOTrainer(Loop[PreferenceExperimentConfig]):
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
         logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
-        if self.ref_path is not None:
+        if self.roles:
             self.trainer.release_role(role)
         self._has_reference = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.trainer import Trainer
@@ -25,36 +25,34 @@ Config = TypeVar("Config", bound=ExperimentConfig)
 Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
 
 
-def check_config(config: Any, needed: type[ExperimentConfig], trainer: str) -> None:
-    """ConfigError for a configuration that the named trainer cannot read."""
-    if not isinstance(config, needed):
-        raise ConfigError(f"config is a {type(config).__name__}; {trainer} needs a {needed.__name__}")
-    if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
-        raise ConfigError(f"{type(config).__name__} is for PPOTrainer, not for {trainer}: its critic would not be used")
-
-
 class Loop(Generic[Config]):
     """A run that is ready to train. Construction checks everything, makes the run's folder and loads the models.
 
-    kind: of the rows. evaluate: measures valid_dataset. headline: see open_trackers. The rest are the arguments of the
-    loops. rewards: the reward processes; None where a reward model is the only reward, or where rows are given.
+    evaluate: measures valid_dataset. The rest are the arguments of the loops. roles: the models beside the actor.
+    rewards: the reward processes; None where a reward model is the only reward, or where rows are given.
     """
 
-    loss_fn: LossFn
+    _needed: ClassVar[type[ExperimentConfig]]  # the configuration that the loop reads
+    _kind: ClassVar[RowKind]
+    _headline: ClassVar[tuple[str, ...]]  # see open_trackers
 
     def __init__(
         self,
         config: Config,
-        kind: RowKind,
+        loss_fn: LossFn | None,
         run_dir: str | Path | None,
         train_dataset: Any,
         valid_dataset: Any,
-        reward_fn: RewardFn | None = None,
-        *,
+        reward_fn: RewardFn | None,
         evaluate: Callable[[], dict[str, float]],
-        headline: tuple[str, ...],
     ):
-        self.config = config
+        name, given = type(self).__name__, type(config).__name__
+        if not isinstance(config, self._needed):
+            raise ConfigError(f"config is a {given}; {name} needs a {self._needed.__name__}")
+        if self._needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
+            raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
+        self.config: Config = config
+        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         with ExitStack() as stack:
             stack.enter_context(RunLog())
             self.rewards = None
@@ -65,23 +63,44 @@ class Loop(Generic[Config]):
                 self.rewards = stack.enter_context(RewardPool(config.reward, reward_fn))
             plan = plan_of_experiment(config)
             self.tokenizer = plan.tokenizer
-            roles = experiment_roles(config, plan.spec)
-            self.loader = _loader(config, plan, kind, config.train_dataset, train_dataset, "train_dataset")
-            self.valid_loader = None
-            if (valid := valid_section(config, valid_dataset)) is not None:
-                self.valid_loader = _loader(config, plan, kind, valid, valid_dataset, "valid_dataset")
+            self.roles = experiment_roles(config, plan.spec)
+            self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
+            valid = valid_section(config, valid_dataset)
+            self.valid_loader = valid and self._open_loader(plan, valid, valid_dataset, "valid_dataset")
             if self.rewards is not None:
                 self.rewards.wait_ready()
-            measure = evaluate if self.valid_loader else None
             self.run = Run(
-                config, run_dir, self.loader, save=self.write_checkpoint, evaluate=measure, headline=headline
-            )
+                config, run_dir, self.loader, save=self.write_checkpoint,
+                evaluate=evaluate if valid else None, headline=self._headline,
+            )  # fmt: skip
             stack.callback(self.run.close)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
             self.trainer.init()
-            if roles:
-                self.trainer.ensure_roles(roles)
+            if isinstance(config, PolicyExperimentConfig):
+                self.trainer.ensure_roles(self.roles)
             self._resources = stack.pop_all()
+
+    def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
+        """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
+        config, kind = self.config, self._kind
+        rows, section = open_rows(section, given, kind, key)
+        context_len, seed = plan.spec.context_len, config.seed
+        if kind != "prompt":
+            return train_row_loader(kind, rows, plan.tokenizer, section, context_len=context_len, seed=seed, key=key)
+        assert isinstance(config, PolicyExperimentConfig)
+        name, gconfig = "gconfig", config.gconfig
+        if key == "valid_dataset" and config.eval_gconfig is not None:
+            name, gconfig = "eval_gconfig", config.eval_gconfig
+        return prompt_loader(
+            rows,
+            plan.tokenizer,
+            section,
+            context_len=gconfig.max_tokens or context_len,
+            context_key=f"{name}.max_tokens" if gconfig.max_tokens else "the model's context",
+            enable_thinking=config.rollout.enable_thinking,
+            seed=seed,
+            key=key,
+        )
 
     def valid_batches(self) -> Iterator[Batch[Any]]:
         """All of valid_dataset."""
@@ -110,25 +129,21 @@ class Loop(Generic[Config]):
 PolicyLoop = Loop[PolicyExperimentConfig]
 
 
-def _loader(
-    config: ExperimentConfig, plan: TrainerPlan, kind: RowKind, section: DatasetConfig, given: Any, key: str
-) -> BatchLoader[Any]:
-    """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
-    rows, section = open_rows(section, given, kind, key)
-    context_len, seed = plan.spec.context_len, config.seed
-    if kind != "prompt":
-        return train_row_loader(kind, rows, plan.tokenizer, section, context_len=context_len, seed=seed, key=key)
-    assert isinstance(config, PolicyExperimentConfig)
-    name, gconfig = "gconfig", config.gconfig
-    if key == "valid_dataset" and config.eval_gconfig is not None:
-        name, gconfig = "eval_gconfig", config.eval_gconfig
-    return prompt_loader(
-        rows,
-        plan.tokenizer,
-        section,
-        context_len=gconfig.max_tokens or context_len,
-        context_key=f"{name}.max_tokens" if gconfig.max_tokens else "the model's context",
-        enable_thinking=config.rollout.enable_thinking,
-        seed=seed,
-        key=key,
-    )
+class RowLoop(Loop[Config]):
+    """A loop that trains on rows as they are. The arguments are those of SFTTrainer."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: str | Path | None = None,
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        super().__init__(
+            config, None, run_dir, train_dataset, valid_dataset, None, lambda: self.measure(self.valid_batches())
+        )
+
+    def measure(self, batches: Iterator[Batch[Any]]) -> dict[str, float]:
+        """The eval/* scalars of all rows, by name."""
+        raise NotImplementedError

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.loop import Loop, RewardFn, check_config
+from areno.api.trainers.loop import Loop, RewardFn
 from areno.api.trainers.rows import AdvantageFn, set_trained
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
@@ -25,7 +25,9 @@ class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
     or call close().
     """
 
-    _needed: ClassVar[type[PolicyExperimentConfig]] = PolicyExperimentConfig
+    _needed = PolicyExperimentConfig
+    _kind = "prompt"
+    _headline = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
 
     def __init__(
         self,
@@ -38,16 +40,12 @@ class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
-        check_config(config, self._needed, type(self).__name__)
-        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        super().__init__(
+            config, loss_fn, run_dir, train_dataset, valid_dataset, reward_fn, lambda: evaluate_policy(self)
+        )
         self.advantages = config.advantages
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
-        super().__init__(
-            config, "prompt", run_dir, train_dataset, valid_dataset, reward_fn,
-            evaluate=lambda: evaluate_policy(self),
-            headline=("rollout/rewards_mean", "train/response_len", "train/explained_variance"),
-        )  # fmt: skip
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""

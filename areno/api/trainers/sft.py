@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from areno.api.trainers.evaluate import measure_loss
-from areno.api.trainers.loop import Loop, check_config
+from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.types import Batch, TrainSequence
 
 
-class SFTTrainer(Loop[SupervisedExperimentConfig]):
+class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
     """Trains a model on demonstrations.
 
     run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
@@ -24,20 +22,9 @@ class SFTTrainer(Loop[SupervisedExperimentConfig]):
     Construction checks what can be checked and loads the model. Use as a context manager, or call close().
     """
 
-    def __init__(
-        self,
-        config: SupervisedExperimentConfig,
-        run_dir: str | Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-    ):
-        check_config(config, SupervisedExperimentConfig, "SFTTrainer")
-        self.loss_fn = config.loss_fn()
-        super().__init__(
-            config, "sft", run_dir, train_dataset, valid_dataset,
-            evaluate=lambda: self.measure(self.valid_batches()), headline=("train/loss", "train/lr"),
-        )  # fmt: skip
+    _needed = SupervisedExperimentConfig
+    _kind = "sft"
+    _headline = ("train/loss", "train/lr")
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
