@@ -327,7 +327,7 @@ class Trainer:
             raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
         with self._named():
             with self.clock.phase("train" if role == "actor" else f"train_{role}"):
-                stats = engine.train(rows, loss_fn, update, role)
+                stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
             return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
     # -- models beside the policy ----------------------------------------------------------------------------------

@@ -257,12 +257,13 @@ class Engine:
         loss_fn: Any,
         update: UpdateSpec | None = None,
         role: str = "actor",
+        row_name: str = "row {}",
     ) -> dict[str, float]:
         """Optimizer steps of a role on `rows`. Returns the statistics of TrainBackend.train.
 
         loss_fn: see areno.loss_fns; for a role with head "value" it is given values in the place of log-probabilities.
         update: None makes one step with the micro-batches of EngineSpec.mb_spec.
-        DataError names the row that is wrong; nothing has been trained then.
+        DataError names the row that is wrong, by its index in `row_name`; nothing has been trained then.
         """
         spec = self._role(role)
         if spec.optimizer is None:
@@ -275,7 +276,7 @@ class Engine:
         if self._limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
-        checked = read_rows(rows, self.info.vocab_size, self.info.context_len)
+        checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         shares = share_steps(checked, update, self.spec.dp_size, spec.section)
         with self._turn:
             return self._workers.call_each("train", [(role, steps, loss_fn, update) for steps in shares])[0]

@@ -61,7 +61,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 
 
 def _spec(role: ModelRole, engine: EngineSpec) -> RoleSpec:
-    key = f"{role.name}.path"
+    key = f"roles[{role.name!r}].path"
     folder = model_folder(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
     optimizer = None
