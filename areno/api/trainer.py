@@ -112,8 +112,7 @@ class Trainer:
                 self._steps.recorder = self._resources.enter_context(MetricsRecorder(self._metrics_log_dir))
             self._plan = plan = self._open_plan()
             engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
-        self._sessions = Sessions(engine, plan.decoder, max_len=plan.max_len, drop=plan.drop_rollout_state)
-        self._engine, self._tokenizer = engine, plan.tokenizer
+        self._engine, self._sessions = engine, Sessions(engine, plan)
         logger.info(
             "model: %.1fM parameters, %s on %s, attention by %s", engine.info.n_params / 1e6, engine.info.dtype,
             ", ".join(plan.spec.devices), BACKENDS[engine.info.attn_backend],
@@ -142,7 +141,7 @@ class Trainer:
     def get_tokenizer(self) -> Any:
         """The tokenizer of the model."""
         _ = self.engine
-        return self._tokenizer
+        return self._plan.tokenizer
 
     def load_prompt_batches(
         self,
@@ -170,8 +169,7 @@ class Trainer:
             solutions_key=solutions_key,
             enable_thinking=self._plan.enable_thinking,
         )
-        batches: Iterator[Any] = loader.batches()
-        return batches if self._steps is None else self._steps.counting_skipped(loader)
+        return loader.batches() if self._steps is None else self._steps.counting_skipped(loader)
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -214,11 +212,10 @@ class Trainer:
 
         A prompt may also be a list of chat messages. See rollout_token_batch for the rest.
         """
-        _ = self.engine
+        tokenizer = self.get_tokenizer()
         self._sessions.need("rollout_batch")
         check_prompts(prompts)
-        thinking = self._plan.enable_thinking
-        rows = [encode_generation_prompt(self._tokenizer, prompt, thinking) for prompt in prompts]
+        rows = [encode_generation_prompt(tokenizer, prompt, self._plan.enable_thinking) for prompt in prompts]
         return self.rollout_token_batch(rows, n_samples, sampling_params, seed=seed, on_progress=on_progress)
 
     def rollout_token_batch(

@@ -174,9 +174,8 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
     context = model.max_position_embeddings
     if not isinstance(config, PolicyExperimentConfig):
         if (longest := config.train_dataset.max_length) > context:
-            yield Problem(
-                "train_dataset.max_length", f"is {longest}, the model's context is {context} tokens; lower it"
-            )
+            found = f"is {longest}, the model's context is {context} tokens; lower it"
+            yield Problem("train_dataset.max_length", found)
         return
     for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
         if gconfig is None:

@@ -120,9 +120,8 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         pairs = zip(rows, logprobs, strict=True)
         answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
         ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
-        return {name: measured[name] for name in ("loss", "accuracy", "margin")} | {
-            "ranking_accuracy": float(ranked.mean())
-        }
+        kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
+        return kept | {"ranking_accuracy": float(ranked.mean())}
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:

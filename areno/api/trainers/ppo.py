@@ -35,7 +35,8 @@ class PPOTrainer(PolicyOnlyTrainer):
             rollout = collect(self, batch)  # sample completions of each prompt, and score them
             rows = rows_of(self, rollout)  # shape the rewards, score the reference
             with run.clock.phase("values"):
-                self.value(rows)
+                for row, values in zip(rows, self.trainer.score_values("critic", token_rows(rows)), strict=True):
+                    row.values = values  # the critic's, of the state before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
                 set_trained(rows, "advantages", advantages)
@@ -48,11 +49,6 @@ class PPOTrainer(PolicyOnlyTrainer):
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
-
-    def value(self, rows: list[TrainSequence]) -> None:
-        """Set the critic's value of the state before each token."""
-        for row, values in zip(rows, self.trainer.score_values("critic", token_rows(rows)), strict=True):
-            row.values = values
 
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
