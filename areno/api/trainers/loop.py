@@ -12,7 +12,7 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.run import Run
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.run import DatasetConfig
-from areno.data.loader import BatchLoader, prompt_loader, train_row_loader
+from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import open_rows, valid_section
 from areno.errors import ConfigError
@@ -82,25 +82,18 @@ class Loop(Generic[Config]):
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
-        config, kind = self.config, self._kind
-        rows, section = open_rows(section, given, kind, key)
-        context_len, seed = plan.spec.context_len, config.seed
-        if kind != "prompt":
-            return train_row_loader(kind, rows, plan.tokenizer, section, context_len=context_len, seed=seed, key=key)
-        assert isinstance(config, PolicyExperimentConfig)
-        name, gconfig = "gconfig", config.gconfig
-        if key == "valid_dataset" and config.eval_gconfig is not None:
-            name, gconfig = "eval_gconfig", config.eval_gconfig
-        return prompt_loader(
-            rows,
-            plan.tokenizer,
-            section,
-            context_len=gconfig.max_tokens or context_len,
-            context_key=f"{name}.max_tokens" if gconfig.max_tokens else "the model's context",
-            enable_thinking=config.rollout.enable_thinking,
-            seed=seed,
-            key=key,
-        )
+        config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
+        rows, section = open_rows(section, given, self._kind, key)
+        if isinstance(config, PolicyExperimentConfig):
+            thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
+            if key == "valid_dataset" and config.eval_gconfig is not None:
+                name, gconfig = "eval_gconfig", config.eval_gconfig
+            if gconfig.max_tokens:
+                limit, limit_key = gconfig.max_tokens, f"{name}.max_tokens"
+        return row_loader(
+            self._kind, rows, plan.tokenizer, section, context_len=limit, context_key=limit_key,
+            enable_thinking=thinking, seed=config.seed, key=key,
+        )  # fmt: skip
 
     def valid_batches(self) -> Iterator[Batch[Any]]:
         """All of valid_dataset."""
