@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,11 @@ def rollout_metrics(
     Rewards and advantages are over the samples that have a reward; logprobs_mean is over all response tokens. What has
     no value, such as the mean of no rewards, is left out.
     """
-    lengths = [(len(sample.item.tokens), len(sample.sequence.resp_tokens)) for sample in samples]
+    prompts = [len(sample.item.tokens) for sample in samples]
+    responses = [len(sample.sequence.resp_tokens) for sample in samples]
     scored = np.array([sample.outcome.value is not None for sample in samples], dtype=bool)
     stats = _sample_stats(
-        prompts=[prompt for prompt, _ in lengths],
-        responses=[response for _, response in lengths],
-        lengths=[prompt + response for prompt, response in lengths],
+        {"seq_len": np.add(prompts, responses), "prompt_len": prompts, "response_len": responses},
         logprobs=[math.fsum(sample.sequence.resp_logprobs) for sample in samples],
         rewards=[sample.outcome.value for sample in samples if sample.outcome.value is not None],
         advantages=np.asarray(advantages, dtype=np.float64)[scored],
@@ -62,10 +62,9 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
     masks = [~np.asarray(row.prompt_mask, dtype=bool) for row in rows]  # trained tokens
     pairs = list(zip(rows, masks, strict=True))
     told = [pair for pair in pairs if pair[0].advantages is not None and pair[1].any()]
+    prompts = [mask.argmax() if mask.any() else len(mask) for mask in masks]
     stats = _sample_stats(
-        prompts=[int(mask.argmax()) if mask.any() else len(mask) for mask in masks],
-        responses=[int(mask.sum()) for mask in masks],
-        lengths=[len(mask) for mask in masks],
+        {"seq_len": [len(mask) for mask in masks], "prompt_len": prompts, "response_len": [*map(np.sum, masks)]},
         logprobs=[float(np.asarray(row.logprobs)[mask].sum()) for row, mask in pairs],
         rewards=[row.reward for row in rows],
         advantages=[float(np.asarray(row.advantages)[mask].mean()) for row, mask in told],
@@ -74,28 +73,21 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _sample_stats(
-    *,
-    prompts: Sequence[int],
-    responses: Sequence[int],
-    lengths: Sequence[int],
-    logprobs: Sequence[float],
-    rewards: Sequence[float],
-    advantages: Sequence[float] | np.ndarray,
+    lengths: Mapping[str, Any], *, logprobs: Sequence[float], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """Of samples: tokens of prompt, of response and of all, sum of the response's log-probabilities. Rewards and
-    advantages are those of the samples that have one."""
-    stats: dict[str, float] = {"num_sequences": len(prompts)}
-    if not prompts:
+    """lengths: of the samples in tokens, by name. logprobs: the sum over each response. Rewards and advantages are
+    those of the samples that have one."""
+    stats: dict[str, float] = {"num_sequences": len(logprobs)}
+    if not logprobs:
         return stats
-    for name, values in (("seq_len", lengths), ("prompt_len", prompts), ("response_len", responses)):
-        stats[f"{name}_mean"] = float(np.mean(values))
+    stats |= {f"{name}_mean": np.mean(values) for name, values in lengths.items()}
     for name, given in (("rewards", rewards), ("advantages", advantages)):
         if len(given):
             values = np.asarray(given, dtype=np.float64)
             stats |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
     if len(rewards):
         stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards), "accuracy": accuracy(rewards)}
-    if n_tokens := sum(responses):
+    if n_tokens := sum(lengths["response_len"]):
         stats["logprobs_mean"] = math.fsum(logprobs) / n_tokens
     return stats
 

@@ -58,8 +58,6 @@ class Run:
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
 
-    # -- batches ---------------------------------------------------------------------------------------------------
-
     @property
     def seed(self) -> int:
         """The seed of what is random in the step under way."""
@@ -103,8 +101,6 @@ class Run:
             if batch.ends_epoch:
                 log_epoch(batch.epoch, "end")
                 self._epoch = None
-
-    # -- records ---------------------------------------------------------------------------------------------------
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
@@ -174,8 +170,6 @@ class Run:
             log_stopped(self.step, self.saver.saved_step)
         self.trackers.finish()
         self._log.close()
-
-    # -- resuming --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""
