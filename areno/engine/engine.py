@@ -288,33 +288,35 @@ class Engine:
         mb_spec: MicroBatchSpec | None = None,
     ) -> list[np.ndarray]:
         """Log-probability of every token of every row under a role's model, each row float32; the first token has 0."""
-        self._role(role, "lm")
-        return self._scored("logprobs", role, token_rows, temperature, mb_spec or self.spec.mb_spec)
+        return self._scored("logprobs", role, token_rows, mb_spec, temperature)
 
     def values(
         self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
     ) -> list[np.ndarray]:
         """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
-        self._role(role, "value")
-        return self._scored("values", role, token_rows, mb_spec or self.spec.mb_spec)
+        return self._scored("values", role, token_rows, mb_spec)
 
     def rewards(
         self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
         """One score for each row: what the value head gives at its last token."""
-        self._role(role, "value")
-        return self._scored("rewards", role, token_rows, mb_spec or self.spec.mb_spec)
+        return self._scored("rewards", role, token_rows, mb_spec)
 
-    def _scored(self, method: str, role: str, token_rows: Sequence[Any], *settings: Any) -> list[Any]:
-        """A scoring method of the workers, each model copy doing its part; results in the order of the rows."""
+    def _scored(
+        self, what: str, role: str, rows: Sequence[Any], mb_spec: MicroBatchSpec | None, *more: Any
+    ) -> list[Any]:
+        """Worker.score, each model copy doing its part; results in the order of the rows."""
+        self._role(role, "lm" if what == "logprobs" else "value")
         info, size = self.info, self.spec.dp_size
-        rows = [
+        checked = [
             read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
-            for index, tokens in enumerate(token_rows)
+            for index, tokens in enumerate(rows)
         ]
+        settings = (*more, mb_spec or self.spec.mb_spec)
+        args = [(role, what, checked[rank::size], *settings) for rank in range(size)]
         with self._turn:
-            scored = self._workers.call_each(method, [(role, rows[rank::size], *settings) for rank in range(size)])
-        return [scored[index % size][index // size] for index in range(len(rows))]
+            scored = self._workers.call_each("score", args)
+        return [scored[index % size][index // size] for index in range(len(checked))]
 
     def save(self, folder: str, role: str = "actor") -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
@@ -326,7 +328,7 @@ class Engine:
 
     def peak_memory_gib(self) -> float:
         """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""
-        return max(memory["memory_gib"] for memory in self._call("memory"))
+        return max(self._call("memory_gib"))
 
     def wait(self) -> None:
         """Return when the devices have finished all their work.

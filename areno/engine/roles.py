@@ -65,7 +65,7 @@ class Roles:
         failed = torch.tensor(float(failure is not None), device=self.context.device)
         if self.context.dp.all_reduce(self.context.tp.all_reduce(failed)).item():
             del role
-            self._free()
+            torch.cuda.empty_cache()
             if failure is not None:
                 raise failure
         elif role is not None:
@@ -74,7 +74,7 @@ class Roles:
     def release(self, name: str) -> None:
         """Forget a role and give its memory back."""
         del self._roles[name]
-        self._free()
+        torch.cuda.empty_cache()
 
     def largest(self) -> int:
         """Parameters on this rank of the largest model."""
@@ -137,10 +137,6 @@ class Roles:
             model.init_weights(self.spec.seed)  # the very weights that the actor had at its start
         else:
             load_weights(model, spec.path)
-
-    def _free(self) -> None:
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _offload(backend: TrainBackend) -> Offload:

@@ -42,12 +42,10 @@ class DecodeGraphs:
     updates them in place. So a graph stays valid for the whole run.
     """
 
-    def __init__(self, body: DecodeBody, max_running: int, scratch_slot: int, device: torch.device):
-        self._body = body
-        self._sizes = bucket_sizes(max_running)
-        self._device = device
-        # A padding row: the scratch slot, at position 0, sampling its first token, in no group.
-        self._padding = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
+    def __init__(self, body: DecodeBody, max_running: int, device: torch.device):
+        self._body, self._sizes, self._device = body, bucket_sizes(max_running), device
+        # A padding row: the scratch slot, after all others, at position 0, sampling its first token, in no group.
+        self._padding = np.array([[max_running], [0], [0], [0]], dtype=np.int64)
         self._graphs: dict[GraphKey, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)

@@ -30,31 +30,16 @@ class KVCache:
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.block_size = block_size
-        self._flat = self.kv_blocks.flatten(2, 3)  # (layers, 2, (n_blocks + 1) * block_size, K, C)
-
-    def write(self, layer: int, slot_mapping_N: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> None:
-        """Store the keys and values of some tokens. slot_mapping_N: int64."""
-        keys, values = self._flat[layer]
-        keys.index_copy_(0, slot_mapping_N, k_NKC)
-        values.index_copy_(0, slot_mapping_N, v_NKC)
-
-    def read(self, layer: int, slot_mapping_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of some tokens. slot_mapping_M: int64."""
-        keys, values = self._flat[layer]
-        return keys.index_select(0, slot_mapping_M), values.index_select(0, slot_mapping_M)
-
-    def copy_blocks(self, pairs_2N: Tensor) -> None:
-        """Copy whole blocks, in all layers: pairs_2N has the sources, then the destinations (int64)."""
-        self.kv_blocks.index_copy_(2, pairs_2N[1], self.kv_blocks.index_select(2, pairs_2N[0]))
+        self.flat = self.kv_blocks.flatten(2, 3)  # (layers, 2, (n_blocks + 1) * block_size, K, C)
 
 
 @dataclass(slots=True)
 class PrefillAttend:
     """Attention of packed prompt chunks to themselves and to what their rows have in the cache.
 
-    slot_mapping_N: where the new tokens are stored. key_slot_mapping_M: where all keys of each row are, old and new,
-    row after row; None if no row has old ones. cu_seqlens_q, cu_seqlens_k: (rows + 1,) int32 borders of the rows in N
-    and M.
+    slot_mapping_N: int64, where the new tokens are stored. key_slot_mapping_M: int64, where all keys of each row are,
+    old and new, row after row; None if no row has old ones. cu_seqlens_q, cu_seqlens_k: (rows + 1,) int32 borders of
+    the rows in N and M.
     """
 
     cache: KVCache
@@ -67,10 +52,13 @@ class PrefillAttend:
     max_k: int
 
     def __call__(self, layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
+        keys, values = self.cache.flat[layer]
         # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-        self.cache.write(layer, self.slot_mapping_N, k_NKC, v_NKC)
+        keys.index_copy_(0, self.slot_mapping_N, k_NKC)
+        values.index_copy_(0, self.slot_mapping_N, v_NKC)
         if self.key_slot_mapping_M is not None:
-            k_NKC, v_NKC = self.cache.read(layer, self.key_slot_mapping_M)
+            k_NKC = keys.index_select(0, self.key_slot_mapping_M)
+            v_NKC = values.index_select(0, self.key_slot_mapping_M)
         return varlen_attention(
             q_NHC, k_NKC, v_NKC, self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k, self.backend
         )

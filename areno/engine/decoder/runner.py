@@ -7,6 +7,7 @@ and marked by an event, and the token that the next step reads stays on the devi
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
 from areno.engine.decoder.scheduler import Chunk, Plan
@@ -53,21 +55,13 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        *,
-        n_blocks: int,
-        block_size: int,
-        max_running: int,
-        max_blocks: int,
-        use_graphs: bool,
-        attn_backend: str,
+        self, model: Transformer, blocks: BlockManager, max_running: int, *, use_graphs: bool, attn_backend: str
     ):
-        self.model = model
+        self.model, self.attn_backend = model, attn_backend
         self.device = model.head_weight.device
-        self.attn_backend = attn_backend
-        self.cache = KVCache(model, n_blocks, block_size)
-        n_slots = max_running + 1
+        n_blocks, n_slots = blocks.n_blocks, max_running + 1
+        self.cache = KVCache(model, n_blocks, blocks.block_size)
+        max_blocks = min(n_blocks, blocks.blocks_for(model.config.max_position_embeddings))
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
         on_cuda = self.device.type == "cuda"
@@ -75,11 +69,10 @@ class Runner:
         self.uses_prefix_groups = use_triton(self.table)
         self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
-        if use_graphs and on_cuda:
-            if not self.uses_prefix_groups:  # the torch form of paged attention needs the longest length on the host
-                logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
-            else:
-                self.graphs = DecodeGraphs(self._decode, max_running, max_running, self.device)
+        if use_graphs and on_cuda and self.uses_prefix_groups:
+            self.graphs = DecodeGraphs(self._decode, max_running, self.device)
+        elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
+            logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> list[PendingTokens]:
@@ -101,6 +94,10 @@ class Runner:
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
+    def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        """The columns of a list of tuples, each as an int64 tensor."""
+        return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
+
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
         if self.device.type != "cuda":
             return PendingTokens(sequences, out, None)
@@ -119,7 +116,7 @@ class Runner:
                 entries.append((sequence.slot, column, sequence.blocks[column]))
             sequence.n_uploaded = len(sequence.blocks)
         if entries:
-            slots, columns, blocks = self._upload(np.array(entries, dtype=np.int64).T.copy())
+            slots, columns, blocks = self._upload_columns(entries)
             self.table[slots, columns] = blocks.int()
         if new:
             self.sampler.assign(self._upload(SlotSampler.pack(new)))
@@ -157,7 +154,8 @@ class Runner:
         )
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
         if copies:
-            self.cache.copy_blocks(self._upload(np.array(copies, dtype=np.int64).T.copy()))
+            sources, targets = self._upload_columns(copies)
+            self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
         if not prefilled:
             return hidden_ND
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
@@ -210,15 +208,9 @@ class Runner:
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
-            table_TW=self.table,
-            slots_B=slots_B,
-            lengths_B=positions_B + 1,
-            shared_lens_B=shared_lens_B,
-            spans=spans,
-            prefix_groups_GR=prefix_groups_GR,
-            splits=splits,
-            max_len=max_len,
-        )
+            table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
+            prefix_groups_GR=prefix_groups_GR, splits=splits, max_len=max_len,
+        )  # fmt: skip
         last_token = self.sampler.tensors.last_token
         hidden_BD = self.model(last_token[slots_B], positions_B, DecodeAttend(self.cache, batch))
         return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags, banned)
@@ -228,5 +220,5 @@ class Runner:
         pairs = [(row, token) for row, seq in enumerate(sequences) if seq.bans_stop for token in seq.stop_ids]
         if not pairs:
             return None
-        rows, tokens = self._upload(np.array(pairs, dtype=np.int64).T.copy())
+        rows, tokens = self._upload_columns(pairs)
         return rows, tokens
