@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.decoder.kv_cache import KVCache
+from areno.engine.decoder.runner import KVCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
@@ -64,7 +64,7 @@ def test_optimizer_bytes_are_those_of_its_buffers(kind: Any, dtype: torch.dtype)
     optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
     buffers = [flat.grads, *optimizer.state] + ([] if flat.masters is flat.params else [flat.masters])
     assert cost.MOMENTS_BLOCK == BLOCK
-    per_parameter = sum(buffer.nbytes for buffer in buffers) / flat.n_params
+    per_parameter = sum(buffer.nbytes for buffer in buffers) / sum(segment.n_params for segment in flat.segments)
     assert cost.optimizer_bytes(kind, dtype.itemsize) == per_parameter
 
 

@@ -44,8 +44,7 @@ class Decoder:
         attn_backend: str = "sdpa",
         detokenize: Callable[[list[int]], str] | None = None,
     ):
-        self._eos = frozenset(eos_token_ids)
-        self._detokenize = detokenize
+        self._eos, self._detokenize = frozenset(eos_token_ids), detokenize
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
         self._runner = Runner(model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend)
@@ -69,7 +68,7 @@ class Decoder:
 
     @property
     def stats(self) -> RolloutStats:
-        """Counters since the decoder was made, or since `reset_cache`."""
+        """Counters since the decoder was made, or since `reset_stats`."""
         graphs = self._runner.graphs
         return RolloutStats(
             running=self._scheduler.n_running,
@@ -90,7 +89,7 @@ class Decoder:
         self._unfinished[request.request_id] = request.n_samples
         for sample in range(request.n_samples):
             key, tokens = sample_key(request.seed, sample), list(request.prompt)
-            self._scheduler.add(
+            self._scheduler.waiting.append(
                 Sequence(request=request, sample=sample, key=key, max_new=max_new, stop_ids=stop_ids, tokens=tokens)
             )
 
@@ -118,13 +117,13 @@ class Decoder:
         return outputs
 
     def reset_cache(self) -> None:
-        """Drop all keys and values, because the weights have changed, and count from 0 again.
-
-        Unfinished sequences are recomputed.
-        """
+        """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
         self._collect()
         self._scheduler.preempt_all()
         self._blocks.reset()
+
+    def reset_stats(self) -> None:
+        """Count from 0 again."""
         self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
         if self._runner.graphs is not None:
             self._runner.graphs.n_replays = 0

@@ -17,12 +17,12 @@ from torch import Tensor
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import DecodeGraphs
-from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slot_sampler import SamplingFlags, SlotSampler
+from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
-from areno.kernels.paged import GROUP_SIZE, PagedBatch
+from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
@@ -30,13 +30,10 @@ logger = logging.getLogger("areno")
 
 @dataclass(slots=True)
 class PendingTokens:
-    """The sampled tokens of one forward pass on their way to the host.
-
-    tokens_and_logprobs: (2, len(sequences)) float64 on the host, valid once `ready` has happened.
-    """
+    """The sampled tokens of one forward pass on their way to the host."""
 
     sequences: list[Sequence]
-    tokens_and_logprobs: Tensor
+    tokens_and_logprobs: Tensor  # (2, len(sequences)) float64 on the host, valid once `ready` has happened
     ready: torch.cuda.Event | None
 
     def wait(self) -> tuple[list[int], list[float]]:
@@ -47,11 +44,28 @@ class PendingTokens:
         return tokens.astype(np.int64).tolist(), logprobs.tolist()
 
 
+class KVCache:
+    """The keys and values of all sequences, in the dtype of the model and on its device.
+
+    kv_blocks: (layers, 2, n_blocks + 1, block_size, K key heads, C head dim). The last block is scratch: rows that only
+    pad a batch write there.
+    """
+
+    def __init__(self, model: Transformer, n_blocks: int, block_size: int):
+        config, weight = model.config, model.head_weight
+        n_kv_heads = model.tp.shard(config.num_kv_heads, "num_key_value_heads")
+        shape = (config.num_layers, 2, n_blocks + 1, block_size, n_kv_heads, config.head_dim)
+        # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
+        self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.block_size = block_size
+        self.flat = self.kv_blocks.flatten(2, 3)  # (layers, 2, (n_blocks + 1) * block_size, K, C)
+
+
 class Runner:
     """Owns everything of the decoder that lives on the device.
 
     A sequence has a slot while it is in the batch. For each slot the device has the block table (`table`), the sampling
-    settings and the last sampled token. One more slot, the last, belongs to rows that only pad a batch.
+    settings and the last sampled token. The last slot belongs to rows that only pad a batch.
     """
 
     def __init__(
@@ -124,7 +138,10 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it."""
+        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it.
+
+        A slot mapping gives, for some tokens, their positions in the cache: block * block_size + offset.
+        """
         size = self.cache.block_size
         tokens: list[int] = []
         positions, slot_mappings, key_slot_mappings = [], [], []
@@ -139,19 +156,21 @@ class Runner:
         lengths_q = [chunk.end - chunk.start for chunk in chunks]
         lengths_k = [chunk.end for chunk in chunks]
         cu_q, cu_k = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (lengths_q, lengths_k))
-        attend = PrefillAttend(
-            cache=self.cache,
-            backend=self.attn_backend,
-            slot_mapping_N=self._upload(np.concatenate(slot_mappings)),
-            key_slot_mapping_M=self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None,
-            cu_seqlens_q=self._upload(cu_q),
-            cu_seqlens_k=self._upload(cu_k),
-            max_q=max(lengths_q),
-            max_k=max(lengths_k),
-        )
-        hidden_ND = self.model(
-            self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions)), attend
-        )
+        borders = (self._upload(cu_q), self._upload(cu_k), max(lengths_q), max(lengths_k))
+        stored_N = self._upload(np.concatenate(slot_mappings))
+        keys_M = self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None
+
+        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
+            keys, values = self.cache.flat[layer]
+            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
+            keys.index_copy_(0, stored_N, k_NKC)
+            values.index_copy_(0, stored_N, v_NKC)
+            if keys_M is not None:  # some rows attend to tokens of earlier steps, too
+                k_NKC, v_NKC = keys.index_select(0, keys_M), values.index_select(0, keys_M)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend)
+
+        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
+        hidden_ND = self.model(tokens_N, positions_N, attend)
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
         if copies:
             sources, targets = self._upload_columns(copies)
@@ -175,13 +194,9 @@ class Runner:
         rows[2] = [sequence.n_sampled - 1 for sequence in sequences]
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
-            sequences,
-            self.cache.block_size,
-            group_size=GROUP_SIZE,
-            max_groups=max(1, size // 4) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.kv_blocks.shape[4],
-            n_processors=self.n_processors,
-        )
+            sequences, self.cache.block_size, group_size=GROUP_SIZE, n_processors=self.n_processors,
+            max_groups=max(1, size // 4) if self.uses_prefix_groups else 0, n_heads=self.cache.kv_blocks.shape[4],
+        )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags, banned = SamplingFlags.of(sequences), self._banned(sequences)
         # Bans are lists of any length, which a graph cannot take. They concern the first few tokens only.
@@ -204,15 +219,18 @@ class Runner:
         """Sample one token for each row.
 
         rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their completions,
-        lengths of the shared prefixes. The last, spans, prefix_groups_GR and splits: see `PagedBatch`.
+        lengths of the shared prefixes. The other arguments are those of `PagedBatch` and `SlotSampler.sample`.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
             table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
             prefix_groups_GR=prefix_groups_GR, splits=splits, max_len=max_len,
         )  # fmt: skip
-        last_token = self.sampler.tensors.last_token
-        hidden_BD = self.model(last_token[slots_B], positions_B, DecodeAttend(self.cache, batch))
+
+        def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
+            return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
+
+        hidden_BD = self.model(self.sampler.tensors.last_token[slots_B], positions_B, attend)
         return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags, banned)
 
     def _banned(self, sequences: list[Sequence]) -> tuple[Tensor, Tensor] | None:
