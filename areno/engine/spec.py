@@ -13,7 +13,7 @@ HOST = "127.0.0.1"  # where all ranks run
 
 @dataclass(kw_only=True)
 class RoleSpec:
-    """One more model beside the actor, in the same workers and the same parallel layout.
+    """One model of the engine.
 
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
     key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
@@ -83,8 +83,7 @@ class UpdateSpec:
     """How one call of `Engine.train` cuts its rows into optimizer steps and micro-batches.
 
     mb_spec: the rows of one forward pass; the result does not depend on it.
-    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`. Later steps
-    meet a policy that the earlier ones changed.
+    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`.
     gradient_accumulation_steps: one optimizer step for every so many micro-batches, in the order of the rows. None and
     n_minibatches=1 make one step of all rows. Set at most one of the two.
     temperature: the one that the rows were sampled at. Models with values have none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self._tokenizer: Any = None
 
     def _set_threads(self) -> None:
         """Set the threads of a CPU rank. Threads of a tiny model would wait for each other longer than they work."""
@@ -62,12 +62,11 @@ class Worker:
             memory_gib=self.memory_gib(),
         )
 
-    # -- rollout ---------------------------------------------------------------------------------------------------
-
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make ready to decode. With an equal spec the decoder stays, with its graphs but without its cached blocks."""
         if self.decoder is not None and self._decoder_spec == spec:
             self.decoder.reset_cache()
+            self.decoder.reset_stats()
         else:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
@@ -124,25 +123,25 @@ class Worker:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         return free // self.spec.world_size
 
-    def _load_tokenizer(self) -> None:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
 
-            folder = self.spec.tokenizer_path or self.spec.model_path
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            except (OSError, ValueError) as error:
-                raise EngineError(
-                    "stop strings need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
-                    folder, Key("tokenizer_path"),
-                ) from error  # fmt: skip
+        folder = self.spec.tokenizer_path or self.spec.model_path
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                "stop strings need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
+                folder, Key("tokenizer_path"),
+            ) from error  # fmt: skip
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they join the running batch at the next step."""
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop for request in requests):
-            self._load_tokenizer()
+            _ = self._tokenizer  # an error belongs to the request
         for request in requests:
             self.decoder.submit(request)
 
@@ -180,8 +179,6 @@ class Worker:
             self.decoder = self._decoder_spec = None
             torch.cuda.empty_cache()  # nothing without CUDA
 
-    # -- roles -----------------------------------------------------------------------------------------------------
-
     def weights_version(self) -> int:
         """Optimizer updates that were applied to the actor."""
         optimizer = self.roles["actor"].backend.optimizer
@@ -216,8 +213,6 @@ class Worker:
             paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
             with self.roles[role].on_device() as backend:
                 save_weights(backend.model, Path(folder), source=[path for path in paths if path])
-
-    # -- the rest --------------------------------------------------------------------------------------------------
 
     def memory_gib(self) -> float:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""
