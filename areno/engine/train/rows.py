@@ -12,14 +12,8 @@ from areno.errors import DataError
 from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
-FIELDS = {
-    "logprobs": "old_logprobs",
-    "advantages": "advantages",
-    "returns": "returns",
-    "values": "values",
-    "ref_logprobs": "ref_logprobs",
-    "weights": "weights",
-}
+_SAME = ("advantages", "returns", "values", "ref_logprobs", "weights")
+FIELDS = {"logprobs": "old_logprobs", **{name: name for name in _SAME}}
 
 
 @dataclass(slots=True)
