@@ -22,7 +22,7 @@ class RoleSpec:
 
     path: str
     head: Literal["lm", "value"]
-    key: str
+    key: str = field(compare=False)  # two callers may name the same model differently
     optimizer: OptimizerConfig | None = None
     gradient_checkpointing: bool = True
     offload: bool = False
