@@ -28,7 +28,7 @@ from areno.config.models import MicroBatchSpec
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.spec import RoleSpec, UpdateSpec
+from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, write_whole
 from areno.models.companions import is_replaceable
@@ -127,6 +127,11 @@ class Trainer:
         if self._engine is None:
             raise EngineError("this Trainer has no model yet; call init() first")
         return self._engine
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was loaded."""
+        return self.engine.info
 
     def _outside_rollout(self, what: str) -> Engine:
         """The engine, for `what` has no place in a session. EngineError where one is open."""

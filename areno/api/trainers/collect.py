@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areno.api.inputs.plan import sampling_params
 from areno.api.metrics import rollout_metrics
-from areno.api.trainers.loop import PolicyLoop
+from areno.api.trainers.setup import PolicySetup
 from areno.config.run import GenerationConfig
 from areno.tracking.console import log_stage
 from areno.tracking.progress import RolloutProgress
@@ -39,10 +39,10 @@ class Rollout:
         return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
 
 
-def collect(loop: PolicyLoop, batch: Batch[PromptItem]) -> Rollout:
+def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step, and others in place of groups that rollout.dynamic_sampling drops."""
-    config, run = loop.config, loop.run
-    samples = sample_and_score(loop, batch.items, config.gconfig, run.seed)
+    config, run = setup.config, setup.run
+    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed)
     skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
     keep = np.ones(len(samples), dtype=bool)
     if config.rollout.dynamic_sampling:
@@ -50,7 +50,7 @@ def collect(loop: PolicyLoop, batch: Batch[PromptItem]) -> Rollout:
         while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.next_batch()):
             seed = run.seed + (rounds << 40)
             group = samples[-1].group + 1
-            samples += sample_and_score(loop, more.items, config.gconfig, seed, first_group=group)
+            samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
             skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
             rounds += 1
         keep = first_groups(samples, has_signal(samples), size)
@@ -85,7 +85,7 @@ def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> 
 
 
 def sample_and_score(
-    loop: PolicyLoop,
+    setup: PolicySetup,
     items: Sequence[PromptItem],
     gconfig: GenerationConfig,
     seed: int,
@@ -93,7 +93,7 @@ def sample_and_score(
     first_group: int = 0,
 ) -> list[ScoredSample]:
     """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on."""
-    trainer, clock, history = loop.trainer, loop.run.clock, loop.run.history
+    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
     with clock.phase("rollout"):
         log_stage(f"{title}_start")
         reward = history["reward_mean"][-1] if "reward_mean" in history else None
@@ -103,11 +103,11 @@ def sample_and_score(
             results = trainer.rollout_token_batch(prompts, gconfig.n_samples, params, seed=seed, on_progress=progress)
         log_stage(f"{title}_end")
     with clock.phase("reward"):
-        return score(loop, items, results, gconfig, first_group)
+        return score(setup, items, results, gconfig, first_group)
 
 
 def score(
-    loop: PolicyLoop,
+    setup: PolicySetup,
     items: Sequence[PromptItem],
     results: Sequence[RolloutResult],
     gconfig: GenerationConfig,
@@ -117,15 +117,15 @@ def score(
     pairs = [(item, sequence) for item, result in zip(items, results, strict=True) for sequence in result.sequences]
     groups = [first_group + index for index, result in enumerate(results) for _ in result.sequences]
     token_rows = [sequence.resp_tokens for _, sequence in pairs]
-    texts = rendered = loop.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
+    texts = rendered = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
     if gconfig.skip_special_tokens:
-        texts = loop.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
+        texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
     outcomes = [RewardOutcome(0.0)] * len(pairs)
-    if loop.rewards is not None:
+    if setup.rewards is not None:
         described = zip(pairs, texts, rendered, strict=True)
-        outcomes = loop.rewards.score([RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described])
-    if loop.config.reward.path is not None:
-        scores = loop.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
+        outcomes = setup.rewards.score([RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described])
+    if setup.config.reward.path is not None:
+        scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
         outcomes = [
             outcome if outcome.value is None else RewardOutcome(outcome.value + score)
             for outcome, score in zip(outcomes, scores, strict=True)
@@ -136,11 +136,10 @@ def score(
     ]
 
 
-def evaluate_policy(loop: PolicyLoop) -> dict[str, float]:
+def evaluate_policy(setup: PolicySetup, batches: Iterator[Batch[PromptItem]]) -> dict[str, float]:
     """Sample and score the whole of valid_dataset; the eval/* scalars by name."""
-    gconfig = loop.config.eval_gconfig or loop.config.gconfig
-    batches = loop.valid_batches()
-    samples = [one for of in batches for one in sample_and_score(loop, of.items, gconfig, loop.config.seed, "eval")]
+    gconfig = setup.config.eval_gconfig or setup.config.gconfig
+    samples = [one for of in batches for one in sample_and_score(setup, of.items, gconfig, setup.config.seed, "eval")]
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
     return {name: metrics[f"rollout/{name}"] for name in kept}

@@ -6,13 +6,16 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areno.api.trainers.evaluate import measure_loss
-from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.rows import token_rows
+from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
 from areno.tracking.console import log_stage
@@ -25,13 +28,26 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
+HEADLINE = ("train/loss", "train/accuracy", "train/margin")
+
+
+class DPOTrainer(AbstractContextManager["DPOTrainer"]):
     """Trains a model on pairs of answers, of which one was preferred. The arguments are those of SFTTrainer."""
 
-    _needed = PreferenceExperimentConfig
-    _kind = "dpo"
-    _headline = ("train/loss", "train/accuracy", "train/margin")
-    _has_reference = False
+    def __init__(
+        self,
+        config: PreferenceExperimentConfig,
+        run_dir: str | Path | None = None,
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        self.setup = Setup(
+            config, "DPOTrainer", PreferenceExperimentConfig, "dpo", HEADLINE, lambda _, batches: self.measure(batches),
+            run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+        )  # fmt: skip
+        self.run = self.setup.run
+        self._has_reference = False
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
@@ -39,7 +55,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
         self.score_reference()
         for batch in run.steps():
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
-            stats = update(self, rows, rows_per_unit=2)
+            stats = update(self.setup, rows, rows_per_unit=2)
             run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
             run.log_skipped(batch)
             run.end_step(stats)
@@ -55,24 +71,24 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
             return
         self.ref_scores: Scores = {}
         self.valid_ref_scores: Scores = {}
-        role = "ref" if self.roles else "actor"
-        if self.roles:
-            self.trainer.ensure_roles(self.roles)
+        role = "ref" if self.setup.roles else "actor"
+        if self.setup.roles:
+            self.setup.trainer.ensure_roles(self.setup.roles)
         started = time.monotonic()
         log_stage("score_start", role="ref")
-        self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
-        if (valid := self.valid_loader) is not None:
+        self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
+        if (valid := self.setup.valid_loader) is not None:
             self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
         logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
-        if self.roles:
-            self.trainer.release_role(role)
+        if self.setup.roles:
+            self.setup.trainer.release_role(role)
         self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """The pairs that this run trains on, each once, by the batch. The loader stands afterwards where it stood."""
-        config, loader = self.config, self.loader
+        config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:
             limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
@@ -100,7 +116,7 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
         """Each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
-        scored = self.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
@@ -116,12 +132,23 @@ class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
             for item, *scored in self._logprobs("actor", batch.items):
                 rows += _with_scores(item, self.valid_ref_scores[item.index])
                 logprobs += scored
-        measured = measure_loss(self.loss_fn, rows, logprobs, rows_per_unit=2)
+        measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
         answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
         ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
         kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
         return kept | {"ranking_accuracy": float(ranked.mean())}
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the processes of the run, and close its logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.loop import Loop, RewardFn
 from areno.api.trainers.rows import AdvantageFn, set_trained
+from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
 
+HEADLINE = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
 
-class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
+
+class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
     """Trains a policy from rewards, without a critic.
 
     loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
@@ -25,10 +28,6 @@ class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
     or call close().
     """
 
-    _needed = PolicyExperimentConfig
-    _kind = "prompt"
-    _headline = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
-
     def __init__(
         self,
         config: PolicyExperimentConfig,
@@ -40,24 +39,38 @@ class PolicyOnlyTrainer(Loop[PolicyExperimentConfig]):
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
-        super().__init__(
-            config, loss_fn, run_dir, train_dataset, valid_dataset, reward_fn, lambda: evaluate_policy(self)
-        )
+        self.setup = Setup(
+            config, "PolicyOnlyTrainer", PolicyExperimentConfig, "prompt", HEADLINE, evaluate_policy,
+            loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+            reward_fn=reward_fn,
+        )  # fmt: skip
+        self.run = self.setup.run
         self.advantages = config.advantages
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        run = self.run
+        setup, run = self.setup, self.run
         for batch in run.steps():
-            rollout = collect(self, batch)  # sample a group for each prompt, and score it
-            rows = rows_of(self, rollout)  # shape the rewards, score the reference
+            rollout = collect(setup, batch)  # sample a group for each prompt, and score it
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
                 set_trained(rows, "advantages", self.advantages(rows, [sample.group for sample in rollout.kept]))
-            log_rollout(self, rollout, rows)
-            stats = correct(self, rows)  # what the policy thinks of the rows before the update
-            stats = update_policy(self, rows) | stats
+            log_rollout(setup, rollout, rows)
+            stats = correct(setup, rows)  # what the policy thinks of the rows before the update
+            stats = update_policy(setup, rows) | stats
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the processes of the run, and close its logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

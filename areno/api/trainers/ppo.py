@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from areno.api.trainers.collect import collect
-from areno.api.trainers.policy_only import PolicyOnlyTrainer
-from areno.api.trainers.rows import set_trained, token_rows, trained
+from areno.api.trainers.collect import collect, evaluate_policy
+from areno.api.trainers.policy_only import HEADLINE
+from areno.api.trainers.rows import AdvantageFn, set_trained, token_rows, trained
+from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
-from areno.config.experiments import CriticExperimentConfig
+from areno.config.experiments import CriticExperimentConfig, LossFn
 from areno.loss_fns.advantages import explained_variance
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
@@ -19,44 +22,62 @@ from areno.types import TrainSequence
 logger = logging.getLogger("areno")
 
 
-class PPOTrainer(PolicyOnlyTrainer):
+class PPOTrainer(AbstractContextManager["PPOTrainer"]):
     """Trains a policy and its critic. The arguments are those of PolicyOnlyTrainer."""
 
-    config: CriticExperimentConfig
-    _needed = CriticExperimentConfig
+    def __init__(
+        self,
+        config: CriticExperimentConfig,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        advantage_fn: AdvantageFn | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFn | None = None,
+    ):
+        self.setup = Setup(
+            config, "PPOTrainer", CriticExperimentConfig, "prompt", HEADLINE, evaluate_policy,
+            loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+            reward_fn=reward_fn, save=self.write_checkpoint,
+        )  # fmt: skip
+        self.run = self.setup.run
+        self.advantages = config.advantages
+        if advantage_fn is not None:
+            self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        run, config = self.run, self.config
+        setup, run, config = self.setup, self.run, self.setup.config
         warmup, total = config.critic.warmup_steps, config.total_train_steps
         if total is not None and total <= warmup:
             logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
         for batch in run.steps():
-            rollout = collect(self, batch)  # sample completions of each prompt, and score them
-            rows = rows_of(self, rollout)  # shape the rewards, score the reference
+            rollout = collect(setup, batch)  # sample completions of each prompt, and score them
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("values"):
-                for row, values in zip(rows, self.trainer.score_values("critic", token_rows(rows)), strict=True):
+                for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
                     row.values = values  # the critic's, of the state before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
                 set_trained(rows, "advantages", advantages)
                 set_trained(rows, "returns", returns)
-            log_rollout(self, rollout, rows)
+            log_rollout(setup, rollout, rows)
             stats = self.update_critic(rows)
             if run.step > warmup:
-                corrected = correct(self, rows)  # what the policy thinks of the rows before the update
-                stats |= update_policy(self, rows) | corrected
+                corrected = correct(setup, rows)  # what the policy thinks of the rows before the update
+                stats |= update_policy(setup, rows) | corrected
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
 
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
-        critic, run = self.config.critic, self.run
+        critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
         with run.clock.phase("train_critic"):
             log_stage("train_start", role="critic")
-            stats = self.trainer.train_values(
+            stats = self.setup.trainer.train_values(
                 "critic",
                 rows,
                 cliprange_value=critic.eps_clip,
@@ -71,5 +92,16 @@ class PPOTrainer(PolicyOnlyTrainer):
 
     def write_checkpoint(self, folder: Path) -> None:
         """The actor, and in it the critic as a folder of its own, which can be loaded again as critic.path."""
-        super().write_checkpoint(folder)
-        self.trainer.write_checkpoint(folder / "critic", role="critic")
+        self.setup.trainer.write_checkpoint(folder)
+        self.setup.trainer.write_checkpoint(folder / "critic", role="critic")
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the processes of the run, and close its logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 from areno.api.trainers.evaluate import measure_loss
-from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.rows import token_rows
+from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.types import Batch, TrainSequence
 
+HEADLINE = ("train/loss", "train/lr")
 
-class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
+
+class SFTTrainer(AbstractContextManager["SFTTrainer"]):
     """Trains a model on demonstrations.
 
     run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
@@ -22,15 +27,25 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
     Construction checks what can be checked and loads the model. Use as a context manager, or call close().
     """
 
-    _needed = SupervisedExperimentConfig
-    _kind = "sft"
-    _headline = ("train/loss", "train/lr")
+    def __init__(
+        self,
+        config: SupervisedExperimentConfig,
+        run_dir: str | Path | None = None,
+        *,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+    ):
+        self.setup = Setup(
+            config, "SFTTrainer", SupervisedExperimentConfig, "sft", HEADLINE, lambda _, batches: self.measure(batches),
+            run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+        )  # fmt: skip
+        self.run = self.setup.run
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         run = self.run
         for batch in run.steps():
-            stats = update(self, batch.items)
+            stats = update(self.setup, batch.items)
             run.keep(loss=stats["loss"])
             run.log_skipped(batch)
             run.end_step(stats)
@@ -40,5 +55,16 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
     def measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
         """loss: mean negative log-likelihood of the response tokens of all rows."""
         rows = [row for batch in batches for row in batch.items]
-        logprobs = self.trainer.score_logprobs("actor", token_rows(rows), 1.0)
-        return {"loss": measure_loss(self.loss_fn, rows, logprobs)["loss"]}
+        logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
+
+    def close(self) -> None:
+        """End the processes of the run, and close its logs."""
+        self.setup.close()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -9,41 +9,41 @@ import numpy as np
 
 from areno.api.metrics import rollout_metrics
 from areno.api.trainers.collect import Rollout
-from areno.api.trainers.loop import Loop, PolicyLoop
 from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows, trained
+from areno.api.trainers.setup import PolicySetup, Setup
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
 
 
-def rows_of(loop: PolicyLoop, rollout: Rollout) -> list[TrainSequence]:
+def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     """The rows to train on: shaped rewards, and the reference's log-probabilities where there is a reference."""
-    config = loop.config
+    config = setup.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
-    eos, version = loop.tokenizer.eos_token_id or 0, loop.trainer.engine.weights_version
+    eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     if config.ref is not None:
-        with loop.run.clock.phase("ref"):
-            for row, logprobs in zip(rows, logprobs_of(loop, "ref", rows), strict=True):
+        with setup.run.clock.phase("ref"):
+            for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
                 row.ref_logprobs = logprobs
     return rows
 
 
-def logprobs_of(loop: PolicyLoop, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
+def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
     """Of every token of the rows, under the model of a role, at the temperature of the rollout."""
-    return loop.trainer.score_logprobs(role, token_rows(rows), loop.config.gconfig.temperature)
+    return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature)
 
 
-def correct(loop: PolicyLoop, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Bring in what the policy thinks of the rows now, where the settings ask for it: see correct_rows."""
-    actor = loop.config.actor
+    actor = setup.config.actor
     if not needs_proximal(actor):
         return {}
-    with loop.run.clock.phase("recompute"):
-        return correct_rows(rows, logprobs_of(loop, "actor", rows), actor)
+    with setup.run.clock.phase("recompute"):
+        return correct_rows(rows, logprobs_of(setup, "actor", rows), actor)
 
 
 def update(
-    loop: Loop[Any],
+    setup: Setup[Any],
     rows: Sequence[TrainSequence],
     *,
     n_minibatches: int = 1,
@@ -51,12 +51,12 @@ def update(
     rows_per_unit: int = 1,
 ) -> dict[str, float]:
     """Optimizer steps of the actor; the train/* statistics by name."""
-    run, actor = loop.run, loop.config.actor
+    run, actor = setup.run, setup.config.actor
     with run.clock.phase("train"):
         log_stage("train_start")
-        stats = loop.trainer.train(
+        stats = setup.trainer.train(
             rows,
-            loop.loss_fn,
+            setup.loss_fn,
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,
@@ -69,15 +69,15 @@ def update(
     return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
-def update_policy(loop: PolicyLoop, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """`update`, cut and tempered as the settings of a policy say."""
-    config = loop.config
-    return update(loop, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
+    config = setup.config
+    return update(setup, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
 
 
-def log_rollout(loop: PolicyLoop, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
+def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     """Give rollout/* and the samples to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
-    run, samples = loop.run, rollout.samples
+    run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in trained(rows, "advantages")]
     metrics = rollout_metrics(

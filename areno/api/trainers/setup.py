@@ -1,11 +1,11 @@
-"""What a training loop works with, opened from its configuration and closed together. The loops add how they train."""
+"""What a training loop works with, opened from its configuration and closed together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.trainer import Trainer
@@ -21,38 +21,43 @@ from areno.tracking.run_log import RunLog
 from areno.types import Batch, RewardRecord
 
 RewardFn = Callable[[RewardRecord], Any]
-Config = TypeVar("Config", bound=ExperimentConfig)
-Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
+Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
-class Loop(Generic[Config]):
-    """A run that is ready to train. Construction checks everything, makes the run's folder and loads the models.
+class Setup(Generic[Config]):
+    """Models, data, rewards and the run of one experiment. Construction checks everything and makes the run's folder.
 
-    evaluate: measures valid_dataset. The rest are the arguments of the loops. roles: the models beside the actor.
-    rewards: the reward processes; None where a reward model is the only reward, or where rows are given.
+    trainer_name, needed: the loop, and the configuration that it reads. headline: see open_trackers. measure: (setup,
+    batches of valid_dataset) -> the eval/* scalars. save: fills the folder of a checkpoint; None saves the actor alone.
+    The other arguments are those of the loops.
+    roles: the models beside the actor. rewards: the reward processes; None where a reward model is the only reward, or
+    where rows are given.
     """
-
-    _needed: ClassVar[type[ExperimentConfig]]  # the configuration that the loop reads
-    _kind: ClassVar[RowKind]
-    _headline: ClassVar[tuple[str, ...]]  # see open_trackers
 
     def __init__(
         self,
         config: Config,
-        loss_fn: LossFn | None,
-        run_dir: str | Path | None,
-        train_dataset: Any,
-        valid_dataset: Any,
-        reward_fn: RewardFn | None,
-        evaluate: Callable[[], dict[str, float]],
+        trainer_name: str,
+        needed: type[ExperimentConfig],
+        kind: RowKind,
+        headline: tuple[str, ...],
+        measure: Callable[[Any, Iterator[Batch[Any]]], dict[str, float]],
+        *,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFn | None = None,
+        save: Callable[[Path], None] | None = None,
     ):
-        name, given = type(self).__name__, type(config).__name__
-        if not isinstance(config, self._needed):
-            raise ConfigError(f"config is a {given}; {name} needs a {self._needed.__name__}")
-        if self._needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
-            raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
+        given = type(config).__name__
+        if not isinstance(config, needed):
+            raise ConfigError(f"config is a {given}; {trainer_name} needs a {needed.__name__}")
+        if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
+            raise ConfigError(f"{given} is for PPOTrainer, not for {trainer_name}: its critic would not be used")
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        self._kind: RowKind = kind
         with ExitStack() as stack:
             stack.enter_context(RunLog())
             self.rewards = None
@@ -70,8 +75,8 @@ class Loop(Generic[Config]):
             if self.rewards is not None:
                 self.rewards.wait_ready()
             self.run = Run(
-                config, run_dir, self.loader, save=self.write_checkpoint,
-                evaluate=evaluate if valid else None, headline=self._headline,
+                config, run_dir, self.loader, save=save or (lambda folder: self.trainer.write_checkpoint(folder)),
+                evaluate=(lambda: measure(self, self.valid_batches())) if valid else None, headline=headline,
             )  # fmt: skip
             stack.callback(self.run.close)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
@@ -100,43 +105,9 @@ class Loop(Generic[Config]):
         assert self.valid_loader is not None
         return self.valid_loader.batches()
 
-    def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """Fill the folder of a checkpoint with the policy."""
-        self.trainer.write_checkpoint(folder)
-
     def close(self) -> None:
         """End the reward processes and the workers, close the logs."""
         self._resources.close()
 
-    def __enter__(self: Self) -> Self:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-PolicyLoop = Loop[PolicyExperimentConfig]
-
-
-class RowLoop(Loop[Config]):
-    """A loop that trains on rows as they are. The arguments are those of SFTTrainer."""
-
-    def __init__(
-        self,
-        config: Config,
-        run_dir: str | Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-    ):
-        super().__init__(
-            config, None, run_dir, train_dataset, valid_dataset, None, lambda: self.measure(self.valid_batches())
-        )
-
-    def measure(self, batches: Iterator[Batch[Any]]) -> dict[str, float]:
-        """The eval/* scalars of all rows, by name."""
-        raise NotImplementedError
+PolicySetup = Setup[PolicyExperimentConfig]
