@@ -353,9 +353,7 @@ def _commands(inbox: SimpleQueue[_Command | None], worker: Any, context: Any) ->
     """
     commands: list[_Command | None] = []
     if context.leads:
-        if not worker.has_work:
-            commands.append(inbox.get())
-        while not inbox.empty():
+        while not inbox.empty() or not (commands or worker.has_work):
             commands.append(inbox.get())
     if context.tp.size > 1:
         import torch.distributed as dist
