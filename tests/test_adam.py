@@ -146,7 +146,7 @@ def fit(kind, device="cpu", dtype=torch.float32, steps=150):
     y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].abs(), x[:, 3].sin(), x[:, 4:8].mean(1)], 1).float()
     losses = []
     for _ in range(steps):
-        flat.zero_grad()
+        flat.grads.zero_()
         loss = (model(x).float() - y).square().mean()
         loss.backward()
         optimizer.step(optimizer.gradient_stats().norm)

@@ -34,7 +34,7 @@ def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_f
     manager.release(old)
     young = fill(manager, [7, 8])
     manager.release(young)
-    assert (manager.n_available, manager.n_cached) == (4, 4)
+    assert (manager.n_available, len(manager._cached)) == (4, 4)
     assert manager.allocate() == old[1]
     assert manager.match([1, 2], 2)[0] == old[:1]
     assert manager.allocate() == old[0]
@@ -79,7 +79,7 @@ def test_equal_content_in_two_blocks_is_registered_once() -> None:
     prefix_id = manager.register(first, EMPTY_PREFIX, (1,))
     assert manager.register(second, EMPTY_PREFIX, (1,)) == prefix_id
     manager.release([first, second])
-    assert manager.n_cached == 1
+    assert len(manager._cached) == 1
     assert manager.match([1], 1)[0] == [first]
 
 
@@ -89,9 +89,9 @@ def test_reset_leaves_nothing_to_find_and_loses_no_block() -> None:
     manager.release(released)
     manager.reset()
     assert manager.match([1, 2], 2)[0] == manager.match([3], 1)[0] == []
-    assert (manager.n_available, manager.n_cached) == (2, 0)
+    assert (manager.n_available, len(manager._cached)) == (2, 0)
     manager.release(held)
-    assert (manager.n_available, manager.n_cached) == (4, 0)
+    assert (manager.n_available, len(manager._cached)) == (4, 0)
 
 
 def test_random_use_keeps_content_apart_and_loses_no_block() -> None:

@@ -239,6 +239,7 @@ def test_what_is_saved_is_what_transformers_loads(engine: Engine, tmp_path: Path
 def test_reference_is_the_starting_actor_and_stays(folder: Path) -> None:
     with Engine(spec(folder), "inline") as engine:
         engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="roles['ref'].path")})  # the same model
         start = scored(engine, "actor", ROWS)
         assert scored(engine, "ref", ROWS) == start
         engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))

@@ -66,7 +66,7 @@ def test_equals_torch_adamw(monkeypatch, clip, chunk):
         eps=1e-8,
     )
     for step in range(20):
-        flat.zero_grad()
+        flat.grads.zero_()
         reference.zero_grad()
         loss_of(ours, step).backward()
         loss_of(theirs, step).backward()
@@ -85,7 +85,7 @@ def test_buffers_are_the_parameters():
     ours, before = models()
     flat = FlatParameters(ours)
     assert flat.masters is flat.params  # fp32 needs no copy
-    assert flat.n_params == sum(p.numel() for p in before.parameters())
+    assert sum(segment.n_params for segment in flat.segments) == sum(p.numel() for p in before.parameters())
     for mine, other in zip(ours.parameters(), before.parameters(), strict=True):
         assert torch.equal(mine, other)
         offset = mine.data_ptr() - flat.params.data_ptr()
@@ -114,7 +114,7 @@ def test_gradients_accumulate_in_fp32(dtype):
         assert p.grad.untyped_storage().data_ptr() == flat.grads.untyped_storage().data_ptr()
         # The two uses of a tied bf16 embedding may be summed before or after rounding.
         torch.testing.assert_close(p.grad, expected[name], atol=1e-6 if dtype == torch.float32 else 5e-3, rtol=1e-5)
-    flat.zero_grad()
+    flat.grads.zero_()
     assert not ours.embed.weight.grad.any()
 
 
@@ -124,7 +124,7 @@ def test_bf16_weights_follow_fp32_masters():
     optimizer = AdamW(flat, constant(lr=1e-5, weight_decay=0.0), ALONE)
     start = flat.params.clone()
     for step in range(30):
-        flat.zero_grad()
+        flat.grads.zero_()
         loss_of(ours, step).backward()
         optimizer.step(optimizer.gradient_stats().norm)
     assert torch.equal(flat.params, flat.masters.bfloat16())
@@ -164,7 +164,7 @@ def test_zero_fraction_ignores_padding():
     assert optimizer.gradient_stats().zero_frac == 1.0
     ours.mix.weight.grad.fill_(2.0)
     stats = optimizer.gradient_stats()
-    assert stats.zero_frac == pytest.approx(1 - 49 / flat.n_params)
+    assert stats.zero_frac == pytest.approx(1 - 49 / sum(segment.n_params for segment in flat.segments))
     assert stats.norm == pytest.approx(2.0 * 7)
 
 
@@ -188,7 +188,7 @@ def test_replicated_parameters_are_counted_once():
 
 def updated(optimizer, model, steps):
     for step in steps:
-        optimizer.flat.zero_grad()
+        optimizer.flat.grads.zero_()
         loss_of(model, step).backward()
         optimizer.step(optimizer.gradient_stats().norm)
 
@@ -257,7 +257,7 @@ def test_frozen_parameters_take_no_memory_but_their_own(kind, per_element):
     flat = FlatParameters(model, align=BLOCK)
     optimizer = AdamW(flat, constant(lr=1e-2, **({"type": kind} if kind != "adam" else {})), ALONE)
     n_padded = 2 * BLOCK
-    assert flat.n_params == 7 * 7 + 7
+    assert sum(segment.n_params for segment in flat.segments) == 7 * 7 + 7
     assert flat.params.numel() == n_padded
     masters_grads_moments = [flat.masters, flat.grads, optimizer.exp_avg, optimizer.exp_avg_sq]
     assert sum(buffer.nbytes for buffer in masters_grads_moments) == per_element * n_padded

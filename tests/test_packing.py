@@ -10,7 +10,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.micro_batches import micro_batches, optimizer_steps, share_steps, split_balanced
+from areno.engine.train.micro_batches import StepShare, micro_batches, optimizer_steps, share_steps, split_balanced
 from areno.engine.train.packing import pack_rows
 from areno.engine.train.rows import read_rows
 from areno.errors import DataError
@@ -128,7 +128,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    return pack_rows(rows, step_tokens=step_tokens, step_rows=step_rows, rows_per_unit=rows_per_unit, device=CPU)
+    return pack_rows(rows, StepShare([rows], step_tokens, step_rows), rows_per_unit, CPU)
 
 
 def row(tokens, mask, **fields):

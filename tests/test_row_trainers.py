@@ -198,7 +198,7 @@ def test_only_pairs_that_are_trained_on_are_scored(tmp_path, limits, n_scored):
     with areno.DPOTrainer(dpo_config(tmp_path, **limits), train_dataset=PAIRS) as trainer:
         trainer.score_reference()
         assert len(trainer.ref_scores) == n_scored
-        state = trainer.loader.state_dict()
+        state = trainer.setup.loader.state_dict()
         assert (state["epoch"], state["next"]) == (0, 0)
         trainer.fit()  # a pair without a score would be a KeyError
 
@@ -335,8 +335,8 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     """Nothing predicts it, so a row that marks it as trained has the loss of its other tokens."""
     row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
-        [logprobs] = trainer.trainer.score_logprobs("actor", [row.tokens], 1.0)
+        [logprobs] = trainer.setup.trainer.score_logprobs("actor", [row.tokens], 1.0)
         measured = trainer.measure(iter([Batch(items=[row])]))["loss"]
-        trained = trainer.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
+        trained = trainer.setup.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
     assert trained == pytest.approx(measured, abs=1e-5)

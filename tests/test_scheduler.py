@@ -35,7 +35,7 @@ def make_scheduler(
 def add(scheduler: Scheduler, *requests: list[Sequence]) -> None:
     for request in requests:
         for sequence in request:
-            scheduler.add(sequence)
+            scheduler.waiting.append(sequence)
 
 
 def arrive(scheduler: Scheduler, plan: Plan) -> list[Sequence]:
@@ -115,7 +115,7 @@ def test_the_next_turn_finds_the_blocks_of_the_turn_before() -> None:
     while scheduler.has_work:
         arrive(scheduler, scheduler.schedule())
     request = GenerationRequest(request_id=2, prompt=[*turn.tokens, 1, 2])
-    scheduler.add(
+    scheduler.waiting.append(
         Sequence(request=request, sample=0, key=0, max_new=1, stop_ids=frozenset(), tokens=list(request.prompt))
     )
     (chunk,) = scheduler.schedule().chunks

@@ -285,27 +285,33 @@ def test_prompt_batches_say_which_row_is_wrong(trainer: Trainer, dataset: Any, h
         ([], "batch_data is empty"),
         (plain_rows()[0], "batch_data is a TrainSequence; a list"),
         ([{"tokens": [4]}], "batch_data\\[0\\] is a dict; an areno.TrainSequence"),
-        (plain_rows(tokens=None), "row 1: tokens is empty"),
-        (plain_rows(tokens=[]), "row 1: tokens is empty"),
-        (plain_rows(tokens=[4, 5, 6, 99]), "row 1: tokens holds 99"),
+        (plain_rows(tokens=None), r"batch_data\[1\]: tokens is empty"),
+        (plain_rows(tokens=[]), r"batch_data\[1\]: tokens is empty"),
+        (plain_rows(tokens=[4, 5, 6, 99]), r"batch_data\[1\]: tokens holds 99"),
         (
             plain_rows(tokens=[4] * 129),
-            "row 1: tokens has 129 tokens, more than the model's context of 128",
+            r"batch_data\[1\]: tokens has 129 tokens, more than the model's context of 128",
         ),
-        (plain_rows(tokens=["4", "5", "6", "1"]), "row 1: tokens holds '4'; token ids are ints"),
-        (plain_rows(advantages=1.0), "row 1: advantages is 1.0; a list"),
-        (plain_rows(reward=None), "row 1: reward is None; a number"),
-        (plain_rows(prompt_mask=None), "row 1: prompt_mask is missing"),
-        (plain_rows(prompt_mask=[True, False]), "row 1: prompt_mask has 2 entries, tokens has 4"),
-        (plain_rows(logprobs=[0.0] * 5), "row 1: logprobs has 5 entries, tokens has 4"),
-        (plain_rows(advantages=None), "row 1: advantages is missing, but row 0 has it"),
-        (plain_rows(advantages=[0.0, 0.0, float("nan"), 0.0]), "row 1: advantages is nan at token 2"),
-        (plain_rows(advantages=["1"] * 3 + ["a"]), "row 1: advantages holds something that is no number"),
-        (plain_rows(advantages=[[1.0]] * 4), "row 1: advantages has 2 dimensions"),
-        (plain_rows(prompt_mask=["True", "True", "False", "False"]), "row 1: prompt_mask holds something else than"),
-        (plain_rows(prompt_mask=[True, None, False, False]), "row 1: prompt_mask holds something else than"),
-        (plain_rows(prompt_mask=[[True], [True], [False], [False, False]]), "row 1: prompt_mask holds something else"),
-        (plain_rows(staleness=-1), "row 1: staleness is -1; a whole number of at least 0"),
+        (plain_rows(tokens=["4", "5", "6", "1"]), r"batch_data\[1\]: tokens holds '4'; token ids are ints"),
+        (plain_rows(advantages=1.0), r"batch_data\[1\]: advantages is 1.0; a list"),
+        (plain_rows(reward=None), r"batch_data\[1\]: reward is None; a number"),
+        (plain_rows(prompt_mask=None), r"batch_data\[1\]: prompt_mask is missing"),
+        (plain_rows(prompt_mask=[True, False]), r"batch_data\[1\]: prompt_mask has 2 entries, tokens has 4"),
+        (plain_rows(logprobs=[0.0] * 5), r"batch_data\[1\]: logprobs has 5 entries, tokens has 4"),
+        (plain_rows(advantages=None), r"batch_data\[1\]: advantages is missing, but batch_data\[0\] has it"),
+        (plain_rows(advantages=[0.0, 0.0, float("nan"), 0.0]), r"batch_data\[1\]: advantages is nan at token 2"),
+        (plain_rows(advantages=["1"] * 3 + ["a"]), r"batch_data\[1\]: advantages holds something that is no number"),
+        (plain_rows(advantages=[[1.0]] * 4), r"batch_data\[1\]: advantages has 2 dimensions"),
+        (
+            plain_rows(prompt_mask=["True", "True", "False", "False"]),
+            r"batch_data\[1\]: prompt_mask holds something else than",
+        ),
+        (plain_rows(prompt_mask=[True, None, False, False]), r"batch_data\[1\]: prompt_mask holds something else than"),
+        (
+            plain_rows(prompt_mask=[[True], [True], [False], [False, False]]),
+            r"batch_data\[1\]: prompt_mask holds something else",
+        ),
+        (plain_rows(staleness=-1), r"batch_data\[1\]: staleness is -1; a whole number of at least 0"),
     ],
 )
 def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> None:
@@ -387,7 +393,7 @@ def test_roles_that_make_no_sense(trainer: Trainer, roles: Any, message: str) ->
 def test_a_reward_model_needs_a_trained_head(trainer: Trainer) -> None:
     with pytest.raises(CheckpointError, match="no trained value head"):
         trainer.ensure_roles({"reward": ModelRole("reward", MODEL, False)})
-    with pytest.raises(CheckpointError, match=r"/none does not exist; .* \(critic.path\)"):
+    with pytest.raises(CheckpointError, match=r"/none does not exist; .* \(roles\['critic'\]\.path\)"):
         trainer.ensure_roles({"critic": ModelRole("critic", "/none", True)})
     assert sampled(trainer)
 

@@ -20,7 +20,6 @@ LONG_TESTS = {"tests/test_bad_input.py", "tests/test_ppo.py", "tests/test_sdk.py
 # These stay, each for its reason. One that is no longer needed fails as well.
 MAY_COMPUTE_ATTRIBUTES = {
     "areno": "public names are imported when they are first used",
-    "areno.api.metrics": "calls numpy's methods by name",
     "areno.bench.with_transformers": "a model of transformers may lack a method",
     "areno.engine.processes.child": "changes attributes of the module __main__",
     "areno.engine.processes.workers": "a command for a worker names its method",

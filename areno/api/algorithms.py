@@ -65,9 +65,8 @@ class Algorithm:
             raise ValueError(f"loop is {self.loop!r}; expected one of {', '.join(_LOOPS)}")
         needed = _LOOPS[self.loop][2]
         if not issubclass(self.config, needed):
-            raise ValueError(
-                f"config is {self.config.__name__}; loop {self.loop} needs {needed.__name__} or a subclass of it"
-            )
+            expected = f"loop {self.loop} needs {needed.__name__} or a subclass of it"
+            raise ValueError(f"config is {self.config.__name__}; {expected}")
         if self._trains_on_rows and (self.loss_fn or self.advantage_fn):
             raise ValueError(f"loop {self.loop} takes the loss from its configuration; define loss_fn in the class")
         if self.loss_fn is None and self.config.loss_fn is ExperimentConfig.loss_fn:
@@ -81,9 +80,8 @@ class Algorithm:
         """The loop, ready for `fit()`. `given`: rows and functions of a script: train_dataset=, reward_fn=, ..."""
         missing = [role for role in self.roles if vars(config).get(role) is None]
         if missing:
-            raise ConfigError(
-                [Problem(role, f"is null, but {self.name} needs it; add {role}=default") for role in missing]
-            )
+            said = "is null, but {} needs it; add {}=default"
+            raise ConfigError(Problem(role, said, self.name, role) for role in missing)
         module, name, _ = _LOOPS[self.loop]
         loop = vars(import_module(module))[name]
         if self._trains_on_rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +30,14 @@ def rollout_metrics(
     Rewards and advantages are over the samples that have a reward; logprobs_mean is over all response tokens. What has
     no value, such as the mean of no rewards, is left out.
     """
-    scored = [sample.outcome.value is not None for sample in samples]
+    prompts = [len(sample.item.tokens) for sample in samples]
+    responses = [len(sample.sequence.resp_tokens) for sample in samples]
+    scored = np.array([sample.outcome.value is not None for sample in samples], dtype=bool)
     stats = _sample_stats(
-        prompts=[len(sample.item.tokens) for sample in samples],
-        responses=[len(sample.sequence.resp_tokens) for sample in samples],
+        {"seq_len": np.add(prompts, responses), "prompt_len": prompts, "response_len": responses},
         logprobs=[math.fsum(sample.sequence.resp_logprobs) for sample in samples],
         rewards=[sample.outcome.value for sample in samples if sample.outcome.value is not None],
-        advantages=np.asarray(advantages, dtype=np.float64)[np.array(scored, dtype=bool)],
+        advantages=np.asarray(advantages, dtype=np.float64)[scored],
     )
     if samples:
         stats |= {
@@ -57,46 +59,35 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
     """
     if any(row.logprobs is None for row in rows):
         return {}
-    trained = [~np.asarray(row.prompt_mask, dtype=bool) for row in rows]
-    return with_prefix(
-        "rollout",
-        _sample_stats(
-            prompts=[int(mask.argmax()) if mask.any() else len(mask) for mask in trained],
-            responses=[int(mask.sum()) for mask in trained],
-            logprobs=[float(np.asarray(row.logprobs)[mask].sum()) for row, mask in zip(rows, trained, strict=True)],
-            rewards=[row.reward for row in rows],
-            advantages=[
-                float(np.asarray(row.advantages)[mask].mean())
-                for row, mask in zip(rows, trained, strict=True)
-                if row.advantages is not None and mask.any()
-            ],
-            lengths=[len(mask) for mask in trained],
-        ),
+    masks = [~np.asarray(row.prompt_mask, dtype=bool) for row in rows]  # trained tokens
+    pairs = list(zip(rows, masks, strict=True))
+    told = [pair for pair in pairs if pair[0].advantages is not None and pair[1].any()]
+    prompts = [mask.argmax() if mask.any() else len(mask) for mask in masks]
+    stats = _sample_stats(
+        {"seq_len": [len(mask) for mask in masks], "prompt_len": prompts, "response_len": [*map(np.sum, masks)]},
+        logprobs=[float(np.asarray(row.logprobs)[mask].sum()) for row, mask in pairs],
+        rewards=[row.reward for row in rows],
+        advantages=[float(np.asarray(row.advantages)[mask].mean()) for row, mask in told],
     )
+    return with_prefix("rollout", stats)
 
 
 def _sample_stats(
-    *,
-    prompts: Sequence[int],
-    responses: Sequence[int],
-    logprobs: Sequence[float],
-    rewards: Sequence[float],
-    advantages: Sequence[float] | np.ndarray,
-    lengths: Sequence[int] | None = None,
+    lengths: Mapping[str, Any], *, logprobs: Sequence[float], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """Per sample: tokens of prompt and response, sum of the response's log-probabilities, all tokens where those are
-    more than the two. Rewards and advantages of those that have one."""
-    stats: dict[str, float] = {"num_sequences": len(prompts)}
-    if not prompts:
+    """lengths: of the samples in tokens, by name. logprobs: the sum over each response. Rewards and advantages are
+    those of the samples that have one."""
+    stats: dict[str, float] = {"num_sequences": len(logprobs)}
+    if not logprobs:
         return stats
-    both = np.add(prompts, responses) if lengths is None else lengths
-    for name, values in (("seq_len", both), ("prompt_len", prompts), ("response_len", responses)):
-        stats[f"{name}_mean"] = float(np.mean(values))
-    stats |= _moments("rewards", rewards, ("mean", "std", "max", "min"))
-    stats |= _moments("advantages", advantages, ("mean", "std"))
+    stats |= {f"{name}_mean": np.mean(values) for name, values in lengths.items()}
+    for name, given in (("rewards", rewards), ("advantages", advantages)):
+        if len(given):
+            values = np.asarray(given, dtype=np.float64)
+            stats |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
     if len(rewards):
-        stats["accuracy"] = accuracy(rewards)
-    if n_tokens := sum(responses):
+        stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards), "accuracy": accuracy(rewards)}
+    if n_tokens := sum(lengths["response_len"]):
         stats["logprobs_mean"] = math.fsum(logprobs) / n_tokens
     return stats
 
@@ -123,8 +114,3 @@ def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, floa
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
     """`{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
-
-
-def _moments(name: str, values: Sequence[float] | np.ndarray, wanted: Sequence[str]) -> dict[str, float]:
-    array = np.asarray(values, dtype=np.float64)
-    return {f"{name}_{what}": float(getattr(array, what)()) for what in wanted} if len(array) else {}

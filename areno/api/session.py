@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 
 from areno.api.inputs.arguments import check_count
-from areno.config.run import DecoderConfig
+from areno.api.inputs.plan import TrainerPlan
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
@@ -17,44 +17,33 @@ _SHORTEST = 128  # tokens a cache is made for at least: growing it later would t
 
 
 class Sessions:
-    """The rollout sessions of one Trainer, of which at most one is open.
+    """The rollout sessions of one Trainer, of which at most one is open."""
 
-    decoder: memory and speed of the decoder. max_len: see TrainerPlan. drop: free the KV cache at the end of a session.
-    """
-
-    def __init__(self, engine: Engine, decoder: DecoderConfig, *, max_len: int | None = None, drop: bool = False):
-        self.engine, self.decoder, self.max_len, self.drop = engine, decoder, max_len, drop
+    def __init__(self, engine: Engine, plan: TrainerPlan):
+        self.engine, self.plan = engine, plan
         self.open: RolloutSession | None = None
         self.longest = _SHORTEST  # tokens of the longest sequence that a session was made ready for
-        self._interrupted = False
+        self.interrupted = False  # while it sampled
 
     def need(self, what: str) -> RolloutSession:
         """The open session. EngineError where there is none."""
         if self.open is None:
-            raise EngineError(
-                f"{what} was called outside a rollout session; wrap it in "
-                "`async with trainer.rollout_session(sampling_params=..., proxy=False):`"
-            )
+            hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
+            raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def refuse(self, what: str) -> None:
         """EngineError where a session is open, in which `what` has no place."""
         if self.open is not None:
-            raise EngineError(
-                f"{what} was called inside a rollout session, which is for drawing samples only; "
-                "leave its `with` block first"
-            )
+            hint = "which is for drawing samples only; leave its `with` block first"
+            raise EngineError(f"{what} was called inside a rollout session, {hint}")
         self.settle()
 
     def settle(self) -> None:
         """Wind down what Ctrl-C left in the middle of a rollout, where a script (a notebook) goes on after it."""
-        if self._interrupted:
-            self._interrupted = False
+        if self.interrupted:
+            self.interrupted = False
             self.engine.end_rollout(drop=True)
-
-    def leave_as_it_is(self) -> None:
-        """The session was interrupted: most scripts end now, and should not wait for the workers first."""
-        self._interrupted = True
 
 
 class RolloutSession:
@@ -81,10 +70,11 @@ class RolloutSession:
 
     def _make_room(self, n_tokens: int) -> None:
         sessions = self._sessions
-        longest, context_len = sessions.longest, sessions.engine.info.context_len
+        longest = sessions.longest
         if n_tokens > longest:
-            longest = max(longest, min(1 << (n_tokens - 1).bit_length(), context_len))
-        spec = RolloutSpec(max_running=self._max_running, max_len=sessions.max_len or longest, decoder=sessions.decoder)
+            longest = max(longest, min(1 << (n_tokens - 1).bit_length(), sessions.engine.info.context_len))
+        plan = sessions.plan
+        spec = RolloutSpec(max_running=self._max_running, max_len=plan.max_len or longest, decoder=plan.decoder)
         if self._running_spec == spec:
             return
         if self._running_spec is not None:
@@ -129,13 +119,9 @@ class RolloutSession:
             on_progress(outputs, stats)
 
         outputs = engine.generate(requests, progress_unless_cancelled)
-        return [
-            RolloutResult(
-                prompt_tokens=request.prompt,
-                sequences=[_rollout_sequence(output) for output in outputs[request.request_id]],
-            )
-            for request in requests
-        ]
+        sequences = [[_rollout_sequence(output) for output in outputs[request.request_id]] for request in requests]
+        pairs = zip(requests, sequences, strict=True)
+        return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions
@@ -143,7 +129,7 @@ class RolloutSession:
             raise EngineError("a rollout session is already open; leave its `with` block before opening another")
         sessions.settle()
         sessions.open = self
-        if sessions.max_len is not None:
+        if sessions.plan.max_len is not None:
             try:
                 self._make_room(0)
             except BaseException:
@@ -158,12 +144,11 @@ class RolloutSession:
             return
         self._running_spec = None
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            sessions.leave_as_it_is()
-        elif error is not None:
-            with contextlib.suppress(ArenoError):  # where workers are gone, the first error tells why
-                sessions.engine.end_rollout(sessions.drop)
-        else:
-            sessions.engine.end_rollout(sessions.drop)
+            sessions.interrupted = True  # most scripts end now, and should not wait for the workers first
+            return
+        # Where workers are gone, the first error tells why.
+        with contextlib.nullcontext() if error is None else contextlib.suppress(ArenoError):
+            sessions.engine.end_rollout(sessions.plan.drop_rollout_state)
 
     async def __aenter__(self) -> RolloutSession:
         # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.

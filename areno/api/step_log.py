@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import cast
 
 from areno.api.metrics import row_metrics, step_scalars, step_times
 from areno.data.loader import BatchLoader
@@ -27,7 +26,7 @@ class StepLog:
         counted = 0
         for batch in loader.batches():
             counted += self._count_skipped(loader.total_skipped_long - counted)
-            yield cast(PromptBatch, batch)  # the loader's batch_type
+            yield batch
         self._count_skipped(loader.total_skipped_long - counted)
 
     def _count_skipped(self, n: int) -> int:

@@ -17,6 +17,7 @@ from areno.api.inputs.arguments import (
     check_rows,
     check_sampling,
     check_token_rows,
+    check_update,
 )
 from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
 from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
@@ -60,7 +61,6 @@ class Trainer:
     ):
         settings = read_arguments(world_size, model_path, backend_type, custom_config, metrics_log_dir)
         self._begin(lambda: plan_of_arguments(settings), argument_of, settings.metrics_log_dir)
-        self._max_tokens_per_mb = settings.custom_config.runtime.max_tokens_per_mb
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Trainer:
@@ -76,7 +76,6 @@ class Trainer:
         """The Trainer of a plan, before init(). clock: of a loop, which then keeps the records of the steps itself."""
         trainer = cls.__new__(cls)
         trainer._begin(lambda: plan, None, None, clock)
-        trainer._max_tokens_per_mb = plan.spec.mb_spec.max_tokens_per_mb
         return trainer
 
     def _begin(
@@ -113,8 +112,7 @@ class Trainer:
                 self._steps.recorder = self._resources.enter_context(MetricsRecorder(self._metrics_log_dir))
             self._plan = plan = self._open_plan()
             engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
-        self._sessions = Sessions(engine, plan.decoder, max_len=plan.max_len, drop=plan.drop_rollout_state)
-        self._engine, self._tokenizer = engine, plan.tokenizer
+        self._engine, self._sessions = engine, Sessions(engine, plan)
         logger.info(
             "model: %.1fM parameters, %s on %s, attention by %s", engine.info.n_params / 1e6, engine.info.dtype,
             ", ".join(plan.spec.devices), BACKENDS[engine.info.attn_backend],
@@ -135,6 +133,12 @@ class Trainer:
         """What was loaded."""
         return self.engine.info
 
+    def _outside_rollout(self, what: str) -> Engine:
+        """The engine, for `what` has no place in a session. EngineError where one is open."""
+        engine = self.engine
+        self._sessions.refuse(what)
+        return engine
+
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineError("this Trainer is closed; make a new one")
@@ -142,7 +146,7 @@ class Trainer:
     def get_tokenizer(self) -> Any:
         """The tokenizer of the model."""
         _ = self.engine
-        return self._tokenizer
+        return self._plan.tokenizer
 
     def load_prompt_batches(
         self,
@@ -170,8 +174,7 @@ class Trainer:
             solutions_key=solutions_key,
             enable_thinking=self._plan.enable_thinking,
         )
-        batches: Iterator[Any] = loader.batches()
-        return batches if self._steps is None else self._steps.counting_skipped(loader)
+        return loader.batches() if self._steps is None else self._steps.counting_skipped(loader)
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -214,11 +217,10 @@ class Trainer:
 
         A prompt may also be a list of chat messages. See rollout_token_batch for the rest.
         """
-        _ = self.engine
+        tokenizer = self.get_tokenizer()
         self._sessions.need("rollout_batch")
         check_prompts(prompts)
-        thinking = self._plan.enable_thinking
-        rows = [encode_generation_prompt(self._tokenizer, prompt, thinking) for prompt in prompts]
+        rows = [encode_generation_prompt(tokenizer, prompt, self._plan.enable_thinking) for prompt in prompts]
         return self.rollout_token_batch(rows, n_samples, sampling_params, seed=seed, on_progress=on_progress)
 
     def rollout_token_batch(
@@ -279,8 +281,9 @@ class Trainer:
         many adjacent rows are never separated. Raises DataError for rows of the wrong form.
         """
         temperature = self._temperature if temperature is None else temperature
-        update = self._update(
-            mini_bs, mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed, rows_per_unit
+        mb_spec = self._micro_batches(mini_bs, mb_spec)
+        update = UpdateSpec(
+            mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed=seed, rows_per_unit=rows_per_unit
         )
         return self._train("actor", batch_data, loss_fn, update)
 
@@ -309,46 +312,24 @@ class Trainer:
         check_positive("cliprange_value", cliprange_value)
         check_positive("value_loss_coef", value_loss_coef)
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
-        update = self._update(mini_bs, mb_spec, n_minibatches, gradient_accumulation_steps, 1.0, seed)
+        mb_spec = self._micro_batches(mini_bs, mb_spec)
+        update = UpdateSpec(mb_spec, n_minibatches, gradient_accumulation_steps, seed=seed)
         return self._train(role, batch_data, loss_fn, update)
 
-    def _update(
-        self,
-        mini_bs: int,
-        mb_spec: MicroBatchSpec | None,
-        n_minibatches: int,
-        gradient_accumulation_steps: int | None,
-        temperature: float,
-        seed: int,
-        rows_per_unit: int = 1,
-    ) -> UpdateSpec:
-        """The arguments of a training call, checked."""
-        check_count("n_minibatches", n_minibatches)
-        check_count("rows_per_unit", rows_per_unit)
-        check_count("seed", seed, least=0)
-        check_positive("temperature", temperature)
-        if gradient_accumulation_steps is not None:
-            check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-        if n_minibatches > 1 and gradient_accumulation_steps is not None:
-            both = f"is {n_minibatches}, and gradient_accumulation_steps is {gradient_accumulation_steps}"
-            raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
-        if mb_spec is None:
-            mb_spec = MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self._max_tokens_per_mb)
-        elif not isinstance(mb_spec, MicroBatchSpec):
-            raise ConfigError([Problem("mb_spec", f"is a {type(mb_spec).__name__}; a MicroBatchSpec is expected")])
-        return UpdateSpec(
-            mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed=seed, rows_per_unit=rows_per_unit
-        )
+    def _micro_batches(self, mini_bs: int, mb_spec: MicroBatchSpec | None) -> MicroBatchSpec:
+        if mb_spec is not None:
+            return mb_spec
+        return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        engine = self.engine
-        self._sessions.refuse("train" if role == "actor" else "train_values")
+        check_update(update)
+        engine = self._outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
         if not callable(loss_fn):
             raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
         with self._named():
             with self.clock.phase("train" if role == "actor" else f"train_{role}"):
-                stats = engine.train(rows, loss_fn, update, role)
+                stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
             return stats if self._steps is None else self._steps.trained(role, rows, stats)
 
     # -- models beside the policy ----------------------------------------------------------------------------------
@@ -360,16 +341,13 @@ class Trainer:
         """
         from areno.api.inputs.roles import script_roles
 
-        engine = self.engine
-        self._sessions.refuse("ensure_roles")
+        engine = self._outside_rollout("ensure_roles")
         with self._named():
             engine.ensure_roles(script_roles(roles, engine.spec))
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role."""
-        engine = self.engine
-        self._sessions.refuse("release_role")
-        engine.release_role(role)
+        self._outside_rollout("release_role").release_role(role)
 
     def score_logprobs(
         self,
@@ -385,32 +363,28 @@ class Trainer:
         """
         temperature = self._temperature if temperature is None else temperature
         check_positive("temperature", temperature)
-        scored = self._score(
-            "score_logprobs", token_rows, lambda engine: engine.logprobs(role, token_rows, temperature, mb_spec)
-        )
+        scored = self._score("score_logprobs", self.engine.logprobs, role, token_rows, temperature, mb_spec)
         return [row.tolist() for row in scored]
 
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
         """A critic's value of the state before every token; the first of a row has 0.0."""
-        scored = self._score("score_values", token_rows, lambda engine: engine.values(role, token_rows, mb_spec))
-        return [row.tolist() for row in scored]
+        return [row.tolist() for row in self._score("score_values", self.engine.values, role, token_rows, mb_spec)]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
         """A reward model's score of every row, read at its last token."""
-        return self._score("score_rewards", token_rows, lambda engine: engine.rewards(role, token_rows, mb_spec))
+        return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
-    def _score(self, what: str, token_rows: Any, score: Callable[[Engine], list[Any]]) -> list[Any]:
-        engine = self.engine
+    def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
         self._sessions.refuse(what)
-        check_token_rows(token_rows, "token_rows", may_be_empty=True)
-        if not token_rows:
+        check_token_rows(rows, "token_rows", may_be_empty=True)
+        if not rows:
             return []
         with self._named(), self.clock.phase("score"):
-            return score(engine)
+            return score(role, rows, *settings)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -433,8 +407,7 @@ class Trainer:
 
     def write_checkpoint(self, folder: str | Path, role: str = "actor") -> None:
         """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole."""
-        engine = self.engine
-        self._sessions.refuse("save_checkpoint")
+        engine = self._outside_rollout("save_checkpoint")
         with self._named():
             engine.save(str(folder), role)
 

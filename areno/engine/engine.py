@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
+TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """The actor and the roles beside it, on some devices. Use it as a context manager, or call close()."""
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
@@ -37,7 +39,7 @@ class Engine:
         # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
         # the records of requests below; it is never held for long.
         self._turn, self._books = FairLock(), threading.RLock()
-        self._streams = Streams(self._poll_for_streams)
+        self._streams = Streams(self._poll_for_streams, self._books)
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
@@ -48,10 +50,10 @@ class Engine:
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of these roles beside the actor, except those that are loaded already.
+        """Load the models of these roles beside the actor. A role that is loaded already stays, with what it learned.
 
-        A role that is loaded stays as it is, with what it has learned. EngineError where it is loaded with another
-        spec, before anything is loaded. A role that cannot be loaded is absent afterwards; those before it are there.
+        EngineError where one is loaded with another spec, before anything is loaded. A role that cannot be loaded is
+        absent afterwards; those before it are there.
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
@@ -102,8 +104,7 @@ class Engine:
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
-        limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
-        self._limits = limits
+        self._limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
@@ -175,21 +176,18 @@ class Engine:
         try:
             outputs = self._workers.poll(timeout)
         except Exception as error:
-            with self._books:
-                self._streams.fail(error)
+            self._streams.fail(error)
             raise
         with self._books:
             for output in outputs:
+                request_id = output.request_id
                 if output.finish_reason is not None:
-                    self._count_finished(output.request_id)
-                if not self._streams.take(output):
+                    self._load[self._rank_of[request_id]] -= 1
+                    self._missing[request_id] -= 1
+                    if self._missing[request_id] == 0:
+                        del self._missing[request_id], self._rank_of[request_id]
+                if not self._streams.take(output, is_last=request_id not in self._missing):
                     self._ready.append(output)
-
-    def _count_finished(self, request_id: int) -> None:
-        self._load[self._rank_of[request_id]] -= 1
-        self._missing[request_id] -= 1
-        if self._missing[request_id] == 0:
-            del self._missing[request_id], self._rank_of[request_id]
 
     def _poll_for_streams(self) -> None:
         with self._turn:
@@ -206,29 +204,29 @@ class Engine:
     async def generate_stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
 
-        With `request.stream` these are partial outputs and finished samples, otherwise only the latter. Any number of
-        streams may run beside each other and beside generate() in another thread. To stop reading (cancelled, aclose)
-        aborts the request. A worker that dies, and the end of the phase, raise EngineError in every stream.
-        A rollout numbers its requests from 0: a stream beside one needs another request_id.
+        Without `request.stream` there are no partial outputs. Any number of streams may run beside each other and
+        beside generate() in another thread, whose requests are numbered from 0: a stream needs another request_id. To
+        stop reading (cancelled, aclose) aborts the request.
 
-        Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected.
+        Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected. A
+        worker that dies, and the end of the phase, raise EngineError in every stream.
         """
         check_params(request.params)
         read_tokens(request.prompt, "prompt", self.info.vocab_size)
         with self._books:
             self.submit([request])
-            outputs = self._streams.open(request)
+            consumer = self._streams.open(request.request_id)
         unfinished = request.n_samples
         try:
             while unfinished:
-                output = await outputs.get()
+                output = await consumer.queue.get()
                 if isinstance(output, Exception):
                     raise output
                 unfinished -= output.finish_reason is not None
                 yield output
         finally:
             with self._books:
-                if unfinished and self._streams.abandon(request.request_id, outputs):
+                if unfinished and self._streams.abandon(consumer):
                     self.abort(request.request_id)
 
     def generate(
@@ -257,12 +255,13 @@ class Engine:
         loss_fn: Any,
         update: UpdateSpec | None = None,
         role: str = "actor",
+        row_name: str = "row {}",
     ) -> dict[str, float]:
         """Optimizer steps of a role on `rows`. Returns the statistics of TrainBackend.train.
 
         loss_fn: see areno.loss_fns; for a role with head "value" it is given values in the place of log-probabilities.
         update: None makes one step with the micro-batches of EngineSpec.mb_spec.
-        DataError names the row that is wrong; nothing has been trained then.
+        DataError names the row that is wrong, by its index in `row_name`; nothing has been trained then.
         """
         spec = self._role(role)
         if spec.optimizer is None:
@@ -275,65 +274,49 @@ class Engine:
         if self._limits is not None:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
-        checked = read_rows(rows, self.info.vocab_size, self.info.context_len)
+        checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         shares = share_steps(checked, update, self.spec.dp_size, spec.section)
         with self._turn:
             return self._workers.call_each("train", [(role, steps, loss_fn, update) for steps in shares])[0]
 
     def logprobs(
-        self,
-        role: str,
-        token_rows: Sequence[Sequence[int] | np.ndarray],
-        temperature: float = 1.0,
-        mb_spec: MicroBatchSpec | None = None,
+        self, role: str, token_rows: TokenRows, temperature: float = 1.0, mb_spec: MicroBatchSpec | None = None
     ) -> list[np.ndarray]:
         """Log-probability of every token of every row under a role's model, each row float32; the first token has 0."""
-        self._role(role, "lm")
-        return self._scored("logprobs", role, token_rows, temperature, mb_spec or self.spec.mb_spec)
+        return self._scored("logprobs", role, token_rows, mb_spec, temperature)
 
-    def values(
-        self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
-    ) -> list[np.ndarray]:
+    def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
-        self._role(role, "value")
-        return self._scored("values", role, token_rows, mb_spec or self.spec.mb_spec)
+        return self._scored("values", role, token_rows, mb_spec)
 
-    def rewards(
-        self, role: str, token_rows: Sequence[Sequence[int] | np.ndarray], mb_spec: MicroBatchSpec | None = None
-    ) -> list[float]:
+    def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
         """One score for each row: what the value head gives at its last token."""
-        self._role(role, "value")
-        return self._scored("rewards", role, token_rows, mb_spec or self.spec.mb_spec)
+        return self._scored("rewards", role, token_rows, mb_spec)
 
-    def _scored(self, method: str, role: str, token_rows: Sequence[Any], *settings: Any) -> list[Any]:
-        """A scoring method of the workers, each model copy doing its part; results in the order of the rows."""
+    def _scored(self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any) -> list[Any]:
+        """Worker.score, each model copy doing its part; results in the order of the rows."""
+        self._role(role, "lm" if what == "logprobs" else "value")
         info, size = self.info, self.spec.dp_size
-        rows = [
+        checked = [
             read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
-            for index, tokens in enumerate(token_rows)
+            for index, tokens in enumerate(rows)
         ]
+        args = [(role, what, checked[rank::size], *more, mb_spec or self.spec.mb_spec) for rank in range(size)]
         with self._turn:
-            scored = self._workers.call_each(method, [(role, rows[rank::size], *settings) for rank in range(size)])
-        return [scored[index % size][index // size] for index in range(len(rows))]
+            scored = self._workers.call_each("score", args)
+        return [scored[index % size][index // size] for index in range(len(checked))]
 
     def save(self, folder: str, role: str = "actor") -> None:
-        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
-
-        Not atomic: the saver gives a temporary name and renames.
-        """
+        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification."""
         self._role(role)
         self._call("save", folder, role)
 
     def peak_memory_gib(self) -> float:
         """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""
-        return max(memory["memory_gib"] for memory in self._call("memory"))
+        return max(self._call("memory_gib"))
 
     def wait(self) -> None:
-        """Return when the devices have finished all their work.
-
-        `train` returns while the devices still write the weights. Later calls wait for that by themselves; who measures
-        time calls this.
-        """
+        """Return when the devices have finished all their work, for who measures time: `train` returns before that."""
         self._call("wait")
 
     def close(self) -> None:
@@ -345,20 +328,14 @@ class Engine:
         with self._turn:
             return self._workers.call(method, *args)
 
-    def __enter__(self) -> Engine:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
 def _difference(name: str, loaded: RoleSpec, wanted: RoleSpec) -> str:
     was, now = _flat(dataclasses.asdict(loaded)), _flat(dataclasses.asdict(wanted))
-    changed = ", ".join(
-        f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})"
-        for field in dict.fromkeys([*now, *was])
-        if now.get(field) != was.get(field)
-    )
+    fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
+    changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
     how = "the actor is what the engine was built for" if name == "actor" else "call release_role first to replace it"
     return f"role {name!r} is loaded already, asked for now with {changed}; {how}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,10 @@ class RequestLimits:
 
         The values of `request.params` are taken as valid: check_params looks at them.
         """
-        refused = partial(_refused, request)
+
+        def refused(why: str, *args: Any) -> EngineError:
+            return EngineError("request {} cannot be served: " + why, request.request_id, *args)
+
         params, n_prompt = request.params, len(request.prompt)
         context = self.context_len
         if params.max_context_len is not None:
@@ -62,10 +64,6 @@ class RequestLimits:
         if params.stop and not self.stop_strings:
             raise refused("stop strings need a tokenizer, and there is none; use {}", Key("gconfig.stop_token_ids"))
         return max_new
-
-
-def _refused(request: GenerationRequest, why: str, *args: Any) -> EngineError:
-    return EngineError("request {} cannot be served: " + why, request.request_id, *args)
 
 
 def check_params(params: SamplingParams) -> None:

@@ -6,7 +6,7 @@ Engine checks that a role can do what it is asked for, so nothing here does.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from areno.engine.train.backend import TrainBackend
 from areno.engine.train.offload import Offload
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
-from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config, tp_problems
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -27,16 +26,16 @@ from areno.models.weights import load_weights
 
 @dataclass
 class Role:
-    """One model of this worker. offload: None where it stays on the device."""
+    """One model of this worker. offload: of its buffers; of none where it stays on the device."""
 
     spec: RoleSpec
     backend: TrainBackend
-    offload: Offload | None
+    offload: Offload
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
         """Its backend, with everything that scoring (or training) needs on the device."""
-        with self.offload.on_device(training) if self.offload else nullcontext():
+        with self.offload.on_device(training):
             yield self.backend
 
 
@@ -65,7 +64,7 @@ class Roles:
         failed = torch.tensor(float(failure is not None), device=self.context.device)
         if self.context.dp.all_reduce(self.context.tp.all_reduce(failed)).item():
             del role
-            self._free()
+            torch.cuda.empty_cache()
             if failure is not None:
                 raise failure
         elif role is not None:
@@ -74,7 +73,7 @@ class Roles:
     def release(self, name: str) -> None:
         """Forget a role and give its memory back."""
         del self._roles[name]
-        self._free()
+        torch.cuda.empty_cache()
 
     def largest(self) -> int:
         """Parameters on this rank of the largest model."""
@@ -94,32 +93,22 @@ class Roles:
             ),
         ):  # fmt: skip
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
-            if not is_actor:
-                self._check_fit(config, spec.key)
+            if not is_actor and config.vocab_size != self.actor.config.vocab_size:
+                raise EngineError(
+                    "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
+                    key, config.vocab_size, self.actor.config.vocab_size,
+                )  # fmt: skip
+            if not is_actor and (problems := tp_problems(config, context.tp.size, f"the model of {key}")):
+                raise ConfigError(problems)
             model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
             self._fill(model, spec)
             backend = TrainBackend(
-                model,
-                spec.optimizer,
-                attn_backend=self.attn_backend,
-                recompute=spec.gradient_checkpointing,
-                dp=context.dp,
-                section=spec.section,
-            )
-            # A CPU has no other memory to move to.
-            offload = _offload(backend) if spec.offload and context.device.type == "cuda" else None
-            return Role(spec, backend, offload)
-
-    def _check_fit(self, config: TransformerConfig, key: str) -> None:
-        """The role reads the actor's tokens and is divided as the actor is."""
-        vocab_size = self.actor.config.vocab_size
-        if config.vocab_size != vocab_size:
-            raise EngineError(
-                "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
-                Key(key), config.vocab_size, vocab_size,
+                model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
+                dp=context.dp, section=spec.section,
             )  # fmt: skip
-        if problems := tp_problems(config, self.context.tp.size, f"the model of {key}"):
-            raise ConfigError(problems)
+            # A CPU has no other memory to move to.
+            leaves = spec.offload and context.device.type == "cuda"
+            return Role(spec, backend, _offload(backend) if leaves else Offload([]))
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
@@ -137,10 +126,6 @@ class Roles:
             model.init_weights(self.spec.seed)  # the very weights that the actor had at its start
         else:
             load_weights(model, spec.path)
-
-    def _free(self) -> None:
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _offload(backend: TrainBackend) -> Offload:

@@ -8,12 +8,12 @@ from typing import Literal
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 
-LOOPBACK = "127.0.0.1"
+HOST = "127.0.0.1"  # where all ranks run
 
 
 @dataclass(kw_only=True)
 class RoleSpec:
-    """One more model beside the actor, in the same workers and the same parallel layout.
+    """One model of the engine.
 
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
     key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
@@ -22,7 +22,7 @@ class RoleSpec:
 
     path: str
     head: Literal["lm", "value"]
-    key: str
+    key: str = field(compare=False)  # two callers may name the same model differently
     optimizer: OptimizerConfig | None = None
     gradient_checkpointing: bool = True
     offload: bool = False
@@ -34,26 +34,13 @@ class RoleSpec:
         return self.key.removesuffix(".path") if self.optimizer else "actor"
 
 
-@dataclass(frozen=True)
-class WorkerAddress:
-    """Where a worker process runs: a device ("cpu" or "cuda:<i>") of a host."""
-
-    device: str
-    host: str = LOOPBACK
-
-    def __str__(self) -> str:
-        return self.device if self.host == LOOPBACK else f"{self.device} of {self.host}"
-
-
 @dataclass(kw_only=True)
 class EngineSpec:
     """One engine: which model, on which devices, trained how.
 
-    devices: one entry per worker process, "cpu" or "cuda:<i>"; its length is the world size.
-    random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. Other roles are
-    read from their folders.
-    dummy_load: every model starts from such weights, and no weight file is read.
-    optimizer: None builds an engine that cannot train (and allocates nothing for it).
+    devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
+    random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
+    every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
     """
 
     model_path: str
@@ -83,11 +70,6 @@ class EngineSpec:
         )
 
     @property
-    def addresses(self) -> list[WorkerAddress]:
-        """Of the worker processes, by rank. All of them run on the driver's own machine."""
-        return [WorkerAddress(device) for device in self.devices]
-
-    @property
     def world_size(self) -> int:
         return len(self.devices)
 
@@ -101,8 +83,7 @@ class UpdateSpec:
     """How one call of `Engine.train` cuts its rows into optimizer steps and micro-batches.
 
     mb_spec: the rows of one forward pass; the result does not depend on it.
-    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`. Later steps
-    meet a policy that the earlier ones changed.
+    n_minibatches: optimizer steps of equally many rows each (give or take one), after a shuffle by `seed`.
     gradient_accumulation_steps: one optimizer step for every so many micro-batches, in the order of the rows. None and
     n_minibatches=1 make one step of all rows. Set at most one of the two.
     temperature: the one that the rows were sampled at. Models with values have none.
@@ -119,11 +100,7 @@ class UpdateSpec:
 
 @dataclass(kw_only=True, frozen=True)
 class RolloutSpec:
-    """What a rollout phase needs.
-
-    max_running: most samples decoded at once, over all data-parallel ranks. max_len: longest prompt plus completion, in
-    tokens. decoder: memory and speed of the decoder.
-    """
+    """max_running: most samples decoded at once, over all ranks. max_len: longest prompt plus completion, in tokens."""
 
     max_running: int
     max_len: int

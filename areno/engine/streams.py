@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.errors import EngineError
-from areno.types import GenerationOutput, GenerationRequest
+from areno.types import GenerationOutput
 
 
 class FairLock:
@@ -46,11 +46,10 @@ class FairLock:
                 self._arrivals[0].set()
 
 
-@dataclass
-class _Consumer:
+@dataclass(eq=False)
+class Consumer:
     """One request that is awaited in an event loop."""
 
-    unfinished: int  # samples
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     queue: asyncio.Queue[GenerationOutput | Exception] = field(default_factory=asyncio.Queue)
     abandoned: bool = False  # nobody reads the queue any more, but the workers still have to end the request
@@ -62,12 +61,14 @@ class _Consumer:
 
 
 class Streams:
-    """The consumers of one engine. `poll_once` makes the engine poll its workers, which calls `take` and `fail`."""
+    """The consumers of one engine, guarded by its `lock`.
 
-    def __init__(self, poll_once: Callable[[], Any]):
-        self._poll_once = poll_once
-        self._lock = threading.Lock()
-        self._consumers: dict[int, _Consumer] = {}  # request id -> consumer
+    `poll_once` makes the engine poll its workers, which calls `take` and `fail`.
+    """
+
+    def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
+        self._poll_once, self._lock = poll_once, lock
+        self._consumers: dict[int, Consumer] = {}  # request id -> consumer
         self._thread: threading.Thread | None = None
 
     @property
@@ -81,40 +82,31 @@ class Streams:
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
-    def open(self, request: GenerationRequest) -> asyncio.Queue[GenerationOutput | Exception]:
-        """Where the outputs of a request will arrive, in the running event loop; an Exception ends them."""
-        consumer = _Consumer(request.n_samples)
+    def open(self, request_id: int) -> Consumer:
+        """Whose queue the outputs of a request will come to, in the running event loop; an Exception ends them."""
+        consumer = Consumer()
         with self._lock:
-            self._consumers[request.request_id] = consumer
+            self._consumers[request_id] = consumer
             if self._thread is None:
                 # A script may end without closing the engine. Python must not shut down while the thread is in torch.
-                atexit.register(self._at_exit)
+                atexit.register(self.end, EngineError("the script has ended"))
                 self._thread = threading.Thread(target=self._poll, daemon=True, name="areno-streams")
                 self._thread.start()
-        return consumer.queue
+        return consumer
 
-    def abandon(self, request_id: int, outputs: asyncio.Queue[GenerationOutput | Exception]) -> bool:
-        """Nobody reads this queue of `open` any more. Whether the workers still work on its request.
-
-        A later request may have taken the id over, and goes on.
-        """
+    def abandon(self, consumer: Consumer) -> bool:
+        """Nobody reads its queue any more. Whether the workers still work on its request."""
         with self._lock:
-            consumer = self._consumers.get(request_id)
-            if consumer is None or consumer.queue is not outputs:
-                return False
             consumer.abandoned = True
-            return True
+            return consumer in self._consumers.values()  # a later request may have taken the id over
 
-    def take(self, output: GenerationOutput) -> bool:
-        """Hand an output to its consumer. False where it has none."""
-        with self._lock:
-            consumer = self._consumers.get(output.request_id)
-            if consumer is None:
-                return False
-            if output.finish_reason is not None:
-                consumer.unfinished -= 1
-                if not consumer.unfinished:
-                    del self._consumers[output.request_id]
+    def take(self, output: GenerationOutput, is_last: bool) -> bool:
+        """Hand an output to the consumer of its request; False where it has none. Called with the lock held."""
+        consumer = self._consumers.get(output.request_id)
+        if consumer is None:
+            return False
+        if is_last:
+            del self._consumers[output.request_id]
         consumer.put(output)
         return True
 
@@ -129,18 +121,14 @@ class Streams:
     def end(self, error: Exception) -> None:
         """The same, and return when nothing polls any more."""
         self.fail(error)
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join()
-
-    def _at_exit(self) -> None:
-        self.end(EngineError("the script has ended"))
 
     def _poll(self) -> None:
         while True:
             with self._lock:
                 if not self._consumers:
                     self._thread = None
-                    atexit.unregister(self._at_exit)
+                    atexit.unregister(self.end)
                     return
             self._poll_once()

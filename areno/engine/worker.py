@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from areno.config.models import MicroBatchSpec
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import out_of_memory_hint, use_expandable_segments
@@ -45,7 +45,6 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
-        self._tokenizer: Any = None
 
     def _set_threads(self) -> None:
         """Set the threads of a CPU rank. Threads of a tiny model would wait for each other longer than they work."""
@@ -62,28 +61,28 @@ class Worker:
             device=str(self.context.device),
             dtype=self.spec.dtype,
             attn_backend=self.attn_backend,
-            memory_gib=self.memory()["memory_gib"],
+            memory_gib=self.memory_gib(),
         )
-
-    # -- rollout ---------------------------------------------------------------------------------------------------
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make ready to decode. With an equal spec the decoder stays, with its graphs but without its cached blocks."""
         if self.decoder is not None and self._decoder_spec == spec:
             self.decoder.reset_cache()
-            self.decoder.weights_version = self.weights_version()
             self.decoder.reset_stats()
-            return self.decoder.limits
-        self.end_rollout(drop=True)
+        else:
+            self.end_rollout(drop=True)
+            self.decoder, self._decoder_spec = self._new_decoder(spec), spec
+        self.decoder.weights_version = self.weights_version()
+        return self.decoder.limits
+
+    def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
         with out_of_memory_hint(
             "making the KV cache",
             "lower {} or {}, or {}",
-            Key("rollout.mem_fraction"),
-            Key("rollout.max_kv_tokens"),
-            Key("rollout.max_concurrent_rollouts"),
-        ):
-            self.decoder = Decoder(
+            Key("rollout.mem_fraction"), Key("rollout.max_kv_tokens"), Key("rollout.max_concurrent_rollouts"),
+        ):  # fmt: skip
+            return Decoder(
                 self.actor,
                 n_blocks=self._kv_blocks(spec, max_running),
                 block_size=KV_BLOCK,
@@ -94,9 +93,6 @@ class Worker:
                 attn_backend=self.attn_backend,
                 detokenize=lambda tokens: self._tokenizer.decode(tokens),
             )
-        self.decoder.weights_version = self.weights_version()
-        self._decoder_spec = spec
-        return self.decoder.limits
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
         """Number of KV blocks: what `max_running` sequences of full length need, or fewer where memory is short."""
@@ -129,25 +125,25 @@ class Worker:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
         return free // self.spec.world_size
 
-    def _load_tokenizer(self) -> None:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
 
-            folder = self.spec.tokenizer_path or self.spec.model_path
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            except (OSError, ValueError) as error:
-                raise EngineError(
-                    "stop strings need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
-                    folder, Key("tokenizer_path"),
-                ) from error  # fmt: skip
+        folder = self.spec.tokenizer_path or self.spec.model_path
+        try:
+            return AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                "stop strings need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
+                folder, Key("tokenizer_path"),
+            ) from error  # fmt: skip
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they join the running batch at the next step."""
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         if any(request.params.stop for request in requests):
-            self._load_tokenizer()
+            _ = self._tokenizer  # an error belongs to the request
         for request in requests:
             self.decoder.submit(request)
 
@@ -183,10 +179,7 @@ class Worker:
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
-            if self.context.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    # -- roles -----------------------------------------------------------------------------------------------------
+            torch.cuda.empty_cache()  # nothing without CUDA
 
     def weights_version(self) -> int:
         """Optimizer updates that were applied to the actor."""
@@ -208,24 +201,13 @@ class Worker:
         """TrainBackend.train on this rank's shares of the steps."""
         with self.roles[role].on_device(training=True) as backend:
             stats = backend.train(steps, loss_fn, update)
-        return {**stats, **self.memory()}
+        return {**stats, "memory_gib": self.memory_gib()}
 
-    def logprobs(
-        self, role: str, token_rows: list[np.ndarray], temperature: float, mb_spec: MicroBatchSpec
-    ) -> list[np.ndarray]:
-        """Log-probability of every token given those before it."""
+    def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
+        """TrainBackend.logprobs, values or rewards, which `what` names, of some rows."""
         with self.roles[role].on_device() as backend:
-            return backend.logprobs(token_rows, temperature, mb_spec)
-
-    def values(self, role: str, token_rows: list[np.ndarray], mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """Value of the state before every token."""
-        with self.roles[role].on_device() as backend:
-            return backend.values(token_rows, mb_spec)
-
-    def rewards(self, role: str, token_rows: list[np.ndarray], mb_spec: MicroBatchSpec) -> list[float]:
-        """Score at the last token of every row."""
-        with self.roles[role].on_device() as backend:
-            return backend.rewards(token_rows, mb_spec)
+            methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
+            return methods[what](token_rows, *settings)
 
     def save(self, folder: str, role: str) -> None:
         """Write a role as a Hugging Face folder (every rank of the first model copy takes part)."""
@@ -234,23 +216,17 @@ class Worker:
             with self.roles[role].on_device() as backend:
                 save_weights(backend.model, Path(folder), source=[path for path in paths if path])
 
-    # -- the rest --------------------------------------------------------------------------------------------------
-
-    def memory(self) -> dict[str, float]:
+    def memory_gib(self) -> float:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""
         if self.context.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated() / 2**30
             torch.cuda.reset_peak_memory_stats()
-            return {"memory_gib": peak}
+            return peak
         import resource
 
-        return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
     def wait(self) -> None:
         """Return when the device has nothing left to do."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def ping(self) -> int:
-        """The process id."""
-        return os.getpid()

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.models import MicroBatchSpec
 from areno.data.row_schema import messages_problem
 from areno.engine.limits import check_params
+from areno.engine.spec import UpdateSpec
 from areno.engine.train.rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
 from areno.types import SamplingParams, TrainSequence
@@ -37,11 +39,8 @@ def check_positive(name: str, value: Any) -> None:
 
 def check_prompts(prompts: Any) -> None:
     """DataError unless `prompts` is a non-empty list whose elements are texts or lists of chat messages."""
-    if not isinstance(prompts, (list, tuple)):
-        hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
-        raise DataError(f"prompts is a {type(prompts).__name__}; a list of strings is expected{hint}")
-    if not prompts:
-        raise DataError("prompts is empty; at least one is expected")
+    hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
+    _check_list("prompts", prompts, f"a list of strings is expected{hint}", "at least one is expected")
     for index, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt):
             raise DataError(f"prompts[{index}] {problem}")
@@ -63,10 +62,8 @@ def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may
 
     With a vocab_size, each must be a non-empty list of that model's token ids; else these are for the engine to check.
     """
-    if not isinstance(rows, (list, tuple)):
-        raise DataError(f"{name} is a {type(rows).__name__}; a list of lists of token ids is expected")
-    if not rows and not may_be_empty:
-        raise DataError(f"{name} is empty; at least one row is expected")
+    if_empty = None if may_be_empty else "at least one row is expected"
+    _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
     if vocab_size is not None:
         for index, row in enumerate(rows):
             read_tokens(row, f"{name}[{index}]", vocab_size)
@@ -74,13 +71,34 @@ def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may
 
 def check_rows(rows: Any) -> None:
     """DataError unless `rows` is a non-empty list of TrainSequence. What these hold is for the engine to check."""
-    if not isinstance(rows, (list, tuple)):
-        raise DataError(f"batch_data is a {type(rows).__name__}; a list of areno.TrainSequence is expected")
-    if not rows:
-        raise DataError("batch_data is empty; there are no rows to train on")
+    _check_list("batch_data", rows, "a list of areno.TrainSequence is expected", "there are no rows to train on")
     for index, row in enumerate(rows):
         if not isinstance(row, TrainSequence):
             raise DataError(f"batch_data[{index}] is a {type(row).__name__}; an areno.TrainSequence is expected")
+
+
+def check_update(update: UpdateSpec) -> None:
+    """ConfigError for an argument of a training call that is wrong or does not fit the others."""
+    check_count("n_minibatches", update.n_minibatches)
+    check_count("rows_per_unit", update.rows_per_unit)
+    check_count("seed", update.seed, least=0)
+    check_positive("temperature", update.temperature)
+    if (steps := update.gradient_accumulation_steps) is not None:
+        check_count("gradient_accumulation_steps", steps)
+        if update.n_minibatches > 1:
+            both = f"is {update.n_minibatches}, and gradient_accumulation_steps is {steps}"
+            raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
+    if not isinstance(update.mb_spec, MicroBatchSpec):
+        found = f"is a {type(update.mb_spec).__name__}; a MicroBatchSpec is expected"
+        raise ConfigError([Problem("mb_spec", found)])
+
+
+def _check_list(name: str, value: Any, expected: str, if_empty: str | None) -> None:
+    """if_empty: what to say of an empty list; None where it may be empty."""
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{name} is a {type(value).__name__}; {expected}")
+    if not value and if_empty is not None:
+        raise DataError(f"{name} is empty; {if_empty}")
 
 
 def _is_int(value: Any) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areno.api.inputs.plan import TrainerPlan, open_actor
 from areno.config.build import build
-from areno.config.fields import Section, check, setting, settings
+from areno.config.fields import Section, check, forbid, setting, settings
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig
 from areno.errors import Problem
@@ -80,10 +80,10 @@ class BackendSettings(Section):
     max_running_prompts: int = setting(64, help="samples decoded at once", gt=0)
     decode_progress_interval_s: float = setting(10.0, help="seconds between log lines", gt=0)
 
-    @check
-    def devices_are_different_ids(self) -> Iterator[Problem]:
-        if self.devices is not None and (len({*self.devices}) < len(self.devices) or min(self.devices, default=0) < 0):
-            yield Problem("devices", f"is {self.devices}; the ids of different CUDA devices are expected, from 0")
+    @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
+    def not_different_ids(self) -> bool:
+        ids = self.devices or []
+        return len({*ids}) < len(ids) or min(ids, default=0) < 0
 
 
 @dataclass(kw_only=True)
@@ -95,10 +95,9 @@ class TrainerSettings(Section):
     metrics_log_dir: str | None = setting(None, help="folder of TensorBoard files")
     custom_config: BackendSettings = setting(factory=BackendSettings, help="an areno.ArenoConfig")
 
-    @check
-    def there_is_a_model(self) -> Iterator[Problem]:
-        if not self.model_path.strip():
-            yield Problem("model_path", "is empty; a model folder or hub id is expected")
+    @forbid("model_path", "is empty; a model folder or hub id is expected")
+    def no_model(self) -> bool:
+        return not self.model_path.strip()
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
@@ -110,26 +109,21 @@ class TrainerSettings(Section):
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
-            yield Problem(
-                "custom_config.dp_size",
-                f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out",
-            )
+            found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
+            yield Problem("custom_config.dp_size", found)
 
     @check
     def each_rank_has_a_device(self) -> Iterator[Problem]:
-        devices = self.custom_config.devices
-        if devices is not None and len(devices) != self.world_size:
-            yield Problem(
-                "custom_config.devices", f"is {devices}, but world_size is {self.world_size}; give one id for each rank"
-            )
+        devices, size = self.custom_config.devices, self.world_size
+        if devices is not None and len(devices) != size:
+            found = f"is {devices}, but world_size is {size}; give one id for each rank"
+            yield Problem("custom_config.devices", found)
 
     @check
     def inline_is_one_rank(self) -> Iterator[Problem]:
         if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
-            yield Problem(
-                "custom_config.runtime.workers",
-                f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto",
-            )
+            found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
+            yield Problem("custom_config.runtime.workers", found)
 
 
 class Areno:
@@ -158,13 +152,8 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         dummy_load=config.dummy_load,
     )
     tokenizer_path = runtime.tokenizer_path or settings.model_path
-    spec, tokenizer = open_actor(
-        actor, engine, tokenizer_path=tokenizer_path, cuda_ids=config.devices, seed=runtime.seed
-    )
-    return TrainerPlan(
-        spec=spec,
-        tokenizer=tokenizer,
-        workers=runtime.workers,
+    return replace(
+        open_actor(actor, engine, tokenizer_path=tokenizer_path, cuda_ids=config.devices, seed=runtime.seed),
         decoder=runtime.decoder(),
         max_running=config.max_running_prompts,
         drop_rollout_state=runtime.drop_rollout_state,
@@ -182,15 +171,11 @@ def read_arguments(
         name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
         problems.append(Problem("backend_type", f"is {name}; areno.Areno is the one there is, and the default"))
     data: dict[str, Any] = {"world_size": world_size, "model_path": _text(model_path)}
-    if metrics_log_dir is not None:
-        data["metrics_log_dir"] = _text(metrics_log_dir)
+    data["metrics_log_dir"] = _text(metrics_log_dir)
     if isinstance(custom_config, ArenoConfig):
-        given = dict(vars(custom_config))
-        given["model_path"] = _text(given["model_path"])
-        # No optimizer and no runtime settings are those of the defaults.
-        data["custom_config"] = {
-            name: value for name, value in given.items() if value is not None or name not in ("optimizer", "runtime")
-        }
+        given = vars(custom_config)
+        default = {name for name in ("optimizer", "runtime") if given[name] is None}
+        data["custom_config"] = {name: _text(value) for name, value in given.items() if name not in default}
     elif custom_config is not None:
         hint = "; write areno.ArenoConfig(**...)" if isinstance(custom_config, Mapping) else ""
         found = f"is a {type(custom_config).__name__}; an areno.ArenoConfig is expected{hint}"

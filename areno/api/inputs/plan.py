@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
+from areno.config.experiments import (
+    CriticExperimentConfig,
+    ExperimentConfig,
+    PolicyExperimentConfig,
+    PreferenceExperimentConfig,
+)
 from areno.config.fields import settings
 from areno.config.models import ModelConfig
 from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
@@ -56,8 +61,8 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
     if cuda_ids is not None:
         if missing := [index for index in cuda_ids if index >= visible]:
             shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"
-            message = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
-            raise ConfigError([Problem("devices", message)])
+            found = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
+            raise ConfigError([Problem("devices", found)])
         return [f"cuda:{index}" for index in cuda_ids]
     wanted = engine.world_size or visible
     if wanted > visible:
@@ -67,14 +72,13 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """The plan of an experiment's configuration. Nothing large is loaded yet. Raises as `open_actor` does."""
-    spec, tokenizer = open_actor(
+    plan = open_actor(
         config.actor,
         config.engine,
         tokenizer_path=config.tokenizer_path,
         seed=config.seed,
         more_problems=lambda model: model_problems(config, model),
     )
-    plan = TrainerPlan(spec=spec, tokenizer=tokenizer, workers=config.engine.workers)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
     rollout = config.rollout
@@ -82,7 +86,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         plan,
         decoder=rollout.decoder(),
         max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,
-        max_len=longest_sequence(config, spec.context_len),
+        max_len=longest_sequence(config, plan.spec.context_len),
         drop_rollout_state=rollout.drop_rollout_state,
         enable_thinking=rollout.enable_thinking,
     )
@@ -95,9 +99,9 @@ def open_actor(
     tokenizer_path: str | None = None,
     cuda_ids: Sequence[int] | None = None,
     seed: int = 1,
-    more_problems: Callable[[TransformerConfig], list[Problem]] = lambda model: [],
-) -> tuple[EngineSpec, Any]:
-    """The engine of one trained model, and its tokenizer, that of `tokenizer_path` where given.
+    more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
+) -> TrainerPlan:
+    """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
 
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
@@ -110,14 +114,14 @@ def open_actor(
         model = load_config(path)
     tokenizer_folder = model_folder(tokenizer_path, "tokenizer_path") if tokenizer_path else path
     tokenizer = load_tokenizer(tokenizer_folder)
-    problems = device_problems(engine, devices) + tp_problems(model, engine.tp_size) + more_problems(model)
+    problems: list[Problem] = []
+    if len(devices) % engine.tp_size:
+        found = f"is {engine.tp_size}, which does not divide the {len(devices)} devices"
+        problems.append(Problem("engine.tp_size", found))
+    problems += [*tp_problems(model, engine.tp_size), *more_problems(model)]
     if len(tokenizer) > model.vocab_size:
-        problems.append(
-            Problem(
-                "tokenizer_path",
-                f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match",
-            )
-        )
+        found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
+        problems.append(Problem("tokenizer_path", found))
     if problems:
         raise ConfigError(problems)
     dtype = actor.dtype
@@ -140,7 +144,7 @@ def open_actor(
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,
     )
-    return spec, tokenizer
+    return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
 
 
 def model_folder(path: str, key: str) -> str:
@@ -165,47 +169,27 @@ def load_tokenizer(folder: str) -> Any:
     return tokenizer
 
 
-def device_problems(engine: EngineConfig, devices: list[str]) -> list[Problem]:
-    """What in the engine section does not fit the devices there are."""
-    if len(devices) % engine.tp_size:
-        return [Problem("engine.tp_size", f"is {engine.tp_size}, which does not divide the {len(devices)} devices")]
-    return []
-
-
-def model_problems(config: ExperimentConfig, model: TransformerConfig) -> list[Problem]:
+def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
     """What in a configuration's lengths and tokens does not fit the model."""
-    problems: list[Problem] = []
     context = model.max_position_embeddings
-    if isinstance(config, PolicyExperimentConfig):
-        for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
-            if gconfig is None:
-                continue
-            if gconfig.max_tokens is not None and gconfig.max_tokens > context:
-                problems.append(
-                    Problem(f"{name}.max_tokens", f"is {gconfig.max_tokens}, the model's context is {context} tokens")
-                )
-            if gconfig.max_new_tokens >= context:
-                problems.append(
-                    Problem(
-                        f"{name}.max_new_tokens",
-                        f"is {gconfig.max_new_tokens}; the model's context of {context} tokens must also hold a prompt",
-                    )
-                )
-            for token in gconfig.stop_token_ids or []:
-                if not 0 <= token < model.vocab_size:
-                    problems.append(
-                        Problem(
-                            f"{name}.stop_token_ids", f"holds {token}; the vocabulary has {model.vocab_size} tokens"
-                        )
-                    )
-    elif config.train_dataset.max_length > context:
-        problems.append(
-            Problem(
-                "train_dataset.max_length",
-                f"is {config.train_dataset.max_length}, the model's context is {context} tokens; lower it",
-            )
-        )
-    return problems
+    if not isinstance(config, PolicyExperimentConfig):
+        if (longest := config.train_dataset.max_length) > context:
+            found = f"is {longest}, the model's context is {context} tokens; lower it"
+            yield Problem("train_dataset.max_length", found)
+        return
+    for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
+        if gconfig is None:
+            continue
+        most, new = gconfig.max_tokens, gconfig.max_new_tokens
+        if most is not None and most > context:
+            yield Problem(f"{name}.max_tokens", f"is {most}, the model's context is {context} tokens")
+        if new >= context:
+            found = f"is {new}; the model's context of {context} tokens must also hold a prompt"
+            yield Problem(f"{name}.max_new_tokens", found)
+        for token in gconfig.stop_token_ids or []:
+            if not 0 <= token < model.vocab_size:
+                found = f"holds {token}; the vocabulary has {model.vocab_size} tokens"
+                yield Problem(f"{name}.stop_token_ids", found)
 
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
@@ -226,31 +210,28 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     )
 
 
-def experiment_roles(config: PolicyExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
-    """The models beside the actor that an experiment asks for. Raises ConfigError or CheckpointError, naming the key.
+def experiment_roles(config: ExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
+    """The models beside the actor that an experiment asks for. A path that is null is the actor's own.
 
-    A path that is null is the actor's own.
+    Raises CheckpointError naming the key.
     """
+    if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
+        return {"ref": RoleSpec(path=model_folder(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
+    if not isinstance(config, PolicyExperimentConfig):
+        return {}
+
+    def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
+        key = f"{name}.path"
+        path = model_folder(section.path, key) if section.path else spec.model_path
+        return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
+
     roles: dict[str, RoleSpec] = {}
     if config.ref is not None:
-        path = model_folder(config.ref.path, "ref.path") if config.ref.path else spec.model_path
-        roles["ref"] = RoleSpec(path=path, head="lm", key="ref.path", offload=config.ref.offload)
+        roles["ref"] = role("ref", config.ref, "lm")
     if config.reward.path is not None:
-        roles["reward"] = RoleSpec(
-            path=model_folder(config.reward.path, "reward.path"),
-            head="value",
-            key="reward.path",
-            needs_head=True,
-            offload=config.reward.offload,
-        )
+        roles["reward"] = role("reward", config.reward, "value", needs_head=True)
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic
-        roles["critic"] = RoleSpec(
-            path=model_folder(critic.path, "critic.path") if critic.path else spec.model_path,
-            head="value",
-            key="critic.path",
-            optimizer=critic.optimizer,
-            gradient_checkpointing=critic.gradient_checkpointing,
-            offload=critic.offload,
-        )
+        trained = {"optimizer": critic.optimizer, "gradient_checkpointing": critic.gradient_checkpointing}
+        roles["critic"] = role("critic", critic, "value", **trained)
     return roles

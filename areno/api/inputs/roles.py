@@ -53,15 +53,14 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
     if lr is not None and (isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf):
         yield Problem(f"{key}.optimizer_lr", f"is {lr!r}; a number above 0 is expected")
     elif lr is not None and not role.trainable:
-        yield Problem(
-            f"{key}.optimizer_lr", f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
-        )
+        found = f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
+        yield Problem(f"{key}.optimizer_lr", found)
     if role.trainable and name in ("ref", "reward"):
         yield Problem(f"{key}.trainable", f"is True, but a role named {name!r} is only scored; set it to False")
 
 
 def _spec(role: ModelRole, engine: EngineSpec) -> RoleSpec:
-    key = f"{role.name}.path"
+    key = f"roles[{role.name!r}].path"
     folder = model_folder(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
     optimizer = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,14 +42,15 @@ class Rollout:
 def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step, and others in place of groups that rollout.dynamic_sampling drops."""
     config, run = setup.config, setup.run
-    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed, "rollout")
+    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed)
     skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
     keep = np.ones(len(samples), dtype=bool)
     if config.rollout.dynamic_sampling:
         rounds, size, most = 1, len(batch), 1 if config.dynamic_bs else config.rollout.max_sampling_rounds
         while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.next_batch()):
             seed = run.seed + (rounds << 40)
-            samples += sample_and_score(setup, more.items, config.gconfig, seed, "rollout", samples[-1].group + 1)
+            group = samples[-1].group + 1
+            samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
             skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
             rounds += 1
         keep = first_groups(samples, has_signal(samples), size)
@@ -88,32 +89,21 @@ def sample_and_score(
     items: Sequence[PromptItem],
     gconfig: GenerationConfig,
     seed: int,
-    title: str,
+    title: str = "rollout",
     first_group: int = 0,
 ) -> list[ScoredSample]:
-    """Completions of every prompt, with their rewards. Groups are numbered from first_group on."""
-    clock = setup.run.clock
+    """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on."""
+    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
     with clock.phase("rollout"):
-        results = sample(setup, items, gconfig, seed, title)
+        log_stage(f"{title}_start")
+        reward = history["reward_mean"][-1] if "reward_mean" in history else None
+        progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
+        params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+        with trainer.rollout_session(sampling_params=params, proxy=False), progress:
+            results = trainer.rollout_token_batch(prompts, gconfig.n_samples, params, seed=seed, on_progress=progress)
+        log_stage(f"{title}_end")
     with clock.phase("reward"):
         return score(setup, items, results, gconfig, first_group)
-
-
-def sample(
-    setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, seed: int, title: str
-) -> list[RolloutResult]:
-    """`gconfig.n_samples` completions of every prompt."""
-    trainer, history = setup.trainer, setup.run.history
-    log_stage(f"{title}_start")
-    reward = history["reward_mean"][-1] if "reward_mean" in history else None
-    progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
-    params = sampling_params(gconfig)
-    with trainer.rollout_session(sampling_params=params, proxy=False), progress:
-        results = trainer.rollout_token_batch(
-            [item.tokens for item in items], gconfig.n_samples, params, seed=seed, on_progress=progress
-        )
-    log_stage(f"{title}_end")
-    return results
 
 
 def score(
@@ -121,7 +111,7 @@ def score(
     items: Sequence[PromptItem],
     results: Sequence[RolloutResult],
     gconfig: GenerationConfig,
-    first_group: int = 0,
+    first_group: int,
 ) -> list[ScoredSample]:
     """Every completion with its text and its reward: of the function, of the reward model, or the sum of both."""
     pairs = [(item, sequence) for item, result in zip(items, results, strict=True) for sequence in result.sequences]
@@ -132,12 +122,8 @@ def score(
         texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
     outcomes = [RewardOutcome(0.0)] * len(pairs)
     if setup.rewards is not None:
-        outcomes = setup.rewards.score(
-            [
-                RewardRecord.of_completion(item, sequence, text, raw)
-                for (item, sequence), text, raw in zip(pairs, texts, rendered, strict=True)
-            ]
-        )
+        described = zip(pairs, texts, rendered, strict=True)
+        outcomes = setup.rewards.score([RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described])
     if setup.config.reward.path is not None:
         scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
         outcomes = [
@@ -150,13 +136,10 @@ def score(
     ]
 
 
-def evaluate_policy(setup: PolicySetup) -> dict[str, float]:
+def evaluate_policy(setup: PolicySetup, batches: Iterator[Batch[PromptItem]]) -> dict[str, float]:
     """Sample and score the whole of valid_dataset; the eval/* scalars by name."""
-    assert setup.valid_loader is not None
-    samples: list[ScoredSample] = []
-    for batch in setup.valid_loader.batches():
-        results = sample(setup, batch.items, setup.eval_gconfig, setup.config.seed, "eval")
-        samples += score(setup, batch.items, results, setup.eval_gconfig)
+    gconfig = setup.config.eval_gconfig or setup.config.gconfig
+    samples = [one for of in batches for one in sample_and_score(setup, of.items, gconfig, setup.config.seed, "eval")]
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
     return {name: metrics[f"rollout/{name}"] for name in kept}

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from areno.api.inputs.plan import model_folder
 from areno.api.trainers.evaluate import measure_loss
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.setup import check_config, open_rows_setup
+from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
-from areno.engine.spec import RoleSpec
 from areno.tracking.console import log_stage
 from areno.tracking.progress import Progress
 from areno.types import Batch, PairItem, TrainSequence
@@ -28,6 +26,9 @@ logger = logging.getLogger("areno")
 
 # Row number -> log-probabilities of all tokens of its two rows, chosen and rejected, float32.
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+HEADLINE = ("train/loss", "train/accuracy", "train/margin")
 
 
 class DPOTrainer(AbstractContextManager["DPOTrainer"]):
@@ -41,21 +42,12 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
     ):
-        check_config(config, PreferenceExperimentConfig, "DPOTrainer")
-        self.config, self.loss_fn = config, config.loss_fn()
-        self.ref_path: str | None = None  # the actor scores itself
-        if config.ref.path not in (None, config.actor.path):
-            self.ref_path = model_folder(config.ref.path or "", "ref.path")
-        self.ref_scores: Scores = {}
-        self.valid_ref_scores: Scores = {}
-        self._has_reference = False
-        self.setup = open_rows_setup(
-            config, "dpo", run_dir, train_dataset, valid_dataset,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: self.measure(self.setup.valid_batches()),
-            headline=("train/loss", "train/accuracy", "train/margin"),
+        self.setup = Setup(
+            config, "DPOTrainer", PreferenceExperimentConfig, "dpo", HEADLINE, lambda _, batches: self.measure(batches),
+            run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
         )  # fmt: skip
-        self.run, self.trainer, self.loader = self.setup.run, self.setup.trainer, self.setup.loader
+        self.run = self.setup.run
+        self._has_reference = False
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
@@ -63,16 +55,12 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         self.score_reference()
         for batch in run.steps():
             rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
-            stats = update(run, self.trainer, rows, self.loss_fn, self.config.actor, rows_per_unit=2)
+            stats = update(self.setup, rows, rows_per_unit=2)
             run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
-            self.setup.log_skipped(batch)
+            run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
         return run.result("eval_accuracy", "accuracy", 5)
-
-    def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
 
     def score_reference(self) -> None:
         """Reference log-probabilities of every pair that the run will use. To be called before the first update.
@@ -81,24 +69,26 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         """
         if self._has_reference:
             return
-        role = "actor" if self.ref_path is None else "ref"
-        if self.ref_path is not None:
-            self.trainer.ensure_roles({role: RoleSpec(path=self.ref_path, head="lm", key="ref.path")})
+        self.ref_scores: Scores = {}
+        self.valid_ref_scores: Scores = {}
+        role = "ref" if self.setup.roles else "actor"
+        if self.setup.roles:
+            self.setup.trainer.ensure_roles(self.setup.roles)
         started = time.monotonic()
         log_stage("score_start", role="ref")
-        self._score(role, self._pairs_to_train(), len(self.loader.rows), self.ref_scores)
+        self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
         if (valid := self.setup.valid_loader) is not None:
             self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
         log_stage("score_end", role="ref")
         n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
         logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
-        if self.ref_path is not None:
-            self.trainer.release_role(role)
+        if self.setup.roles:
+            self.setup.trainer.release_role(role)
         self._has_reference = True
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
         """The pairs that this run trains on, each once, by the batch. The loader stands afterwards where it stood."""
-        config, loader = self.config, self.loader
+        config, loader = self.setup.config, self.setup.loader
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:
             limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
@@ -126,7 +116,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
     def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
         """Each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
         rows = [row for item in items for row in (item.chosen, item.rejected)]
-        scored = self.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
     def measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
@@ -142,16 +132,19 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
             for item, *scored in self._logprobs("actor", batch.items):
                 rows += _with_scores(item, self.valid_ref_scores[item.index])
                 logprobs += scored
-        measured = measure_loss(self.loss_fn, rows, logprobs, rows_per_unit=2)
+        measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
         answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
         ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
-        return {name: measured[name] for name in ("loss", "accuracy", "margin")} | {
-            "ranking_accuracy": float(ranked.mean())
-        }
+        kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
+        return kept | {"ranking_accuracy": float(ranked.mean())}
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
 
     def close(self) -> None:
-        """End the workers, close the logs."""
+        """End the processes of the run, and close its logs."""
         self.setup.close()
 
     def __exit__(self, *exc: object) -> None:

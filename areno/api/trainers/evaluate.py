@@ -26,12 +26,6 @@ def measure_loss(
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
-    _, pack = pack_rows(
-        step.micro_batches[0],
-        step_tokens=step.step_tokens,
-        step_rows=step.step_rows,
-        rows_per_unit=rows_per_unit,
-        device=torch.device("cpu"),
-    )
+    _, pack = pack_rows(step.micro_batches[0], step, rows_per_unit, torch.device("cpu"))
     loss, stats = loss_fn(pack, torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs]))
     return {"loss": loss.item(), **{name: value.item() for name, value in stats.items() if value.dim() == 0}}

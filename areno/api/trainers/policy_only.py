@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained
-from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
+from areno.api.trainers.rows import AdvantageFn, set_trained
+from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
+
+HEADLINE = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
 
 
 class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
@@ -37,16 +39,15 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
-        check_config(config, PolicyExperimentConfig, "PolicyOnlyTrainer")
-        self.config = config
-        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
-        self.advantages = choose_advantages(config, advantage_fn)
-        self.setup = open_policy_setup(
-            config, run_dir, train_dataset, valid_dataset, reward_fn,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: evaluate_policy(self.setup),
+        self.setup = Setup(
+            config, "PolicyOnlyTrainer", PolicyExperimentConfig, "prompt", HEADLINE, evaluate_policy,
+            loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+            reward_fn=reward_fn,
         )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
+        self.run = self.setup.run
+        self.advantages = config.advantages
+        if advantage_fn is not None:
+            self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
@@ -58,17 +59,17 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
                 set_trained(rows, "advantages", self.advantages(rows, [sample.group for sample in rollout.kept]))
             log_rollout(setup, rollout, rows)
             stats = correct(setup, rows)  # what the policy thinks of the rows before the update
-            stats = update_policy(setup, rows, self.loss_fn) | stats
+            stats = update_policy(setup, rows) | stats
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
 
     def evaluate(self) -> dict[str, float]:
-        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
         return self.run.evaluate()
 
     def close(self) -> None:
-        """End the reward processes and the workers, close the logs."""
+        """End the processes of the run, and close its logs."""
         self.setup.close()
 
     def __exit__(self, *exc: object) -> None:

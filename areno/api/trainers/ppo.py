@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.rows import AdvantageFn, choose_advantages, set_trained, token_rows, trained
-from areno.api.trainers.setup import RewardFn, check_config, open_policy_setup
+from areno.api.trainers.policy_only import HEADLINE
+from areno.api.trainers.rows import AdvantageFn, set_trained, token_rows, trained
+from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig, LossFn
 from areno.loss_fns.advantages import explained_variance
@@ -35,20 +36,19 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
     ):
-        check_config(config, CriticExperimentConfig, "PPOTrainer")
-        self.config = config
-        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
-        self.advantages = choose_advantages(config, advantage_fn)
-        self.setup = open_policy_setup(
-            config, run_dir, train_dataset, valid_dataset, reward_fn,
-            save=self.write_checkpoint,
-            evaluate=lambda: evaluate_policy(self.setup),
+        self.setup = Setup(
+            config, "PPOTrainer", CriticExperimentConfig, "prompt", HEADLINE, evaluate_policy,
+            loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
+            reward_fn=reward_fn, save=self.write_checkpoint,
         )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
+        self.run = self.setup.run
+        self.advantages = config.advantages
+        if advantage_fn is not None:
+            self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
-        setup, run, config = self.setup, self.run, self.config
+        setup, run, config = self.setup, self.run, self.setup.config
         warmup, total = config.critic.warmup_steps, config.total_train_steps
         if total is not None and total <= warmup:
             logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
@@ -56,7 +56,8 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
             rollout = collect(setup, batch)  # sample completions of each prompt, and score them
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("values"):
-                self.value(rows)
+                for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
+                    row.values = values  # the critic's, of the state before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
                 set_trained(rows, "advantages", advantages)
@@ -65,23 +66,18 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
             stats = self.update_critic(rows)
             if run.step > warmup:
                 corrected = correct(setup, rows)  # what the policy thinks of the rows before the update
-                stats |= update_policy(setup, rows, self.loss_fn) | corrected
+                stats |= update_policy(setup, rows) | corrected
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)
 
-    def value(self, rows: list[TrainSequence]) -> None:
-        """Set the critic's value of the state before each token."""
-        for row, values in zip(rows, self.trainer.score_values("critic", token_rows(rows)), strict=True):
-            row.values = values
-
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
-        critic, run = self.config.critic, self.run
+        critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
         with run.clock.phase("train_critic"):
             log_stage("train_start", role="critic")
-            stats = self.trainer.train_values(
+            stats = self.setup.trainer.train_values(
                 "critic",
                 rows,
                 cliprange_value=critic.eps_clip,
@@ -94,17 +90,17 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}
 
-    def evaluate(self) -> dict[str, float]:
-        """Sample and score the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
     def write_checkpoint(self, folder: Path) -> None:
         """The actor, and in it the critic as a folder of its own, which can be loaded again as critic.path."""
-        self.trainer.write_checkpoint(folder)
-        self.trainer.write_checkpoint(folder / "critic", role="critic")
+        self.setup.trainer.write_checkpoint(folder)
+        self.setup.trainer.write_checkpoint(folder / "critic", role="critic")
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        return self.run.evaluate()
 
     def close(self) -> None:
-        """End the reward processes and the workers, close the logs."""
+        """End the processes of the run, and close its logs."""
         self.setup.close()
 
     def __exit__(self, *exc: object) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.experiments import PolicyExperimentConfig
-from areno.config.models import NormConfig, PolicyConfig
+from areno.config.models import PolicyConfig
 from areno.errors import DataError
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
 from areno.loss_fns.correction import behave_weights, m2_keep
@@ -28,15 +27,6 @@ In the PPO loop, whose rows have values, two such lists: (advantages, returns). 
     def advantages(rows, groups, actor):
         return [np.full(len(logprobs), row.reward) for row, logprobs in zip(rows, trained(rows, "logprobs"))]
 """
-
-
-def choose_advantages(
-    config: PolicyExperimentConfig, advantage_fn: AdvantageFn | None
-) -> Callable[[Sequence[TrainSequence], Sequence[int]], Any]:
-    """(rows, groups) -> advantages: of a script's function or, where there is none, as the configuration says."""
-    if advantage_fn is None:
-        return config.advantages
-    return lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
 
 def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
@@ -140,7 +130,7 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     per_token = token_rewards(rows, actor)
     if actor.use_kl_in_reward and (norm is None or "group" not in (norm.mean_level, norm.std_level)):
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
-        return returns if norm is None else _normalize(returns, groups, norm)
+        return returns if norm is None else normalize_tokens(returns, groups, **asdict(norm))
     earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
     values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **asdict(norm))
     return [np.full(rewards.size, value) for rewards, value in zip(per_token, values_B, strict=True)]
@@ -153,11 +143,9 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
         for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
     ]
     advantages, returns = [one for one, _ in found], [other for _, other in found]
-    return (advantages if actor.adv_norm is None else _normalize(advantages, groups, actor.adv_norm)), returns
-
-
-def _normalize(arrays: Arrays, groups: Sequence[int], norm: NormConfig) -> Arrays:
-    return normalize_tokens(arrays, groups, **asdict(norm))
+    if actor.adv_norm is not None:
+        advantages = normalize_tokens(advantages, groups, **asdict(actor.adv_norm))
+    return advantages, returns
 
 
 def needs_proximal(actor: PolicyConfig) -> bool:
@@ -183,7 +171,9 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
             "logp_abs_diff_max": np.abs(diff).max(),
         }
     if actor.prox_logp_method == "metrics":
-        stats["prox_approx_abs_diff_mean"] = _loglinear_error(rows, behave, prox)
+        # The error of what prox_logp_method=loglinear would have taken for `prox`.
+        errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
+        stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
     weights = [np.ones(len(old)) for old in behave]
     if actor.use_decoupled_loss:
         limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
@@ -203,12 +193,6 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
             places[places] = kept
             row.prompt_mask = ~places
     return {name: float(value) for name, value in stats.items()}
-
-
-def _loglinear_error(rows: Sequence[TrainSequence], behave: Arrays, prox: Arrays) -> float:
-    """Mean absolute error of what prox_logp_method=loglinear would have taken for `prox`."""
-    errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
-    return float(np.concatenate(errors).mean())
 
 
 def _share_masked(keep: Arrays) -> float:

@@ -58,8 +58,6 @@ class Run:
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
 
-    # -- batches ---------------------------------------------------------------------------------------------------
-
     @property
     def seed(self) -> int:
         """The seed of what is random in the step under way."""
@@ -104,11 +102,14 @@ class Run:
                 log_epoch(batch.epoch, "end")
                 self._epoch = None
 
-    # -- records ---------------------------------------------------------------------------------------------------
-
     def log(self, scalars: Mapping[str, float]) -> None:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
         self.trackers.log(self.step, scalars)
+
+    def log_skipped(self, batch: Batch[Any]) -> None:
+        """Tell the trackers how many rows were too long."""
+        skipped, total = batch.skipped_long, batch.total_skipped_long
+        self.log({"rollout/skipped_long": skipped, "rollout/total_skipped_long": total})
 
     def keep(self, **values: float) -> None:
         """Remember the values of this step in `history`."""
@@ -169,8 +170,6 @@ class Run:
             log_stopped(self.step, self.saver.saved_step)
         self.trackers.finish()
         self._log.close()
-
-    # -- resuming --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""

@@ -1,190 +1,113 @@
-"""What a loop works with, opened from its configuration: the Trainer, the data, the rewards and the Run."""
+"""What a training loop works with, opened from its configuration and closed together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.trainer import Trainer
 from areno.api.trainers.run import Run
-from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, PolicyExperimentConfig
-from areno.config.run import DatasetConfig, GenerationConfig
+from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.run import DatasetConfig
 from areno.data.loader import BatchLoader, row_loader
+from areno.data.row_schema import RowKind
 from areno.data.sources import open_rows, valid_section
 from areno.errors import ConfigError
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
-from areno.types import Batch, PromptItem, RewardRecord
+from areno.types import Batch, RewardRecord
 
 RewardFn = Callable[[RewardRecord], Any]
-Save = Callable[[Path], object]
-Evaluate = Callable[[], dict[str, float]]
+Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
-def check_config(config: Any, needed: type[ExperimentConfig], trainer: str) -> None:
-    """ConfigError for a configuration that the named trainer cannot read."""
-    if not isinstance(config, needed):
-        raise ConfigError(f"config is a {type(config).__name__}; {trainer} needs a {needed.__name__}")
-    if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
-        raise ConfigError(f"{type(config).__name__} is for PPOTrainer, not for {trainer}: its critic would not be used")
+class Setup(Generic[Config]):
+    """Models, data, rewards and the run of one experiment. Construction checks everything and makes the run's folder.
 
+    trainer_name, needed: the loop, and the configuration that it reads. headline: see open_trackers. measure: (setup,
+    batches of valid_dataset) -> the eval/* scalars. save: fills the folder of a checkpoint; None saves the actor alone.
+    The other arguments are those of the loops.
+    roles: the models beside the actor. rewards: the reward processes; None where a reward model is the only reward, or
+    where rows are given.
+    """
 
-@dataclass(kw_only=True)
-class RowSetup:
-    """For a loop that trains on given rows."""
+    def __init__(
+        self,
+        config: Config,
+        trainer_name: str,
+        needed: type[ExperimentConfig],
+        kind: RowKind,
+        headline: tuple[str, ...],
+        measure: Callable[[Any, Iterator[Batch[Any]]], dict[str, float]],
+        *,
+        loss_fn: LossFn | None = None,
+        run_dir: str | Path | None = None,
+        train_dataset: Any = None,
+        valid_dataset: Any = None,
+        reward_fn: RewardFn | None = None,
+        save: Callable[[Path], None] | None = None,
+    ):
+        given = type(config).__name__
+        if not isinstance(config, needed):
+            raise ConfigError(f"config is a {given}; {trainer_name} needs a {needed.__name__}")
+        if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
+            raise ConfigError(f"{given} is for PPOTrainer, not for {trainer_name}: its critic would not be used")
+        self.config: Config = config
+        self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
+        self._kind: RowKind = kind
+        with ExitStack() as stack:
+            stack.enter_context(RunLog())
+            self.rewards = None
+            if isinstance(config, PolicyExperimentConfig) and (
+                reward_fn is not None or config.reward.fn is not None or config.reward.path is None
+            ):
+                # It imports the user's file while the data is read.
+                self.rewards = stack.enter_context(RewardPool(config.reward, reward_fn))
+            plan = plan_of_experiment(config)
+            self.tokenizer = plan.tokenizer
+            self.roles = experiment_roles(config, plan.spec)
+            self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
+            valid = valid_section(config, valid_dataset)
+            self.valid_loader = valid and self._open_loader(plan, valid, valid_dataset, "valid_dataset")
+            if self.rewards is not None:
+                self.rewards.wait_ready()
+            self.run = Run(
+                config, run_dir, self.loader, save=save or (lambda folder: self.trainer.write_checkpoint(folder)),
+                evaluate=(lambda: measure(self, self.valid_batches())) if valid else None, headline=headline,
+            )  # fmt: skip
+            stack.callback(self.run.close)
+            self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
+            self.trainer.init()
+            if isinstance(config, PolicyExperimentConfig):
+                self.trainer.ensure_roles(self.roles)
+            self._resources = stack.pop_all()
 
-    run: Run
-    trainer: Trainer
-    loader: BatchLoader[Any]
-    valid_loader: BatchLoader[Any] | None
-    resources: ExitStack
+    def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
+        """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
+        config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
+        rows, section = open_rows(section, given, self._kind, key)
+        if isinstance(config, PolicyExperimentConfig):
+            thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
+            if key == "valid_dataset" and config.eval_gconfig is not None:
+                name, gconfig = "eval_gconfig", config.eval_gconfig
+            if gconfig.max_tokens:
+                limit, limit_key = gconfig.max_tokens, f"{name}.max_tokens"
+        return row_loader(
+            self._kind, rows, plan.tokenizer, section, context_len=limit, context_key=limit_key,
+            enable_thinking=thinking, seed=config.seed, key=key,
+        )  # fmt: skip
 
     def valid_batches(self) -> Iterator[Batch[Any]]:
         """All of valid_dataset."""
         assert self.valid_loader is not None
         return self.valid_loader.batches()
 
-    def log_skipped(self, batch: Batch[Any]) -> None:
-        """Tell the trackers how many rows were too long."""
-        self.run.log(
-            {"rollout/skipped_long": batch.skipped_long, "rollout/total_skipped_long": batch.total_skipped_long}
-        )
-
-    def close(self) -> None:
-        """End the workers, close the logs."""
-        self.resources.close()
-
-
-def open_rows_setup(
-    config: ExperimentConfig,
-    kind: Literal["sft", "dpo"],
-    run_dir: str | Path | None,
-    train_dataset: Any,
-    valid_dataset: Any,
-    *,
-    save: Save,
-    evaluate: Evaluate,
-    headline: tuple[str, ...],
-) -> RowSetup:
-    """Check everything, make the run's folder, load the model. kind: "sft" or "dpo"."""
-    with ExitStack() as stack:
-        stack.enter_context(RunLog())
-        plan = plan_of_experiment(config)
-        spec, tokenizer = plan.spec, plan.tokenizer
-
-        def loader(section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-            rows, section = open_rows(section, given, kind, key)
-            context_len, seed = spec.context_len, config.seed
-            return row_loader(kind, rows, tokenizer, section, context_len=context_len, seed=seed, key=key)
-
-        train_loader = loader(config.train_dataset, train_dataset, "train_dataset")
-        valid = valid_section(config, valid_dataset)
-        valid_loader = None if valid is None else loader(valid, valid_dataset, "valid_dataset")
-        run = Run(
-            config, run_dir, train_loader, save=save, evaluate=evaluate if valid_loader else None, headline=headline
-        )
-        stack.callback(run.close)
-        trainer = stack.enter_context(Trainer.from_plan(plan, run.clock))
-        trainer.init()
-        return RowSetup(
-            run=run, trainer=trainer, loader=train_loader, valid_loader=valid_loader, resources=stack.pop_all()
-        )
-
-
-@dataclass(kw_only=True)
-class PolicySetup:
-    """For a loop that samples completions and trains on them. rewards: None where a reward model is the only reward."""
-
-    config: PolicyExperimentConfig
-    run: Run
-    trainer: Trainer
-    tokenizer: Any
-    valid_loader: BatchLoader[PromptItem] | None
-    rewards: RewardPool | None
-    resources: ExitStack
-
-    @property
-    def eval_gconfig(self) -> GenerationConfig:
-        """How completions are sampled in evaluation."""
-        return self.config.eval_gconfig or self.config.gconfig
-
     def close(self) -> None:
         """End the reward processes and the workers, close the logs."""
-        self.resources.close()
+        self._resources.close()
 
 
-def open_policy_setup(
-    config: PolicyExperimentConfig,
-    run_dir: str | Path | None,
-    train_dataset: Any,
-    valid_dataset: Any,
-    reward_fn: RewardFn | None,
-    *,
-    save: Save,
-    evaluate: Evaluate,
-) -> PolicySetup:
-    """Check everything, start the reward processes, make the run's folder, load the models."""
-    with ExitStack() as stack:
-        stack.enter_context(RunLog())
-        rewards = None
-        if reward_fn is not None or config.reward.fn is not None or config.reward.path is None:
-            # It imports the user's file while the data is read.
-            rewards = stack.enter_context(RewardPool(config.reward, reward_fn))
-        plan = plan_of_experiment(config)
-        roles = experiment_roles(config, plan.spec)
-        train_loader, valid_loader = _prompt_loaders(config, plan, train_dataset, valid_dataset)
-        if rewards is not None:
-            rewards.wait_ready()
-        run = Run(
-            config,
-            run_dir,
-            train_loader,
-            save=save,
-            evaluate=evaluate if valid_loader else None,
-            headline=("rollout/rewards_mean", "train/response_len", "train/explained_variance"),
-        )
-        stack.callback(run.close)
-        trainer = stack.enter_context(Trainer.from_plan(plan, run.clock))
-        trainer.init()
-        trainer.ensure_roles(roles)
-        return PolicySetup(
-            config=config,
-            run=run,
-            trainer=trainer,
-            tokenizer=plan.tokenizer,
-            valid_loader=valid_loader,
-            rewards=rewards,
-            resources=stack.pop_all(),
-        )
-
-
-def _prompt_loaders(
-    config: PolicyExperimentConfig, plan: TrainerPlan, train_dataset: Any, valid_dataset: Any
-) -> tuple[BatchLoader[PromptItem], BatchLoader[PromptItem] | None]:
-    """The prompts to train on, and those to evaluate on, if there are any."""
-
-    def loader(section: DatasetConfig, given: Any, key: str, gconfig: GenerationConfig, gconfig_key: str) -> Any:
-        rows, section = open_rows(section, given, "prompt", key)
-        return row_loader(
-            "prompt",
-            rows,
-            plan.tokenizer,
-            section,
-            context_len=gconfig.max_tokens or plan.spec.context_len,
-            context_key=f"{gconfig_key}.max_tokens" if gconfig.max_tokens else "the model's context",
-            enable_thinking=config.rollout.enable_thinking,
-            seed=config.seed,
-            key=key,
-        )
-
-    train = loader(config.train_dataset, train_dataset, "train_dataset", config.gconfig, "gconfig")
-    valid = valid_section(config, valid_dataset)
-    if valid is None:
-        return train, None
-    if config.eval_gconfig is None:
-        return train, loader(valid, valid_dataset, "valid_dataset", config.gconfig, "gconfig")
-    return train, loader(valid, valid_dataset, "valid_dataset", config.eval_gconfig, "eval_gconfig")
+PolicySetup = Setup[PolicyExperimentConfig]

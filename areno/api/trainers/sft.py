@@ -9,10 +9,12 @@ from typing import Any
 
 from areno.api.trainers.evaluate import measure_loss
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.setup import check_config, open_rows_setup
+from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig
 from areno.types import Batch, TrainSequence
+
+HEADLINE = ("train/loss", "train/lr")
 
 
 class SFTTrainer(AbstractContextManager["SFTTrainer"]):
@@ -33,23 +35,19 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
     ):
-        check_config(config, SupervisedExperimentConfig, "SFTTrainer")
-        self.config, self.loss_fn = config, config.loss_fn()
-        self.setup = open_rows_setup(
-            config, "sft", run_dir, train_dataset, valid_dataset,
-            save=lambda folder: self.trainer.write_checkpoint(folder),
-            evaluate=lambda: self.measure(self.setup.valid_batches()),
-            headline=("train/loss", "train/lr"),
+        self.setup = Setup(
+            config, "SFTTrainer", SupervisedExperimentConfig, "sft", HEADLINE, lambda _, batches: self.measure(batches),
+            run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
         )  # fmt: skip
-        self.run, self.trainer = self.setup.run, self.setup.trainer
+        self.run = self.setup.run
 
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         run = self.run
         for batch in run.steps():
-            stats = update(run, self.trainer, batch.items, self.loss_fn, self.config.actor)
+            stats = update(self.setup, batch.items)
             run.keep(loss=stats["loss"])
-            self.setup.log_skipped(batch)
+            run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"loss": 1, "eval_loss": 1})
         return run.result("eval_loss", "loss")
@@ -57,15 +55,15 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
     def measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
         """loss: mean negative log-likelihood of the response tokens of all rows."""
         rows = [row for batch in batches for row in batch.items]
-        logprobs = self.trainer.score_logprobs("actor", token_rows(rows), 1.0)
-        return {"loss": measure_loss(self.loss_fn, rows, logprobs)["loss"]}
+        logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}
 
     def evaluate(self) -> dict[str, float]:
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
         return self.run.evaluate()
 
     def close(self) -> None:
-        """End the workers, close the logs."""
+        """End the processes of the run, and close its logs."""
         self.setup.close()
 
     def __exit__(self, *exc: object) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from areno.api.metrics import rollout_metrics
-from areno.api.trainer import Trainer
 from areno.api.trainers.collect import Rollout
 from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows, trained
-from areno.api.trainers.run import Run
-from areno.api.trainers.setup import PolicySetup
-from areno.config.experiments import LossFn
-from areno.config.models import ModelConfig
+from areno.api.trainers.setup import PolicySetup, Setup
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
 
@@ -22,14 +19,8 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     """The rows to train on: shaped rewards, and the reference's log-probabilities where there is a reference."""
     config = setup.config
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
-    eos = setup.tokenizer.eos_token_id or 0
-    rows = policy_rows(
-        rollout.kept,
-        rewards_B,
-        eos,
-        drop_truncated=config.actor.mask_no_eos_with_zero,
-        weights_version=setup.trainer.engine.weights_version,
-    )
+    eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
+    rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     if config.ref is not None:
         with setup.run.clock.phase("ref"):
             for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
@@ -52,22 +43,20 @@ def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, floa
 
 
 def update(
-    run: Run,
-    trainer: Trainer,
+    setup: Setup[Any],
     rows: Sequence[TrainSequence],
-    loss_fn: LossFn,
-    actor: ModelConfig,
     *,
     n_minibatches: int = 1,
     temperature: float = 1.0,
     rows_per_unit: int = 1,
 ) -> dict[str, float]:
     """Optimizer steps of the actor; the train/* statistics by name."""
+    run, actor = setup.run, setup.config.actor
     with run.clock.phase("train"):
         log_stage("train_start")
-        stats = trainer.train(
+        stats = setup.trainer.train(
             rows,
-            loss_fn,
+            setup.loss_fn,
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
             n_minibatches=n_minibatches,
@@ -80,18 +69,10 @@ def update(
     return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
-def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence], loss_fn: LossFn) -> dict[str, float]:
+def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """`update`, cut and tempered as the settings of a policy say."""
     config = setup.config
-    return update(
-        setup.run,
-        setup.trainer,
-        rows,
-        loss_fn,
-        config.actor,
-        n_minibatches=config.actor.ppo_n_minibatches,
-        temperature=config.gconfig.temperature,
-    )
+    return update(setup, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
 
 
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
@@ -100,10 +81,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     advantages_B = np.zeros(len(samples))
     advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in trained(rows, "advantages")]
     metrics = rollout_metrics(
-        samples,
-        advantages_B,
-        skipped_long=rollout.skipped_long,
-        total_skipped_long=rollout.total_skipped_long,
+        samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
     n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]

@@ -23,8 +23,7 @@ _PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
 class AttentionSplit:
     """The split of one decode step: the fields of the same names in `areno.kernels.paged`, as numpy arrays.
 
-    The numbers of splits and the shape of prefix_groups_GR are constants of a captured graph. So the numbers of splits
-    are powers of two, to keep graphs few.
+    A captured graph is for one `splits` and one shape of prefix_groups_GR, so the former are powers of two.
     """
 
     shared_lens_B: np.ndarray
@@ -43,8 +42,7 @@ def split_attention(
     """
     rows_by_prompt: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        n_blocks = sequence.n_prompt // block_size
-        if n_blocks:
+        if n_blocks := sequence.n_prompt // block_size:
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)

@@ -36,20 +36,12 @@ class BlockManager:
         """Blocks that can be allocated: the free ones, and the cached ones, which can be evicted."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def n_cached(self) -> int:
-        """Blocks that no sequence uses but that can be found by content."""
-        return len(self._cached)
-
     def blocks_for(self, n_tokens: int) -> int:
         """How many blocks `n_tokens` tokens take."""
         return -(-n_tokens // self.block_size)
 
     def match(self, tokens: list[int], max_blocks: int) -> tuple[list[int], int]:
-        """Find the longest registered prefix of `tokens`, of at most `max_blocks` blocks.
-
-        Returns its blocks, which the caller has yet to acquire, and its prefix id.
-        """
+        """The blocks (yet to be acquired) of the longest registered prefix, at most `max_blocks`, and its prefix id."""
         blocks: list[int] = []
         prefix_id = EMPTY_PREFIX
         for start in range(0, max_blocks * self.block_size, self.block_size):

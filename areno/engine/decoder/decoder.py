@@ -23,15 +23,13 @@ class Decoder:
 
     The host works one step behind the device: it starts a step, then reads the tokens of the step before. So a
     sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same,
-    without the overlap. A completion depends on its request only, not on what else is in the batch: see
-    GenerationRequest.
+    without the overlap. A completion depends on its request only, not on what else is in the batch.
 
-    n_blocks, block_size: size of the cache, in blocks, and of a block, in tokens. max_running: most sequences in the
-    batch. max_prefill_tokens: most prompt tokens of a step. eos_token_ids: end a completion unless `ignore_eos`.
-    use_graphs: replay the decode step as a CUDA graph. attn_backend: of the prefill, as returned by `choose_backend`.
-    detokenize: turns completion tokens into text; stop strings need it.
-    weights_version: the caller sets it between steps, when the weights have changed. Each token gets the version that
-    was set when the step that sampled it was started.
+    block_size: in tokens. max_running: most sequences in the batch. max_prefill_tokens: most prompt tokens of a step.
+    eos_token_ids: end a completion unless `ignore_eos`. use_graphs: replay the decode step as a CUDA graph.
+    attn_backend: of the prefill, as returned by `choose_backend`. detokenize: turns completion tokens into text; stop
+    strings need it. weights_version: the caller sets it between steps, when the weights have changed. Each token gets
+    the version that was set when the step that sampled it was started.
     """
 
     def __init__(
@@ -47,20 +45,11 @@ class Decoder:
         attn_backend: str = "sdpa",
         detokenize: Detokenize | None = None,
     ):
-        self._eos = frozenset(eos_token_ids)
-        self._detokenize = detokenize
+        self._eos, self._detokenize = frozenset(eos_token_ids), detokenize
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
-        self._runner = Runner(
-            model,
-            n_blocks=n_blocks,
-            block_size=block_size,
-            max_running=max_running,
-            max_blocks=min(n_blocks, self._blocks.blocks_for(model.config.max_position_embeddings)),
-            use_graphs=use_graphs,
-            attn_backend=attn_backend,
-        )
+        self._runner = Runner(model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend)
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=model.config.max_position_embeddings,
@@ -92,12 +81,6 @@ class Decoder:
             graph_replays=0 if graphs is None else graphs.n_replays,
         )
 
-    def reset_stats(self) -> None:
-        """Count from 0 again."""
-        self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
-        if self._runner.graphs is not None:
-            self._runner.graphs.n_replays = 0
-
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; it joins the batch in one of the next steps. Raises EngineError if it cannot be served."""
         max_new = self.limits.max_new(request)
@@ -107,18 +90,19 @@ class Decoder:
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         stop_strings: StopStrings | None = None
         if params.stop and self._detokenize is not None:
-            key = tuple(params.stop)
-            stop_strings = self._stop_strings.setdefault(key, StopStrings(key, self._detokenize))
+            strings = tuple(params.stop)
+            stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
         self._unfinished[request.request_id] = request.n_samples
         for sample in range(request.n_samples):
-            self._scheduler.add(
+            key, tokens = sample_key(request.seed, sample), list(request.prompt)
+            self._scheduler.waiting.append(
                 Sequence(
                     request=request,
                     sample=sample,
-                    key=sample_key(request.seed, sample),
+                    key=key,
                     max_new=max_new,
                     stop_ids=stop_ids,
-                    tokens=list(request.prompt),
+                    tokens=tokens,
                     stop_strings=stop_strings,
                 )
             )
@@ -136,7 +120,7 @@ class Decoder:
     def step(self) -> list[GenerationOutput]:
         """Start one step on the device, then read the tokens of the step before.
 
-        Returns the samples that finished, whole, and partial outputs of the requests that stream: see GenerationOutput.
+        Returns the samples that finished, whole, and partial outputs of the requests that stream.
         """
         if self._scheduler.is_short_of_blocks():
             self._collect()
@@ -151,6 +135,12 @@ class Decoder:
         self._collect()
         self._scheduler.preempt_all()
         self._blocks.reset()
+
+    def reset_stats(self) -> None:
+        """Count from 0 again."""
+        self._n_generated = self._scheduler.n_preemptions = self._scheduler.n_cached_tokens = 0
+        if self._runner.graphs is not None:
+            self._runner.graphs.n_replays = 0
 
     def _collect(self) -> None:
         """Wait for the tokens in flight and append them to their sequences."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,13 +27,6 @@ def bucket_sizes(max_running: int) -> list[int]:
     return [*sizes, max_running]
 
 
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    out: Tensor
-
-
 class DecodeGraphs:
     """Captures the body the first time a batch size is needed, and replays the capture from then on.
 
@@ -42,13 +34,11 @@ class DecodeGraphs:
     updates them in place. So a graph stays valid for the whole run.
     """
 
-    def __init__(self, body: DecodeBody, max_running: int, scratch_slot: int, device: torch.device):
-        self._body = body
-        self._sizes = bucket_sizes(max_running)
-        self._device = device
-        # A padding row: the scratch slot, at position 0, sampling its first token, in no group.
-        self._padding = np.array([[scratch_slot], [0], [0], [0]], dtype=np.int64)
-        self._graphs: dict[GraphKey, _Graph] = {}
+    def __init__(self, body: DecodeBody, max_running: int, device: torch.device):
+        self._body, self._sizes, self._device = body, bucket_sizes(max_running), device
+        # A padding row: the scratch slot, after all others, at position 0, sampling its first token, in no group.
+        self._padding = np.array([[max_running], [0], [0], [0]], dtype=np.int64)
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}  # graph, inputs, output
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self.n_replays = 0
@@ -63,11 +53,11 @@ class DecodeGraphs:
         size = self.size_for(n_rows)
         groups = split.prefix_groups_GR
         key = (size, None if groups is None else groups.shape, split.splits, flags)
-        captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._graphs[key] = self._capture(*key)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key)
+        graph, inputs, out = self._graphs[key]
         # All inputs of a step go to the device in one copy.
-        host = torch.empty(captured.inputs.shape, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(inputs.shape, dtype=torch.int64, pin_memory=True)
         packed = host.numpy()
         packed[:2] = split.spans
         columns = packed[2 : 2 + 4 * size].reshape(4, size)
@@ -75,14 +65,14 @@ class DecodeGraphs:
         columns[:, n_rows:] = self._padding
         if groups is not None:
             packed[2 + 4 * size :] = groups.ravel()
-        captured.inputs.copy_(host, non_blocking=True)
-        captured.graph.replay()
+        inputs.copy_(host, non_blocking=True)
+        graph.replay()
         self.n_replays += 1
-        return captured.out[:, :n_rows]
+        return out[:, :n_rows]
 
     def _capture(
         self, size: int, group_shape: tuple[int, ...] | None, splits: tuple[int, int], flags: SamplingFlags
-    ) -> _Graph:
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         spans, rows = np.ones(2, dtype=np.int64), self._padding.repeat(size, 1)
         groups = np.full(group_shape or 0, -1, dtype=np.int64)
         inputs = torch.from_numpy(np.concatenate((spans, rows.ravel(), groups.ravel()))).to(self._device)
@@ -107,4 +97,4 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return _Graph(graph, inputs, out)
+        return graph, inputs, out

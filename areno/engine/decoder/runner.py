@@ -7,6 +7,7 @@ and marked by an event, and the token that the next step reads stays on the devi
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import DecodeGraphs
-from areno.engine.decoder.kv_cache import DecodeAttend, KVCache, PrefillAttend
+from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slot_sampler import SlotSampler
+from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
-from areno.kernels.paged import GROUP_SIZE, PagedBatch
+from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
 from areno.kernels.sampling import SamplingFlags
 from areno.models.transformer import Transformer
 
@@ -29,13 +32,10 @@ logger = logging.getLogger("areno")
 
 @dataclass(slots=True)
 class PendingTokens:
-    """The sampled tokens of one forward pass on their way to the host.
-
-    tokens_and_logprobs: (2, len(sequences)) float64 on the host, valid once `ready` has happened.
-    """
+    """The sampled tokens of one forward pass on their way to the host."""
 
     sequences: list[Sequence]
-    tokens_and_logprobs: Tensor
+    tokens_and_logprobs: Tensor  # (2, len(sequences)) float64 on the host, valid once `ready` has happened
     ready: torch.cuda.Event | None
 
     def wait(self) -> tuple[list[int], list[float]]:
@@ -50,25 +50,17 @@ class Runner:
     """Owns everything of the decoder that lives on the device.
 
     A sequence has a slot while it is in the batch. For each slot the device has the block table (`table`), the sampling
-    settings and the last sampled token. One more slot, the last, belongs to rows that only pad a batch.
+    settings and the last sampled token. The last slot belongs to rows that only pad a batch.
     """
 
     def __init__(
-        self,
-        model: Transformer,
-        *,
-        n_blocks: int,
-        block_size: int,
-        max_running: int,
-        max_blocks: int,
-        use_graphs: bool,
-        attn_backend: str,
+        self, model: Transformer, blocks: BlockManager, max_running: int, *, use_graphs: bool, attn_backend: str
     ):
-        self.model = model
+        self.model, self.attn_backend = model, attn_backend
         self.device = model.device
-        self.attn_backend = attn_backend
-        self.cache = KVCache(model, n_blocks, block_size)
-        n_slots = max_running + 1
+        n_blocks, n_slots = blocks.n_blocks, max_running + 1
+        self.cache = KVCache(model, n_blocks, blocks.block_size)
+        max_blocks = min(n_blocks, blocks.blocks_for(model.config.max_position_embeddings))
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
         on_cuda = self.device.type == "cuda"
@@ -76,11 +68,10 @@ class Runner:
         self.uses_prefix_groups = use_triton(self.table)
         self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
-        if use_graphs and on_cuda:
-            if not self.uses_prefix_groups:  # the torch form of paged attention needs the longest length on the host
-                logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
-            else:
-                self.graphs = DecodeGraphs(self._decode, max_running, max_running, self.device)
+        if use_graphs and on_cuda and self.uses_prefix_groups:
+            self.graphs = DecodeGraphs(self._decode, max_running, self.device)
+        elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
+            logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> list[PendingTokens]:
@@ -102,6 +93,10 @@ class Runner:
             return host
         return host.pin_memory().to(self.device, non_blocking=True)
 
+    def _upload_columns(self, rows: Collection[tuple[int, ...]]) -> tuple[Tensor, ...]:
+        """The columns of a list of tuples, each as an int64 tensor."""
+        return self._upload(np.array(rows, dtype=np.int64).T.copy()).unbind()
+
     def _download(self, sequences: list[Sequence], out: Tensor) -> PendingTokens:
         if self.device.type != "cuda":
             return PendingTokens(sequences, out, None)
@@ -120,7 +115,7 @@ class Runner:
                 entries.append((sequence.slot, column, sequence.blocks[column]))
             sequence.n_uploaded = len(sequence.blocks)
         if entries:
-            slots, columns, blocks = self._upload(np.array(entries, dtype=np.int64).T.copy())
+            slots, columns, blocks = self._upload_columns(entries)
             self.table[slots, columns] = blocks.int()
         if new:
             self.sampler.assign(self._upload(SlotSampler.pack(new)))
@@ -128,7 +123,10 @@ class Runner:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it."""
+        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it.
+
+        A slot mapping gives, for some tokens, their positions in the cache: block * block_size + offset.
+        """
         size = self.cache.block_size
         tokens: list[int] = []
         positions, slot_mappings, key_slot_mappings = [], [], []
@@ -143,22 +141,25 @@ class Runner:
         lengths_q = [chunk.end - chunk.start for chunk in chunks]
         lengths_k = [chunk.end for chunk in chunks]
         cu_q, cu_k = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (lengths_q, lengths_k))
-        attend = PrefillAttend(
-            cache=self.cache,
-            backend=self.attn_backend,
-            slot_mapping_N=self._upload(np.concatenate(slot_mappings)),
-            key_slot_mapping_M=self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None,
-            cu_seqlens_q=self._upload(cu_q),
-            cu_seqlens_k=self._upload(cu_k),
-            max_q=max(lengths_q),
-            max_k=max(lengths_k),
-        )
-        hidden_ND = self.model(
-            self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions)), attend
-        )
+        borders = (self._upload(cu_q), self._upload(cu_k), max(lengths_q), max(lengths_k))
+        stored_N = self._upload(np.concatenate(slot_mappings))
+        keys_M = self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None
+
+        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
+            keys, values = self.cache.flat[layer]
+            # All rows write before any reads: a row may use blocks that another one fills in this very pass.
+            keys.index_copy_(0, stored_N, k_NKC)
+            values.index_copy_(0, stored_N, v_NKC)
+            if keys_M is not None:  # some rows attend to tokens of earlier steps, too
+                k_NKC, v_NKC = keys.index_select(0, keys_M), values.index_select(0, keys_M)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend)
+
+        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
+        hidden_ND = self.model(tokens_N, positions_N, attend)
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
         if copies:
-            self.cache.copy_blocks(self._upload(np.array(copies, dtype=np.int64).T.copy()))
+            sources, targets = self._upload_columns(copies)
+            self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
         if not prefilled:
             return hidden_ND
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
@@ -177,13 +178,9 @@ class Runner:
         rows[2] = [sequence.n_sampled - 1 for sequence in sequences]
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
-            sequences,
-            self.cache.block_size,
-            group_size=GROUP_SIZE,
-            max_groups=max(1, size // 4) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.kv_blocks.shape[4],
-            n_processors=self.n_processors,
-        )
+            sequences, self.cache.block_size, group_size=GROUP_SIZE, n_processors=self.n_processors,
+            max_groups=max(1, size // 4) if self.uses_prefix_groups else 0, n_heads=self.cache.kv_blocks.shape[4],
+        )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
         if self.graphs is not None:
@@ -204,19 +201,16 @@ class Runner:
         """Sample one token for each row.
 
         rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their completions,
-        lengths of the shared prefixes. The last, spans, prefix_groups_GR and splits: see `PagedBatch`.
+        lengths of the shared prefixes. The other arguments are those of `PagedBatch` and `SlotSampler.sample`.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
-            table_TW=self.table,
-            slots_B=slots_B,
-            lengths_B=positions_B + 1,
-            shared_lens_B=shared_lens_B,
-            spans=spans,
-            prefix_groups_GR=prefix_groups_GR,
-            splits=splits,
-            max_len=max_len,
-        )
-        last_token = self.sampler.tensors.last_token
-        hidden_BD = self.model(last_token[slots_B], positions_B, DecodeAttend(self.cache, batch))
+            table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
+            prefix_groups_GR=prefix_groups_GR, splits=splits, max_len=max_len,
+        )  # fmt: skip
+
+        def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
+            return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
+
+        hidden_BD = self.model(self.sampler.tensors.last_token[slots_B], positions_B, attend)
         return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags)

@@ -21,8 +21,7 @@ from areno.engine.decoder.sequence import Sequence
 class Prefill:
     """A prompt that is being computed, for one sample (the leader) and others of the same request (the followers).
 
-    The followers share the leader's full blocks from the start. The last block, if it is not full, is copied for each
-    follower at the end.
+    The followers share the leader's full blocks. A last block that is not full is copied for each of them at the end.
     """
 
     leader: Sequence
@@ -82,14 +81,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
-
     def is_short_of_blocks(self) -> bool:
-        """Whether the running sequences need more blocks than there are.
+        """Whether the running sequences need more blocks than there are, so that `schedule` would preempt some.
 
-        Some of them may turn out to be finished when the tokens in flight arrive. So the caller should wait for these
-        before `schedule` preempts anything.
+        The caller should first wait for the tokens in flight, with which some of them may be finished.
         """
         return sum(map(self._needs_block, self.running)) > self.blocks.n_available
 
@@ -126,15 +121,11 @@ class Scheduler:
             dropped += prefill.sequences
         for sequence in dropped:
             self._release(sequence)
-        for sequence in self.running:
-            if sequence.request.request_id == request_id:
-                sequence.finish_reason = "abort"
-                dropped.append(sequence)
-        self.remove_finished()
-        dropped += [sequence for sequence in self.waiting if sequence.request.request_id == request_id]
-        self.waiting = deque(sequence for sequence in self.waiting if sequence.request.request_id != request_id)
+        dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
             sequence.finish_reason = "abort"
+        self.remove_finished()
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         return dropped
 
     def preempt_all(self) -> None:
@@ -169,10 +160,15 @@ class Scheduler:
         while budget and (prefill := self._admit()) is not None:
             self.prefilling.append(prefill)
             budget -= self._add_chunk(chunks, prefill, budget)
-        for chunk in chunks:
-            if chunk.is_last:
-                self.prefilling.remove(chunk.prefill)
-                self._start_running(chunk.prefill)
+        for prefill in [chunk.prefill for chunk in chunks if chunk.is_last]:
+            self.prefilling.remove(prefill)
+            leader = prefill.leader
+            for follower in prefill.followers:
+                follower.n_kv, follower.prefix_id = leader.n_kv, leader.prefix_id
+                follower.n_registered = leader.n_registered
+            for sequence in prefill.sequences:
+                sequence.n_sampled += 1
+                self.running.append(sequence)
         return chunks
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
@@ -183,15 +179,6 @@ class Scheduler:
         self.register(leader, chunk.end)
         chunks.append(chunk)
         return chunk.end - chunk.start
-
-    def _start_running(self, prefill: Prefill) -> None:
-        leader = prefill.leader
-        for follower in prefill.followers:
-            follower.n_kv, follower.prefix_id = leader.n_kv, leader.prefix_id
-            follower.n_registered = leader.n_registered
-        for sequence in prefill.sequences:
-            sequence.n_sampled += 1
-            self.running.append(sequence)
 
     def _admit(self) -> Prefill | None:
         """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""
@@ -210,16 +197,15 @@ class Scheduler:
         self.waiting.popleft()
         self.blocks.acquire(found)
         leader.blocks = found + [self.blocks.allocate() for _ in range(n_new)]
-        leader.n_kv = len(found) * size
-        leader.n_registered, leader.prefix_id = len(found), prefix_id
+        leader.n_kv, leader.n_registered, leader.prefix_id = len(found) * size, len(found), prefix_id
         leader.slot = self._slots.pop()
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
             n_own = 1 if n_tokens % size else 0
+            shared = leader.blocks[: n_tokens // size]
             while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
-                shared = leader.blocks[: n_tokens // size]
                 self.blocks.acquire(shared)
                 follower.blocks = shared + [self.blocks.allocate() for _ in range(n_own)]
                 follower.slot = self._slots.pop()

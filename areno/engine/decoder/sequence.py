@@ -11,12 +11,7 @@ from areno.types import FinishReason, GenerationOutput, GenerationRequest
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """One sample: its prompt, the tokens sampled so far, and its blocks in the cache.
-
-    The device runs one step ahead of the host: `n_sampled` counts the completion tokens sampled there, `tokens` and
-    `logprobs` have those that have arrived. `n_kv` counts the positions whose keys and values are in the cache, or will
-    be when the planned step has run.
-    """
+    """One sample. The device runs one step ahead of the host, which has only the tokens that have arrived."""
 
     request: GenerationRequest
     sample: int
@@ -28,11 +23,11 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)  # of the completion
     versions: list[int] = field(default_factory=list)  # of the weights, for each token of the completion
     n_streamed: int = 0  # completion tokens that partial outputs have returned
-    n_sampled: int = 0
+    n_sampled: int = 0  # completion tokens sampled on the device
     finish_reason: FinishReason | None = None
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
-    n_kv: int = 0
+    n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
     blocks: list[int] = field(default_factory=list)
     n_uploaded: int = 0  # how many of `blocks` are in the device's table
     n_registered: int = 0  # how many of `blocks` can be found by content
@@ -93,12 +88,8 @@ class Sequence:
 
     def leave_cache(self) -> None:
         """Forget slot and blocks; the tokens that have arrived stay."""
-        self.slot = -1
-        self.n_kv = 0
-        self.blocks = []
-        self.n_uploaded = 0
-        self.n_registered = 0
-        self.prefix_id = EMPTY_PREFIX
+        self.slot, self.n_kv, self.blocks = -1, 0, []
+        self.n_uploaded, self.n_registered, self.prefix_id = 0, 0, EMPTY_PREFIX
 
     def output(self) -> GenerationOutput:
         """The whole completion if it is finished, else the tokens since the partial output before."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areno.engine.spec import EngineSpec
+from areno.engine.spec import HOST, EngineSpec
 from areno.layers.parallel import ParallelGroup
 
 # Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long that takes.
@@ -43,47 +43,23 @@ class ParallelContext:
 def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.socket | None = None) -> ParallelContext:
     """Join the process groups of `spec`. A collective call over all ranks.
 
-    port: where they meet, on the host of rank 0. listener: for rank 0, the socket that listens there. One rank alone
-    needs neither.
+    port: where they meet. listener: for rank 0, the socket that listens there. One rank alone needs neither.
     """
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if spec.world_size == 1:
         return ParallelContext(rank, device, ParallelGroup(), ParallelGroup())
+    size, socket_fd = spec.world_size, None if listener is None else listener.detach()
     store = dist.TCPStore(
-        spec.addresses[0].host,
-        port,
-        spec.world_size,
-        is_master=rank == 0,
-        timeout=_FOREVER,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
+        HOST, port, size, rank == 0, timeout=_FOREVER, wait_for_workers=False, master_listen_fd=socket_fd
     )
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=spec.world_size,
-        timeout=_FOREVER,
-        device_id=device if device.type == "cuda" else None,
-    )
-    tp_ranks = [list(range(d * spec.tp_size, (d + 1) * spec.tp_size)) for d in range(spec.dp_size)]
-    dp_ranks = [list(range(t, spec.world_size, spec.tp_size)) for t in range(spec.tp_size)]
-    tp, control = ParallelGroup(), None
-    for ranks in tp_ranks:  # every rank takes part in making every group
-        group, gloo = dist.new_group(ranks), dist.new_group(ranks, backend="gloo", timeout=_FOREVER)
-        if rank in ranks:
-            tp, control = ParallelGroup(ranks.index(rank), len(ranks), group), gloo
-    dp = ParallelGroup()
-    for ranks in dp_ranks:
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            dp = ParallelGroup(ranks.index(rank), len(ranks), group)
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)
+    ranks = torch.arange(size).view(spec.dp_size, spec.tp_size)
+    tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    control, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo", timeout=_FOREVER)
+    dp_rank, tp_rank = divmod(rank, spec.tp_size)
+    tp, dp = ParallelGroup(tp_rank, spec.tp_size, tp_group), ParallelGroup(dp_rank, spec.dp_size, dp_group)
     return ParallelContext(rank, device, tp, dp, control)
-
-
-def leave_groups() -> None:
-    """Undo join_groups."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import dumps, follow_parent, without_main_module
-from areno.engine.spec import EngineSpec, RolloutStats
+from areno.engine.spec import HOST, EngineSpec, RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 
@@ -34,12 +34,9 @@ _DEATH_GRACE_S = 0.5  # for a process whose connections are gone to be seen as e
 _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one
 # What to say where a command has no advice of its own.
 _LESS_MEMORY = (
-    "lower {}, {} or {}, or divide the model over more devices ({})",
-    Key("rollout.mem_fraction"),
-    Key("rollout.max_prefill_tokens"),
-    Key("actor.mb_spec.max_tokens_per_mb"),
-    Key("engine.tp_size"),
-)
+    "lower {}, {} or {}, or divide the model over more devices ({})", Key("rollout.mem_fraction"),
+    Key("rollout.max_prefill_tokens"), Key("actor.mb_spec.max_tokens_per_mb"), Key("engine.tp_size"),
+)  # fmt: skip
 
 
 class InlineGroup:
@@ -118,7 +115,7 @@ class _Outputs:
 
 
 class SpawnedGroup:
-    """One process for each device. A worker that dies ends the group with its traceback, within seconds."""
+    """One process for each device. A worker that dies is an EngineError in the driver, within seconds."""
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
@@ -139,16 +136,12 @@ class SpawnedGroup:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
-        with socket.create_server((self._spec.addresses[0].host, 0)) as listener:
+        with socket.create_server((HOST, 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(self._spec.world_size):
                 mine, theirs = context.Pipe()
-                process = context.Process(
-                    target=_worker_main,
-                    args=(theirs, self._spec, rank, port, listener if rank == 0 else None),
-                    name=f"areno-worker-{rank}",
-                    daemon=True,
-                )
+                args = (theirs, self._spec, rank, port, listener if rank == 0 else None)
+                process = context.Process(target=_worker_main, args=args, name=f"areno-worker-{rank}", daemon=True)
                 with without_main_module():
                     process.start()
                 theirs.close()
@@ -160,10 +153,15 @@ class SpawnedGroup:
         return range(0, self._spec.world_size, self._spec.tp_size)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._command(method, [_pack(method, args)] * self._spec.dp_size)
+        return self.call_each(method, [args] * self._spec.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._command(method, [_pack(method, each) for each in args])
+        packed = [_pack(method, each) for each in args]  # nothing is sent where one of them cannot be
+        self._last_id += 1
+        self._replies = {}
+        for rank, arguments in zip(self._leaders, packed, strict=True):
+            self._send(rank, _Command(method, arguments, self._last_id))
+        return self._collect()
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         self._send(self._leaders[dp_rank], _Command(method, _pack(method, args), None))
@@ -185,19 +183,10 @@ class SpawnedGroup:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
-        for process in self._processes:
+            process.kill()  # of no effect on one that has ended
             process.join()
             process.close()
         self._processes, self._pipes = [], []
-
-    def _command(self, method: str, arguments: Sequence[bytes]) -> list[Any]:
-        self._last_id += 1
-        self._replies = {}
-        for rank, packed in zip(self._leaders, arguments, strict=True):
-            self._send(rank, _Command(method, packed, self._last_id))
-        return self._collect()
 
     def _send(self, rank: int, command: _Command) -> None:
         if not self._pipes:
@@ -245,11 +234,10 @@ class SpawnedGroup:
         if isinstance(message, _Outputs):
             self._ready.extend(message.outputs)
             self._stats[rank // self._spec.tp_size] = message.stats
-        elif message.id in (None, self._last_id):  # the rest answers an earlier command that failed on another rank
-            if message.id is None:
-                self._error = self._error or message.error
-            else:
-                self._replies[rank] = message
+        elif message.id is None:
+            self._error = self._error or message.error
+        elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank
+            self._replies[rank] = message
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -278,7 +266,7 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        raise EngineError(f"worker {rank} ({self._spec.addresses[rank]}) {how}; the run cannot go on")
+        raise EngineError(f"worker {rank} ({self._spec.devices[rank]}) {how}; the run cannot go on")
 
 
 def _pack(method: str, args: Sequence[Any]) -> bytes:
@@ -296,7 +284,9 @@ def _worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: so
     """Body of a worker process."""
     follow_parent()
     try:
-        from areno.engine.processes.process_groups import join_groups, leave_groups
+        import torch.distributed as dist
+
+        from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
         context = join_groups(spec, rank, port, listener)
@@ -315,7 +305,8 @@ def _worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: so
     except Exception as error:
         pipe.send(_Reply(None, error=_portable(error, rank)))
         raise SystemExit(1) from None
-    leave_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a regular exit of an interpreter with torch takes a second
@@ -362,9 +353,7 @@ def _commands(inbox: SimpleQueue[_Command | None], worker: Any, context: Any) ->
     """
     commands: list[_Command | None] = []
     if context.leads:
-        if not worker.has_work:
-            commands.append(inbox.get())
-        while not inbox.empty():
+        while not inbox.empty() or not (commands or worker.has_work):
             commands.append(inbox.get())
     if context.tp.size > 1:
         import torch.distributed as dist

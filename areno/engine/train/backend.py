@@ -30,18 +30,18 @@ from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 from areno.models.transformer import Transformer
 
+TokenRows = Sequence[np.ndarray]
 LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainBackend:
-    """A model with its optimizer. With optimizer None it is a frozen model that only scores.
+    """A model with its optimizer; None makes it a frozen model that only scores.
 
     attn_backend: what kernels.attention.choose_backend returned. recompute: compute activations again in the backward
     pass instead of keeping them (on CUDA in as many layers as memory requires).
     dp: the ranks that hold copies of this model. section: the configuration section that messages name.
 
-    A model with an "lm" head predicts tokens: its loss functions are given log-probabilities. One with a "value" head
-    judges the state before each token: its loss functions are given values in their place.
+    Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
 
     def __init__(
@@ -54,9 +54,8 @@ class TrainBackend:
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         section: str = "actor",
     ):
-        self.model, self.attn_backend, self.recompute, self.dp = model, attn_backend, recompute, dp
-        self.section = section
-        self.device = model.device
+        self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
+        self.dp, self.section, self.device = dp, section, model.device
         on_cuda = self.device.type == "cuda"
         self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None)
         self.flat: FlatParameters | None = None
@@ -65,55 +64,46 @@ class TrainBackend:
             model.requires_grad_(False)
             self.params = [flatten(list(model.named_parameters()))[0]]
         else:
-            align = BLOCK if optimizer.type == "adam_8bit" else ALIGN
-            self.flat = FlatParameters(model, model.is_sharded, align)
+            self.flat = FlatParameters(model, model.is_sharded, BLOCK if optimizer.type == "adam_8bit" else ALIGN)
             self.params = [self.flat.params] + ([] if self.flat.frozen is None else [self.flat.frozen])
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
         """This rank's share of some optimizer steps, as `share_steps` cut them by `update`.
 
-        Every data-parallel rank is given its own shares of the same steps. Loss and gradient are those of all rows
-        together, whatever the number of ranks or micro-batches.
+        Loss and gradient are those of all rows together, whatever the number of ranks or micro-batches.
 
-        Returns statistics: means over the steps, but of `*_max` the maximum, of `lr` the last, and of `skipped_steps`
-        the number of updates that were not applied because loss or gradient was not finite or no token was trained.
-        grad_norm is taken before clipping. EngineError when memory runs out.
+        Returns statistics, by `over_steps`. skipped_steps are updates that were not applied because loss or gradient
+        was not finite or no token was trained. grad_norm is taken before clipping. EngineError when memory runs out.
         """
         with self._out_of_memory_hint(update.mb_spec):
             return over_steps([self._step(step, loss_fn, update) for step in steps])
 
-    def logprobs(
-        self, token_rows: Sequence[np.ndarray], temperature: float, mb_spec: MicroBatchSpec
-    ) -> list[np.ndarray]:
+    def logprobs(self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
         """log p(token | tokens before it) for each token of each row, float32; 0 for the first one."""
+        return self._score(token_rows, mb_spec, lambda packed: self._logprobs(packed, _later(packed), temperature)[0])
 
-        def logprobs_of(packed: PackedTokens) -> Tensor:
-            return self._logprobs(packed, _later(packed), temperature)[0]
-
-        return self._score(token_rows, mb_spec, logprobs_of)
-
-    def values(self, token_rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec) -> list[np.ndarray]:
+    def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
         """The value of the state before each token of each row, float32; 0 for the first one."""
         return self._score(token_rows, mb_spec, lambda packed: self._values(packed, _later(packed)))
 
-    def rewards(self, token_rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec) -> list[float]:
+    def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[float]:
         """The score of each row: what the value head gives at its last token.
 
-        Trailing padding tokens of the model's config.json do not count, even where they are the end-of-sequence token
-        of the row itself. transformers, with which such models are trained, reads the score before them.
+        Trailing padding tokens do not count, even where they are the row's own end-of-sequence token: transformers,
+        with which such models are trained, reads the score before them.
         """
         pad = self.model.config.hf.get("pad_token_id")
         token_rows = [_without_trailing(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
             last_R = packed.cu_seqlens[1:].long() - 1
-            return self._aligned(packed, last_R, self.model.values(self._hidden(packed).index_select(0, last_R)))
+            return _aligned(packed, last_R, self.model.values(self._hidden(packed).index_select(0, last_R)))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
     def _score(
-        self, rows: Sequence[np.ndarray], mb_spec: MicroBatchSpec, score: Callable[[PackedTokens], Tensor]
+        self, rows: TokenRows, mb_spec: MicroBatchSpec, score: Callable[[PackedTokens], Tensor]
     ) -> list[np.ndarray]:
         """What `score` gives for each token, (N,) of a micro-batch, put back into rows."""
         if not rows:
@@ -131,14 +121,10 @@ class TrainBackend:
         n_kept = self._kept_layers.count(len(packed.tokens_N)) if self.recompute else 0
         return self.model(packed.tokens_N, packed.positions_N, attend, recompute=self.recompute, n_kept=n_kept)
 
-    def _aligned(self, packed: PackedTokens, places: Tensor, numbers: Tensor) -> Tensor:
-        """(N,) float32 with `numbers` at `places`, 0 elsewhere."""
-        return torch.zeros_like(packed.tokens_N, dtype=torch.float32).index_copy(0, places, numbers)
-
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
         """Values at `trained_T`, (N,) float32: the state before token t is what the model has seen at t - 1."""
         values_T = self.model.values(self._hidden(packed).index_select(0, trained_T - 1))
-        return self._aligned(packed, trained_T, values_T)
+        return _aligned(packed, trained_T, values_T)
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at `trained_T`, each (N,) float32 aligned with the tokens and 0 elsewhere."""
@@ -155,39 +141,30 @@ class TrainBackend:
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
         )
-        return self._aligned(packed, trained_T, logprobs_T), self._aligned(packed, trained_T, entropy_T)
+        return _aligned(packed, trained_T, logprobs_T), _aligned(packed, trained_T, entropy_T)
 
     def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
-        batches = [
-            pack_rows(
-                rows,
-                step_tokens=step.step_tokens,
-                step_rows=step.step_rows,
-                rows_per_unit=update.rows_per_unit,
-                device=self.device,
-            )
-            for rows in step.micro_batches
-        ]
+        batches = [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
         stats = self._accumulate(batches, loss_fn, update.temperature)
         self.dp.all_reduce(self.flat.grads)
 
         numbers = stats.finish(self.dp)
         gradient = self.optimizer.gradient_stats()
+        applies = step.step_tokens > 0 and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"])
         numbers |= {
             "response_len": step.step_tokens / max(step.step_rows, 1),
             "grad_norm": gradient.norm,
             "grad_zero_frac": gradient.zero_frac,
             "lr": self.optimizer.lr,
-            "skipped_steps": 0.0,
+            "skipped_steps": float(not applies),
         }
-        if step.step_tokens and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"]):
+        if applies:
             self.optimizer.step(gradient.norm)
         else:
             self.optimizer.skip()
-            numbers["skipped_steps"] = 1.0
         return numbers
 
     def _accumulate(
@@ -209,7 +186,7 @@ class TrainBackend:
     ) -> StepStats:
         assert self.flat is not None
         stats = StepStats(self.device)
-        self.flat.zero_grad()
+        self.flat.grads.zero_()
         for packed, pack in batches:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
@@ -267,6 +244,11 @@ def _described(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def _aligned(packed: PackedTokens, places: Tensor, numbers: Tensor) -> Tensor:
+    """(N,) float32 with `numbers` at `places`, 0 elsewhere."""
+    return torch.zeros_like(packed.tokens_N, dtype=torch.float32).index_copy(0, places, numbers)
+
+
 def _later(packed: PackedTokens) -> Tensor:
     """All tokens but the first of each row."""
     return packed.positions_N.nonzero().squeeze(-1)
@@ -279,19 +261,12 @@ def _compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor) 
     if pack.old_logprobs is not None:
         rollout_T = pack.trained(pack.old_logprobs)
         diff_T = rollout_T - train_T
-        stats.add(
-            {
-                "rollout_logprobs_mean": pack.token_mean(rollout_T),
-                "logp_diff_mean": pack.token_mean(diff_T),
-                "logp_abs_diff_mean": pack.token_mean(diff_T.abs()),
-            }
-        )
+        means = {"rollout_logprobs_mean": rollout_T, "logp_diff_mean": diff_T, "logp_abs_diff_mean": diff_T.abs()}
+        stats.add({name: pack.token_mean(values_T) for name, values_T in means.items()})
         stats.maximum("logp_abs_diff_max", diff_T.abs())
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:
     """The row up to its last token that is not `pad`, or its first token."""
-    end = len(tokens)
-    while end > 1 and tokens[end - 1] == pad:
-        end -= 1
-    return tokens[:end]
+    kept = np.flatnonzero(np.asarray(tokens) != pad)
+    return tokens[: kept[-1] + 1 if kept.size else 1]

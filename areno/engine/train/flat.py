@@ -29,10 +29,7 @@ class Segment:
 def flatten(
     named: Sequence[tuple[str, nn.Parameter]], is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
 ) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
-    """Move named parameters into one buffer of their dtype: (buffer, its segments, name -> place in it).
-
-    The parameters are views of the buffer from now on. is_sharded, align: see FlatParameters.
-    """
+    """Make named parameters views of one buffer of their dtype: (buffer, its segments, name -> place in it)."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -62,12 +59,10 @@ def flatten(
 class FlatParameters:
     """Moves the trained parameters of `model` into one buffer and gives each a gradient in another.
 
-    params: see `flatten`. places: name -> its slice of params, grads and masters. shapes: name -> shape.
-    grads: float32. Each `parameter.grad` is a view of it and autograd adds into that view, whatever the model's dtype.
-    So gradients are cleared by `zero_grad` here and must never be set to None.
+    places: name -> its slice of params, grads and masters. shapes: name -> shape. grads: float32, whatever the model's
+    dtype. Each `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32.
-    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none. They have
-    no gradient and no master.
+    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none.
     is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
     align: elements; every trained parameter starts at a multiple of it.
     """
@@ -84,15 +79,6 @@ class FlatParameters:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self.grads[self.places[name]].view(parameter.shape)
         self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
-
-    @property
-    def n_params(self) -> int:
-        """Trained elements on this rank, without padding."""
-        return sum(segment.n_params for segment in self.segments)
-
-    def zero_grad(self) -> None:
-        """Clear all gradients."""
-        self.grads.zero_()
 
     def chunks(self) -> Iterator[tuple[slice, Segment]]:
         """The buffers in slices of at most CHUNK elements, each within one segment."""

@@ -18,15 +18,11 @@ from areno.errors import DataError, Key
 
 @dataclass(slots=True)
 class StepShare:
-    """What one data-parallel rank does in one optimizer step.
+    """What one data-parallel rank does in one optimizer step."""
 
-    micro_batches: the rows of each forward pass. step_tokens, step_rows: trained tokens, and rows that have any, of
-    the whole step over all ranks.
-    """
-
-    micro_batches: list[list[Row]]
-    step_tokens: int
-    step_rows: int
+    micro_batches: list[list[Row]]  # the rows of each forward pass
+    step_tokens: int  # trained tokens of the whole step over all ranks
+    step_rows: int  # rows of it that have any
 
 
 def share_steps(
@@ -37,11 +33,17 @@ def share_steps(
     section: the configuration section that messages name. DataError where rows do not fill the units, or a step has
     fewer units than there are ranks.
     """
-    units, update_of_units = units_of(rows, update)
+    units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
     shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units):
-        _check_enough(len(step), update.rows_per_unit, dp_size, section)
+        if len(step) < dp_size:
+            in_units = f", in units of {update.rows_per_unit}," if update.rows_per_unit > 1 else ""
+            raise DataError(
+                f"an optimizer step has {len(step) * update.rows_per_unit} rows{in_units} for {dp_size} copies of the "
+                "model; each needs one: raise {}, or lower {} or {}",
+                Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
+            )  # fmt: skip
         trained = [row.n_trained for index in step for row in units[index]]
         for rank, share in enumerate(split_balanced([lengths[index] for index in step], dp_size)):
             mine = [step[place] for place in share]
@@ -51,17 +53,7 @@ def share_steps(
     return shares
 
 
-def _check_enough(n_units: int, rows_per_unit: int, dp_size: int, section: str) -> None:
-    if n_units < dp_size:
-        units = f", in units of {rows_per_unit}," if rows_per_unit > 1 else ""
-        raise DataError(
-            f"an optimizer step has {n_units * rows_per_unit} rows{units} for {dp_size} copies of the model; each "
-            "needs one: raise {}, or lower {} or {}",
-            Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
-        )  # fmt: skip
-
-
-def units_of(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
+def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
     """Units of `rows_per_unit` rows each, and `update` with rows counted in units. DataError where rows are left."""
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
@@ -94,25 +86,21 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int
     """Unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing under `max_tokens_per_mb`.
 
     A unit longer than the budget gets a micro-batch of its own. Indices ascend within a micro-batch, and micro-batches
-    are ordered by their first unit, so that training follows the order of the data as far as the packing allows.
+    are ordered by their first unit, so that training follows the order of the data as far as possible.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
-        return [
-            list(range(start, min(start + spec.mini_bs, len(lengths))))
-            for start in range(0, len(lengths), spec.mini_bs)
-        ]
+        units = list(range(len(lengths)))
+        return [units[start : start + spec.mini_bs] for start in range(0, len(units), spec.mini_bs)]
     batches: list[list[int]] = []
     room: list[int] = []
     for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = lengths[unit]
-        fit = next((i for i, left in enumerate(room) if left >= size), None)
-        if fit is None:
-            batches.append([unit])
-            room.append(budget - size)
-        else:
-            batches[fit].append(unit)
-            room[fit] -= size
+        fit = next((i for i, left in enumerate(room) if left >= lengths[unit]), len(room))
+        if fit == len(room):
+            batches.append([])
+            room.append(budget)
+        batches[fit].append(unit)
+        room[fit] -= lengths[unit]
     return sorted(sorted(batch) for batch in batches)
 
 

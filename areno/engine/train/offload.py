@@ -24,59 +24,50 @@ class Offload:
     """
 
     def __init__(self, params: Sequence[Tensor], state: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
-        self._params = [_HostCopy(buffer) for buffer in params]
-        self._state = [_HostCopy(buffer) for buffer in state]
-        self._scratch = [(buffer.untyped_storage(), buffer.untyped_storage().nbytes()) for buffer in scratch]
-        for copy in (*self._params, *self._state):
-            copy.leave(changed=True)
-        for storage, _ in self._scratch:
-            storage.resize_(0)
+        self._params = [_Buffer(buffer) for buffer in params]
+        self._state = [
+            *(_Buffer(buffer) for buffer in state),
+            *(_Buffer(buffer, scratch=True) for buffer in scratch),
+        ]
+        for buffer in (*self._params, *self._state):
+            buffer.leave(changed=True)
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Within it the buffers hold what they held; without `training` only `params` do, and must not be changed."""
-        copies = [*self._params, *(self._state if training else ())]
-        arrived: list[_HostCopy] = []
+        arrived: list[_Buffer] = []
         try:
-            for copy in copies:
-                copy.arrive()
-                arrived.append(copy)
-            if training:
-                for storage, n_bytes in self._scratch:
-                    storage.resize_(n_bytes)
+            for buffer in (*self._params, *(self._state if training else ())):
+                buffer.arrive()
+                arrived.append(buffer)
             yield
         finally:  # also where memory ran out: what had come must leave again
-            for copy in arrived:
-                copy.leave(changed=training)
-            for storage, _ in self._scratch:
-                storage.resize_(0)
+            for buffer in arrived:
+                buffer.leave(changed=training)
 
 
-class _HostCopy:
-    """One buffer and its place in host memory, pinned where the device is CUDA.
+class _Buffer:
+    """One buffer and its place in host memory, pinned where the device is CUDA; scratch has no such place.
 
     All copies run on the current stream, as what reads and writes the buffer does, so nothing here needs to wait.
     """
 
-    def __init__(self, buffer: Tensor):
-        self._buffer = buffer
+    def __init__(self, buffer: Tensor, scratch: bool = False):
         self._storage = buffer.untyped_storage()
         self._n_bytes = self._storage.nbytes()
         n = CHUNK_BYTES // buffer.element_size()
-        self._places = [slice(start, start + n) for start in range(0, buffer.numel(), n)]
-        self._chunks = [
-            torch.empty(buffer[place].shape, dtype=buffer.dtype, pin_memory=buffer.is_cuda) for place in self._places
-        ]
+        parts = [buffer[start : start + n] for start in range(0, 0 if scratch else buffer.numel(), n)]
+        self._copies = [(part, torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)) for part in parts]
 
     def arrive(self) -> None:
         """Back to the device."""
         self._storage.resize_(self._n_bytes)
-        for place, chunk in zip(self._places, self._chunks, strict=True):
-            self._buffer[place].copy_(chunk, non_blocking=True)
+        for part, copy in self._copies:
+            part.copy_(copy, non_blocking=True)
 
     def leave(self, changed: bool) -> None:
         """Off the device; what did not change is in host memory already."""
         if changed:
-            for place, chunk in zip(self._places, self._chunks, strict=True):
-                chunk.copy_(self._buffer[place], non_blocking=True)
+            for part, copy in self._copies:
+                copy.copy_(part, non_blocking=True)
         self._storage.resize_(0)

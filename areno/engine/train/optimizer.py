@@ -44,11 +44,10 @@ class GradientStats:
 class AdamW:
     """Updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
 
-    steps: updates applied; the schedule and the bias correction count these. skipped_steps: updates that were not
-    applied. exp_avg, exp_avg_sq: moments in the layout of the flat buffers. They exist from the start, because the KV
-    cache is sized by what is free before the first update. They are float32. With `type: adam_8bit` they are uint8
-    codes, and scales_1, scales_2 the float32 scales of each BLOCK elements; flat must be aligned to BLOCK, so that no
-    block belongs to two parameters.
+    steps: updates applied; the schedule and the bias correction count these. exp_avg, exp_avg_sq: float32 moments in
+    the layout of the flat buffers. They exist from the start, because the KV cache is sized by what is free before the
+    first update. With `type: adam_8bit` they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK
+    elements; flat must be aligned to BLOCK, so that no block belongs to two parameters.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
@@ -74,10 +73,8 @@ class AdamW:
 
         {"steps": int, "skipped_steps": int, "parameters": {name: {"master", "exp_avg", "exp_avg_sq"}}}, each tensor in
         the parameter's shape; in 8 bits, "exp_avg_scale" and "exp_avg_sq_scale", one float32 for each BLOCK elements,
-        are there as well. Frozen parameters are absent.
-
-        A rank holds its own tensor-parallel piece of each sharded parameter and the whole of every other one. All
-        data-parallel ranks hold the same, so one of them says it all.
+        are there as well. Frozen parameters are absent. Of a sharded parameter a rank holds its own piece. All
+        data-parallel ranks hold the same.
         """
         buffers = {"master": self.flat.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
@@ -137,15 +134,10 @@ class AdamW:
         lr = self.lr
         self.steps += 1
         update = Update(
-            lr=lr,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            decay=1.0,
+            lr=lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps, decay=1.0,
             scale=min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0,
-            correction_1=1.0 - config.beta1**self.steps,
-            correction_2=math.sqrt(1.0 - config.beta2**self.steps),
-        )
+            correction_1=1.0 - config.beta1**self.steps, correction_2=math.sqrt(1.0 - config.beta2**self.steps),
+        )  # fmt: skip
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         for place, segment in flat.chunks():
             how = decayed if segment.decayed else update

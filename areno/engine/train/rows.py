@@ -12,14 +12,8 @@ from areno.errors import DataError
 from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
-FIELDS = {
-    "logprobs": "old_logprobs",
-    "advantages": "advantages",
-    "returns": "returns",
-    "values": "values",
-    "ref_logprobs": "ref_logprobs",
-    "weights": "weights",
-}
+_SAME = ("advantages", "returns", "values", "ref_logprobs", "weights")
+FIELDS = {"logprobs": "old_logprobs", **{name: name for name in _SAME}}
 
 
 @dataclass(slots=True)
@@ -73,65 +67,70 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
     return ids.astype(np.int64, copy=False)
 
 
-def read_rows(rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None) -> list[Row]:
-    """Check every row and turn it into arrays. DataError names the row's index and the field."""
+def read_rows(
+    rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
+) -> list[Row]:
+    """Check every row and turn it into arrays. DataError names the row and the field. name: with {} for the index."""
     if not rows:
         raise DataError("there are no rows to train on")
-    given = [name for name in FIELDS if vars(rows[0])[name] is not None]
-    return [_read_row(row, index, given, vocab_size, context_len) for index, row in enumerate(rows)]
+    given = [field for field in FIELDS if vars(rows[0])[field] is not None]
+    first = name.format(0)
+    return [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
 
 
-def _read_row(row: TrainSequence, index: int, given: list[str], vocab_size: int, context_len: int | None) -> Row:
-    tokens = read_tokens(row.tokens, f"row {index}: tokens", vocab_size, context_len)
-    _check_row(row, index, given, len(tokens))
-    trained = ~_read_mask(row.prompt_mask, index)
+def _read_row(
+    row: TrainSequence, called: str, first: str, given: list[str], vocab_size: int, context_len: int | None
+) -> Row:
+    tokens = read_tokens(row.tokens, f"{called}: tokens", vocab_size, context_len)
+    _check_row(row, called, first, given, len(tokens))
+    trained = ~_read_mask(row.prompt_mask, called)
     trained[0] = False
     out = Row(tokens, trained, reward=float(row.reward), staleness=int(row.staleness))
     for name in given:
         try:
             values = np.asarray(vars(row)[name], dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise DataError(f"row {index}: {name} holds something that is no number: {error}") from error
+            raise DataError(f"{called}: {name} holds something that is no number: {error}") from error
         if values.ndim != 1:
-            raise DataError(f"row {index}: {name} has {values.ndim} dimensions; one number for each token is expected")
+            raise DataError(f"{called}: {name} has {values.ndim} dimensions; one number for each token is expected")
         bad = np.flatnonzero(trained & ~np.isfinite(values))
         if bad.size:
-            raise DataError(f"row {index}: {name} is {values[bad[0]]} at token {bad[0]}; trained tokens need a number")
+            raise DataError(f"{called}: {name} is {values[bad[0]]} at token {bad[0]}; trained tokens need a number")
         out.fields[FIELDS[name]] = values
     return out
 
 
-def _check_row(row: TrainSequence, index: int, given: list[str], n_tokens: int) -> None:
+def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_tokens: int) -> None:
     """What can be said of a row before its values are looked at."""
     if row.prompt_mask is None:
-        raise DataError(f"row {index}: prompt_mask is missing; give True for each token that is not trained")
+        raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
         values = vars(row)[name]
         if name in FIELDS and (values is not None) != (name in given):
-            has, lacks = (0, index) if name in given else (index, 0)
-            raise DataError(f"row {lacks}: {name} is missing, but row {has} has it; set it on every row or on none")
+            has, lacks = (first, called) if name in given else (called, first)
+            raise DataError(f"{lacks}: {name} is missing, but {has} has it; set it on every row or on none")
         if values is None:
             continue
         if not hasattr(values, "__len__"):
-            raise DataError(f"row {index}: {name} is {values!r}; a list with an entry for each token is expected")
+            raise DataError(f"{called}: {name} is {values!r}; a list with an entry for each token is expected")
         if len(values) != n_tokens:
             raise DataError(
-                f"row {index}: {name} has {len(values)} entries, tokens has {n_tokens}; per-token lists cover "
+                f"{called}: {name} has {len(values)} entries, tokens has {n_tokens}; per-token lists cover "
                 "prompt and response"
             )
     if not hasattr(row.reward, "__float__"):
-        raise DataError(f"row {index}: reward is {row.reward!r}; a number is expected")
+        raise DataError(f"{called}: reward is {row.reward!r}; a number is expected")
     is_whole = isinstance(row.staleness, (int, np.integer)) and not isinstance(row.staleness, bool)
     if not is_whole or row.staleness < 0:
-        raise DataError(f"row {index}: staleness is {row.staleness!r}; a whole number of at least 0 is expected")
+        raise DataError(f"{called}: staleness is {row.staleness!r}; a whole number of at least 0 is expected")
 
 
-def _read_mask(prompt_mask: Any, index: int) -> np.ndarray:
+def _read_mask(prompt_mask: Any, called: str) -> np.ndarray:
     """(n,) bool. Text would count as True, so only True and False, or 1 and 0, are accepted."""
     try:
         mask = np.asarray(prompt_mask)
     except ValueError:  # lists of different lengths inside
         mask = np.zeros((0, 0))
     if mask.ndim != 1 or mask.dtype.kind not in "biuf" or not ((mask == 0) | (mask == 1)).all():
-        raise DataError(f"row {index}: prompt_mask holds something else than True and False, one for each token")
+        raise DataError(f"{called}: prompt_mask holds something else than True and False, one for each token")
     return mask.astype(bool)
