@@ -30,6 +30,7 @@ MAY_IMPORT_RE = {
     "areno.data.encode": "looks for a tag in a chat template",
     "areno.data.sources": "tells a dataset's name from a path",
     "areno.models.hub": "tells a model's name from a path",
+    "areno.rewards.math_reward": "finds the answer in a completion",
 }
 
 
