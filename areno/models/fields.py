@@ -15,7 +15,7 @@ _SAMPLING = (  # older versions of transformers kept them here
     "diversity_penalty temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size "
     "encoder_no_repeat_ngram_size num_return_sequences"
 )
-_TOOLS = "unsloth_fixed unsloth_version tokenizer_padding_side padding_side"
+_TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
 _EVERYWHERE = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
 _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_window
 
