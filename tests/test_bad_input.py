@@ -204,6 +204,23 @@ def damage(how: str) -> None:
         config.unlink()
     elif how == "no JSON":
         config.write_text("{")
+    elif how == "brackets":
+        config.write_text("[" * 100_000)
+    elif how == "negative":
+        config.write_text(config.read_text().replace('"hidden_size": 96', '"hidden_size": -4'))
+    elif how == "layers":
+        config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 5'))
+    elif how == "layers only":  # of both places that say it
+        fields = json.loads(config.read_text())
+        config.write_text(json.dumps({**fields, "num_hidden_layers": 5, "layer_types": None}))
+    elif how == "token":
+        config.write_text(config.read_text().replace('"pad_token_id": 0', '"pad_token_id": "x"'))
+    elif how == "nan":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
+        save_file(tensors, weights)
     elif how == "no tokenizer":
         (model / "tokenizer.json").unlink()
         (model / "tokenizer_config.json").unlink()
@@ -219,6 +236,12 @@ def damage(how: str) -> None:
         ("other shape", "actor.path: .*has shape .96, 256., expected .96, 128. from config.json"),
         slow("no config", "no config.json.*actor.path", name="no config"),
         ("no JSON", "actor.path: .*config.json cannot be read as JSON"),
+        ("brackets", "actor.path: .*config.json cannot be read as JSON: maximum recursion depth"),
+        ("negative", "actor.path: .*config.json: hidden_size is -4, expected int, at least 1"),
+        ("layers", "actor.path: .*config.json: layer_types has 3 entries, expected .* num_hidden_layers=5"),
+        ("layers only", "actor.path: .*config.json says num_hidden_layers=5, the weight files have 3 layers"),
+        ("token", "actor.path: .*config.json is refused by transformers: .*pad_token_id"),
+        ("nan", "actor.path: .*model: model.layers.1.mlp.down_proj.weight: numbers that are nan.*expected finite"),
         ("no tokenizer", "tokenizer_path: no tokenizer can be loaded"),
     ],
 )

@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {  # no size is a power of two
     "num_kv_heads": 3,
     "head_dim": 12,
     "rms_norm_eps": 1e-3,
-    "rope": Rope(100.0),
+    "rope": Rope(100.0, "yarn", factor=4.0, original_max_positions=16, attention_factor=1.2),
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
     "qkv_bias": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import time
@@ -116,7 +117,7 @@ def test_dtype_of_the_saved_folder(key: str | None, tmp_path: Path) -> None:
     values.pop("dtype", None)
     if key:
         values[key] = "float32"
-    values["some_field_of_the_future"] = [1, 2]
+    values["unsloth_version"] = "1.2"  # a field that nothing reads
     (tmp_path / "in/config.json").write_text(json.dumps(values))
     save_weights(load(tmp_path / "in"), tmp_path / "out", dtype=torch.bfloat16)
     saved = json.loads((tmp_path / "out/config.json").read_text())
@@ -190,8 +191,8 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack (?=.*model\.layers\.1\.mlp\.up_proj\.weight)(?=.*model\.norm)"):
         load(tmp_path)
     write_model(tmp_path)
-    edit_tensors(tmp_path, model__layers__2__input_layernorm__weight=torch.ones(32))
-    with pytest.raises(CheckpointError, match=r"hold model\.layers\.2\.input_layernorm\.weight"):
+    edit_tensors(tmp_path, model__layers__1__self_attn__q_proj__bias=torch.ones(64))
+    with pytest.raises(CheckpointError, match=r"hold model\.layers\.1\.self_attn\.q_proj\.bias"):
         load(tmp_path)
 
 
@@ -209,6 +210,36 @@ def test_a_wrong_shape_names_tensor_and_both_shapes(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_another_number_of_layers_is_named(layers: int, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_hidden_layers": layers}))
+    with pytest.raises(CheckpointError, match=f"says num_hidden_layers={layers}, the weight files have 2 layers"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_named(number: float, tmp_path: Path) -> None:
+    tensors = write_model(tmp_path).state_dict()
+    bias, matrix = tensors["model.norm.weight"], tensors["model.layers.1.self_attn.v_proj.weight"]
+    bias[31], matrix[-1, -1] = number, number
+    edit_tensors(tmp_path, model__norm__weight=bias, model__layers__1__self_attn__v_proj__weight=matrix)
+    expected = r": model\.layers\.1\.self_attn\.v_proj\.weight, model\.norm\.weight: numbers that are nan, infinite or"
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(CheckpointError, match=expected):
+            load(tmp_path, dtype)
+
+
+def test_weights_that_do_not_fit_the_dtype_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    edit_tensors(tmp_path, model__norm__weight=torch.full((32,), 1e5))
+    load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: numbers .* beyond float16"):
+        load(tmp_path, torch.float16)
+
+
 def test_integer_weights_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     edit_tensors(tmp_path, model__norm__weight=torch.ones(32, dtype=torch.int8))
@@ -222,8 +253,12 @@ def test_an_index_that_lists_an_absent_file_or_is_broken(tmp_path: Path) -> None
     next((tmp_path / "out").glob("model-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-\d+\.safetensors is missing"):
         load(tmp_path / "out")
-    (tmp_path / "out/model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"index\.json is not a safetensors index"):
+    for broken in ("{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}'):
+        (tmp_path / "out/model.safetensors.index.json").write_text(broken)
+        with pytest.raises(CheckpointError, match=r"index\.json is not a safetensors index"):
+            load(tmp_path / "out")
+    (tmp_path / "out/model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
         load(tmp_path / "out")
 
 

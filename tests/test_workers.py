@@ -63,6 +63,22 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_while_loading_leaves_one_message(tmp_path: Path, capfd: Any) -> None:
+    """Half of a damaged tensor is the other rank's, which loads well and then misses its peer."""
+    from safetensors.torch import load_file, save_file
+
+    with contextlib.closing(InlineGroup(spec(model_folder(tmp_path)))) as group:
+        group.call("save", str(tmp_path / "saved"), "actor")
+    weights = tmp_path / "saved/model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, weights)
+    with pytest.raises(CheckpointError, match="numbers that are nan"):
+        SpawnedGroup(spec(tmp_path / "saved", devices=2, tp_size=2, random_init=False))
+    assert capfd.readouterr().err == ""
+
+
 def test_functions_that_exist_only_here_travel(group: SpawnedGroup) -> None:
     scale = 3.0
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): plain, linearly scaled, and with the frequency bands of Llama 3.
+"""Rotary position embedding (arXiv 2104.09864): plain, and with the scalings that `Rope` describes.
 
 Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 """
@@ -18,12 +18,35 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """(F,) float32 on the CPU: radians turned from one position to the next."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
-    if rope.kind != "llama3":
+    if rope.kind in ("default", "dynamic"):
+        return freqs_F
+    if rope.kind == "linear":
         return freqs_F / rope.factor
+    kept_F = _kept_by_llama3(freqs_F, rope) if rope.kind == "llama3" else _kept_by_yarn(rope, head_dim)
+    return (1 - kept_F) * freqs_F / rope.factor + kept_F * freqs_F
+
+
+def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
+    """Between 0, where a frequency is divided by the factor, and 1, where it is kept."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    smooth_F = ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - smooth_F) * freqs_F / rope.factor + smooth_F * freqs_F
+    return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
+    """The same, by the index of the frequency."""
+
+    def index_of(turns: float) -> float:
+        """Of the frequency that turns so often within the original context."""
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
 
 
 class Rotary(nn.Module):
@@ -34,12 +57,14 @@ class Rotary(nn.Module):
     def __init__(self, rope: Rope, head_dim: int, *, device: torch.device | str):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
+        self.scale = rope.attention_factor
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 positions to cos and sin, each (N, 1, F) float32."""
+        """int64 positions to cos and sin, each (N, 1, F) float32, times the scale of queries and keys."""
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
-        return angles_N1F.cos(), angles_N1F.sin()
+        cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
+        return (cos_N1F, sin_N1F) if self.scale == 1.0 else (cos_N1F * self.scale, sin_N1F * self.scale)
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
@@ -54,7 +79,7 @@ def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: nothing but the angles is kept for it."""
+    """The gradient of a rotation, scaled or not, is the rotation back: nothing but the angles is kept for it."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

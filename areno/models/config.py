@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple
 
-from areno.errors import CheckpointError
 from areno.layers.rope_config import Rope
+from areno.models.raw_config import RawConfig
+from areno.models.rope import read_rope
 
 FamilyName = Literal["qwen3", "llama", "qwen2"]
 HeadName = Literal["lm", "value"]
-T = TypeVar("T")
+MOST_LAYERS = 10_000  # each is built before the weights are read
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Everything the decoder-only transformer of `models/transformer.py` needs to know.
 
+    max_position_embeddings: the context, tokens of the longest row.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
@@ -45,31 +47,6 @@ class TransformerConfig:
     has_head: bool = True
 
 
-class RawConfig:
-    """`config.json` with typed look-ups; every complaint names the file and the field."""
-
-    def __init__(self, values: dict[str, Any], origin: str):
-        self.values = values
-        self.origin = origin
-
-    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """The field, or `default` where it is absent or null. Without a default the field is required."""
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise CheckpointError(f"{self.origin}: {name} is missing, expected {kind.__name__}")
-            return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise CheckpointError(f"{self.origin}: {name} is {value!r}, expected {kind.__name__}")
-        return cast(T, value)
-
-    def refuse(self, name: str, found: object, supported: str) -> CheckpointError:
-        """The error for a field whose value this code would compute wrongly."""
-        return CheckpointError(f"{self.origin}: {name} is {found!r}, which is not supported; expected {supported}")
-
-
 class Family(NamedTuple):
     """One entry of the registry: what `config.json` calls the family, and how it is read."""
 
@@ -84,70 +61,64 @@ def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | Non
 
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
     """
-    _refuse_unsupported(raw)
-    hidden_size, num_heads = raw.get("hidden_size", int), raw.get("num_attention_heads", int)
-    num_kv_heads = raw.get("num_key_value_heads", int, num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.refuse("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads={num_heads}")
-    if default_head_dim is None:
-        if "head_dim" not in raw.values and hidden_size % num_heads:
-            raise raw.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads={num_heads}")
-        default_head_dim = hidden_size // num_heads
-    head_dim = raw.get("head_dim", int, default_head_dim)
-    if head_dim % 2:
-        raise raw.refuse("head_dim", head_dim, "an even number")
-    max_positions = raw.get("max_position_embeddings", int)
-    return TransformerConfig(
+    num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
+    _refuse_unsupported(raw, num_layers)
+    hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
+    num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
+    max_positions = raw.get("max_position_embeddings", int, ge=1)
+    config = TransformerConfig(
         family=family,
-        vocab_size=raw.get("vocab_size", int),
+        vocab_size=raw.get("vocab_size", int, ge=1),
         hidden_size=hidden_size,
-        intermediate_size=raw.get("intermediate_size", int),
-        num_layers=raw.get("num_hidden_layers", int),
+        intermediate_size=raw.get("intermediate_size", int, ge=1),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6),
-        rope=_read_rope(raw, max_positions),
+        head_dim=raw.get("head_dim", int, default_head_dim or max(2, hidden_size // num_heads), ge=2),
+        rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6, ge=0, le=1),
+        rope=read_rope(raw, max_positions),
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
-        initializer_range=raw.get("initializer_range", float, 0.02),
+        initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
         hf=raw.values,
     )
+    if not raw.problems:
+        _refuse_misfits(raw, config, is_derived=default_head_dim is None and raw.values.get("head_dim") is None)
+    return config
 
 
-def _refuse_unsupported(raw: RawConfig) -> None:
+def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
+    """Sizes that do not fit each other. is_derived: the head dimension follows from the hidden size."""
+    heads = f"num_attention_heads={config.num_heads}"
+    if config.num_heads % config.num_kv_heads:
+        raw.refuse("num_key_value_heads", f"a divisor of {heads}")
+    if is_derived and config.hidden_size % (2 * config.num_heads):
+        raw.refuse("hidden_size", f"a multiple of {heads} that gives heads of an even size")
+    elif config.head_dim % 2:
+        raw.refuse("head_dim", "an even number")
+
+
+def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:
     """Fields that would change the numbers and that nothing here implements."""
     if raw.get("hidden_act", str, "silu") != "silu":
-        raise raw.refuse("hidden_act", raw.values["hidden_act"], "'silu'")
-    if raw.values.get("quantization_config"):
-        method = raw.values["quantization_config"]
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise raw.refuse("quantization_config", method, "a checkpoint in bfloat16, float16 or float32")
-    layer_types = raw.values.get("layer_types") or []
-    other = next((kind for kind in layer_types if kind != "full_attention"), None)
-    if other is not None:
-        raise raw.refuse("layer_types", other, "'full_attention' in every layer")
-    slides = raw.values.get("use_sliding_window") and raw.values.get("sliding_window") is not None
-    if slides and not layer_types and raw.get("max_window_layers", int, 28) < raw.get("num_hidden_layers", int):
-        raise raw.refuse("use_sliding_window", True, "false, since sliding-window attention is not implemented")
-
-
-def _read_rope(raw: RawConfig, max_positions: int) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
-    field = "rope_parameters" if raw.values.get("rope_parameters") else "rope_scaling"
-    params = RawConfig(raw.get(field, dict, {}), f"{raw.origin}: {field}")
-    partial = params.get("partial_rotary_factor", float, raw.get("partial_rotary_factor", float, 1.0))
-    if partial != 1.0:
-        raise raw.refuse("partial_rotary_factor", partial, "1.0")
-    theta = params.get("rope_theta", float, raw.get("rope_theta", float, 10000.0))
-    kind = params.get("rope_type", str, params.get("type", str, "default"))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", params.get("factor", float))
-    if kind == "llama3":
-        factor, low, high = (params.get(name, float) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-        return Rope(
-            theta, "llama3", factor, low, high, params.get("original_max_position_embeddings", int, max_positions)
-        )
-    raise raw.refuse(f"{field}.rope_type", kind, "'default', 'linear' or 'llama3'")
+        raw.refuse("hidden_act", "'silu'")
+    if raw.get("attention_dropout", float, 0.0):
+        raw.refuse("attention_dropout", "0, since there is no dropout")
+    own_code = [name for name in raw.get("auto_map", dict, {}) if name.startswith("AutoModel")]
+    if own_code:
+        raw.wrong(f"auto_map.{own_code[0]} names code that comes with the model, which is not run; expected none")
+    quantization = raw.get("quantization_config", dict, {})
+    if quantization:
+        method = quantization.get("quant_method", quantization)
+        raw.refuse("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
+    layer_types = raw.get("layer_types", list, [])
+    if any(kind != "full_attention" for kind in layer_types):
+        raw.refuse("layer_types", "'full_attention' in every layer")
+    elif layer_types and len(layer_types) != num_layers:
+        expected = f"expected one for each of num_hidden_layers={num_layers}"
+        raw.wrong(f"layer_types has {len(layer_types)} entries, {expected}")
+    if "use_sliding_window" in raw.values:
+        window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
+        slides = raw.get("use_sliding_window", bool, False) and window >= 0
+        if slides and not layer_types and first < num_layers:
+            raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")

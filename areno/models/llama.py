@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.models.config import Family, RawConfig, TransformerConfig, read_decoder
+from areno.models.config import Family, TransformerConfig, read_decoder
+from areno.models.raw_config import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from areno.errors import CheckpointError, ConfigError, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
-from areno.models.config import Family, HeadName, RawConfig, TransformerConfig
+from areno.models.config import Family, HeadName, TransformerConfig
+from areno.models.cost import parameters
+from areno.models.fields import HARMLESS
 from areno.models.hub import MODEL, resolve
 from areno.models.llama import LLAMA
 from areno.models.qwen2 import QWEN2
 from areno.models.qwen3 import QWEN3
+from areno.models.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2)}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
 
 
@@ -29,14 +32,14 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     head: "lm" wants a ...ForCausalLM. "value" wants a ...ForSequenceClassification with one label, or takes the body of
     a ...ForCausalLM unless `needs_head`.
 
-    CheckpointError where there is none, where the architecture is not one of ours or has another head, or where a field
-    asks for something that is not implemented.
+    CheckpointError where there is none, where the architecture is not one of ours or has another head, and with all
+    fields that are wrong, that ask for something that is not implemented, or that nothing here knows.
     """
     folder = resolve(path)
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
-    raw = RawConfig(_read_json(file), str(file))
+    raw = RawConfig(read_json(file), str(file))
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
@@ -44,11 +47,17 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
         wrong = "{}: architectures is {!r}, a model that gives scores and no next token; "
         expected = "expected a causal language model (...ForCausalLM) in {}"
         raise CheckpointError(wrong + expected, raw.origin, raw.values["architectures"], MODEL)
+    config = family.read(raw)
+    if not raw.problems:
+        _check_size(raw, config)
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else {}
-    eos_token_ids = tuple(sorted(_eos_ids(raw) | _eos_ids(RawConfig(generation, str(generation_file)))))
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    eos_ids = _eos_ids(raw, config) | _eos_ids(RawConfig(generation, str(generation_file), raw.problems), config)
+    raw.refuse_unknown(HARMLESS[family.name])
+    if raw.problems:
+        raise raw.error()
     has_head = head == "lm" or has_value_head
-    return dataclasses.replace(family.read(raw), eos_token_ids=eos_token_ids, head=head, has_head=has_head)
+    return dataclasses.replace(config, eos_token_ids=tuple(sorted(eos_ids)), head=head, has_head=has_head)
 
 
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model") -> list[Problem]:
@@ -80,13 +89,15 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
-        if family.architecture in architectures or (not architectures and family.name == model_type):
-            return family, False
-        if family.value_architecture in architectures:
-            return family, True
-    name, value = ("architectures", architectures) if architectures else ("model_type", model_type)
+        has_value_head = family.value_architecture in architectures
+        if has_value_head or family.architecture in architectures or (not architectures and family.name == model_type):
+            if model_type not in ("", family.name):  # transformers goes by it
+                raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
+            return family, has_value_head
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise raw.refuse(name, value, f"one of {supported}, or for critics and reward models {VALUE_ARCHITECTURES}")
+    expected = f"one of {supported}, or for critics and reward models {VALUE_ARCHITECTURES}"
+    raw.refuse("architectures" if architectures else "model_type", expected)
+    raise raw.error()
 
 
 def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
@@ -97,27 +108,29 @@ def _check_value_head(raw: RawConfig, has_value_head: bool) -> None:
         expected = "expected a reward model in {}: {}, with one label"
         raise CheckpointError(wrong + expected, raw.origin, found, MODEL, VALUE_ARCHITECTURES)
     # transformers writes the number of labels as id2label, and nothing where it is its default of two.
-    n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2)
+    n_labels = raw.get("num_labels", int, len(raw.get("id2label", dict, {})) or 2, ge=1)
     if n_labels != 1:
         wrong = "{}: the model has {} labels (id2label), expected 1; "
         expected = "a critic or reward model gives one number, choose another model in {}"
         raise CheckpointError(wrong + expected, raw.origin, n_labels, MODEL)
 
 
-def _eos_ids(raw: RawConfig) -> set[int]:
+def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
+    """A slip of the pen in one of the sizes is told before memory runs out."""
+    if (size := parameters(config)) > MOST_PARAMETERS:
+        sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
+        limit = f"expected at most {MOST_PARAMETERS:.0e}"
+        raw.wrong(f"the sizes make a model of {size:.1e} parameters, {limit}; check {sizes}")
+
+
+def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
     """`eos_token_id` is an int, a list of them, or null."""
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise raw.refuse("eos_token_id", value, "a token id or a list of them")
-    return set(ids)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, expected a JSON object")
-    return values
+        raw.refuse("eos_token_id", "a token id or a list of them")
+    elif not raw.problems and not all(0 <= token < config.vocab_size for token in ids):
+        raw.refuse("eos_token_id", f"ids from 0 to {config.vocab_size - 1}, as vocab_size={config.vocab_size}")
+    else:
+        return set(ids)
+    return set()

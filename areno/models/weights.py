@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.shard import Part
 from areno.models.companions import copy_companions
 from areno.models.hub import resolve
+from areno.models.raw_config import read_json
 from areno.models.registry import FAMILIES
 from areno.models.transformer import Transformer
 
@@ -72,10 +73,12 @@ def _checkpoint_names(parameter: str) -> tuple[str, ...]:
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Fill the model from a folder or hub id, one tensor at a time, reading only this rank's pieces.
 
-    CheckpointError where weights are absent, corrupt, incomplete, left over, or not of the shape config.json says.
+    CheckpointError where weights are absent, corrupt, incomplete, left over, not finite, or not of the shape that
+    config.json says.
     """
     folder = resolve(folder)
     file_of = _tensor_files(folder)
+    _check_layers(file_of, model.config.num_layers, folder)
     table = {entry.name: entry for entry in checkpoint_table(model)}
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
@@ -90,10 +93,16 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.clear_padding()
+    damaged = []
     for file in sorted(set(file_of.values())):
         with _opened(file) as tensors:
             for name in (name for name in tensors.keys() if file_of[name] == file and name in table):  # noqa: SIM118
-                _fill(table[name], tensors.get_slice(name), file)
+                if not _fill(table[name], tensors.get_slice(name), file):
+                    damaged.append(name)
+    if damaged:
+        dtype = DTYPE_NAMES[model.embed.weight.dtype]
+        wrong = f"{folder}: {_listing(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
+        raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
 def save_weights(
@@ -169,11 +178,19 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {type(error).__name__}: {error}") from error
-    return sorted(names)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
+    return sorted(set(weight_map.values()))
+
+
+def _check_layers(names: Iterable[str], num_layers: int, folder: Path) -> None:
+    """The weight files hold as many layers as config.json says."""
+    layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
+    found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
+    if found not in (0, num_layers):
+        wrong = f"{folder}: config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
+        raise CheckpointError(wrong + "set num_hidden_layers to that, or download the model again")
 
 
 @contextmanager
@@ -190,14 +207,18 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _fill(entry: Entry, stored: Any, file: Path) -> None:
+def _fill(entry: Entry, stored: Any, file: Path) -> bool:
+    """Copy this rank's piece. Whether all of it is finite."""
     shape = tuple(stored.get_shape())
     if shape != entry.part.full_shape:
         expected = entry.part.full_shape
         raise CheckpointError(f"{file}: {entry.name} has shape {shape}, expected {expected} from config.json")
     if stored.get_dtype() not in FLOATS:
         raise CheckpointError(f"{file}: {entry.name} is {stored.get_dtype()}, expected one of {sorted(FLOATS)}")
-    entry.part.region(entry.parameter).copy_(entry.part.cut(stored))
+    region = entry.part.region(entry.parameter)
+    region.copy_(entry.part.cut(stored))
+    # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
+    return region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from areno.config.experiments import (
@@ -16,7 +17,7 @@ from areno.config.fields import settings
 from areno.config.models import ModelConfig
 from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import ConfigError, Problem
+from areno.errors import CheckpointError, ConfigError, Problem
 from areno.files.paths import existing_path, model_of
 from areno.models.config import TransformerConfig
 from areno.models.hub import resolve
@@ -113,7 +114,8 @@ def open_actor(
     with model_of("actor.path"):
         model = load_config(path)
     tokenizer_folder = model_folder(tokenizer_path, "tokenizer_path") if tokenizer_path else path
-    tokenizer = load_tokenizer(tokenizer_folder)
+    with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
+        tokenizer = load_tokenizer(tokenizer_folder)
     problems: list[Problem] = []
     if len(devices) % engine.tp_size:
         found = f"is {engine.tp_size}, which does not divide the {len(devices)} devices"
@@ -154,8 +156,8 @@ def model_folder(path: str, key: str) -> str:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path, CheckpointError for its config.json."""
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -163,6 +165,11 @@ def load_tokenizer(folder: str) -> Any:
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises whatever its parsers do
         said = " ".join(str(error).split())[:300] or type(error).__name__
+        if (Path(folder) / "config.json").is_file():  # read on the way
+            try:
+                AutoConfig.from_pretrained(folder)
+            except Exception:
+                raise CheckpointError(f"{folder}/config.json is refused by transformers: {said}") from error
         message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
         raise ConfigError([Problem("tokenizer_path", message)]) from error
     tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
@@ -172,9 +179,10 @@ def load_tokenizer(folder: str) -> Any:
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
     """What in a configuration's lengths and tokens does not fit the model."""
     context = model.max_position_embeddings
+    shown = f"{context} tokens{model.rope.limit}"
     if not isinstance(config, PolicyExperimentConfig):
         if (longest := config.train_dataset.max_length) > context:
-            found = f"is {longest}, the model's context is {context} tokens; lower it"
+            found = f"is {longest}, the model's context is {shown}; lower it"
             yield Problem("train_dataset.max_length", found)
         return
     for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
@@ -182,9 +190,9 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
             continue
         most, new = gconfig.max_tokens, gconfig.max_new_tokens
         if most is not None and most > context:
-            yield Problem(f"{name}.max_tokens", f"is {most}, the model's context is {context} tokens")
+            yield Problem(f"{name}.max_tokens", f"is {most}, the model's context is {shown}")
         if new >= context:
-            found = f"is {new}; the model's context of {context} tokens must also hold a prompt"
+            found = f"is {new}; the model's context of {shown} must also hold a prompt"
             yield Problem(f"{name}.max_new_tokens", found)
         for token in gconfig.stop_token_ids or []:
             if not 0 <= token < model.vocab_size:

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from queue import SimpleQueue
@@ -294,7 +295,7 @@ def _worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: so
         pipe.send(_Reply(0))
     except Exception as error:
         pipe.send(_Reply(0, error=_portable(error, rank)))
-        raise SystemExit(1) from None
+        _leave(1)
     inbox: SimpleQueue[_Command | None] = SimpleQueue()
     if context.leads:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
@@ -303,13 +304,19 @@ def _worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: so
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
-        pipe.send(_Reply(None, error=_portable(error, rank)))
-        raise SystemExit(1) from None
+        with suppress(BrokenPipeError, ConnectionResetError):  # a peer failed, and the driver closed the group over it
+            pipe.send(_Reply(None, error=_portable(error, rank)))
+        _leave(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """A regular exit of an interpreter with torch takes a second, and torch may complain of a group left open."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a regular exit of an interpreter with torch takes a second
+    os._exit(code)
 
 
 def _fill(pipe: Any, inbox: SimpleQueue[_Command | None]) -> None:

@@ -1,0 +1,92 @@
+"""Rotary positions as `config.json` describes them, read as transformers reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from areno.layers.rope_config import Rope
+from areno.models.fields import HARMLESS_IN_ROPE
+from areno.models.raw_config import RawConfig
+
+
+def read_rope(raw: RawConfig, max_positions: int) -> Rope:
+    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+
+    Where both are there, transformers takes `rope_scaling` alone, and so the other must not say anything else.
+    """
+    scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
+    if not scaling.values:
+        return _read_section(parameters, raw, max_positions)
+    rope = _read_section(scaling, raw, max_positions)
+    if parameters.values:
+        other = _read_section(parameters, raw, max_positions)
+        if other.theta != rope.theta or (other.kind != "default" and other != rope):
+            expected = "expected one of them, with rope_theta in it"
+            raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
+    return rope
+
+
+def _read_section(params: RawConfig, raw: RawConfig, max_positions: int) -> Rope:
+    theta = params.get("rope_theta", float, raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
+    kind = params.get("rope_type", str, params.get("type", str, "default"))
+    if kind not in _KINDS:
+        *most, last = map(repr, _KINDS)
+        params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
+        return Rope(theta)
+    for section in (params, raw):
+        if section.get("partial_rotary_factor", float, 1.0) != 1.0:
+            section.refuse("partial_rotary_factor", "1.0")
+    name = "original_max_position_embeddings"
+    original = params.get(name, int, max_positions, ge=1)
+    original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
+    rope = Rope(theta, kind, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
+    params.refuse_unknown(HARMLESS_IN_ROPE, f" with rope_type {kind!r}")
+    return rope
+
+
+def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    return {}
+
+
+def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    return {"factor": params.get("factor", float, ge=1)}
+
+
+def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    low = params.get("low_freq_factor", float, gt=0, le=1e6)
+    high = params.get("high_freq_factor", float, gt=low, le=1e6)
+    factor = params.get("factor", float, ge=1)
+    return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_positions": original}
+
+
+def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """As transformers: without `factor` it follows from the two lengths, without `attention_factor` from `factor`."""
+    factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
+    above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
+    if not (above and below):
+        above, below = 1.0, 0.0
+    attention_factor = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+    fast = params.get("beta_fast", float, 32.0, ge=1e-6, le=1e6)
+    return {
+        "factor": factor,
+        "original_max_positions": original,
+        "attention_factor": params.get("attention_factor", float, attention_factor, gt=0, le=1e3),
+        "beta_fast": fast,
+        "beta_slow": params.get("beta_slow", float, 1.0, ge=1e-6, le=fast),
+        "truncate": params.get("truncate", bool, "truncate" not in params.values),
+    }
+
+
+_KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
+    "default": _none,
+    "linear": _factor,
+    "dynamic": _factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def _spelled(rope: Rope) -> str:
+    return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"
