@@ -420,6 +420,24 @@ def test_no_room_for_a_checkpoint(capsys):
     assert files("checkpoints") == []
 
 
+def test_checkpoints_of_another_run(capsys):
+    assert run("total_train_steps=1", "trial_name=one", "saver.path=checkpoints") == 0
+    before, mine = files(), {name: Path("checkpoints", name).stat().st_mtime_ns for name in files("checkpoints")}
+    assert run("trial_name=two", "saver.path=checkpoints") == 2
+    expected = (
+        f"error: saver.path: checkpoints holds the checkpoints of the run in {Path('out/quickstart/one').absolute()};"
+    )
+    assert capsys.readouterr().err.splitlines()[-1].startswith(expected)
+    assert files() == before
+    assert {name: Path("checkpoints", name).stat().st_mtime_ns for name in files("checkpoints")} == mine
+
+
+@pytest.mark.parametrize("key", ["actor.path", "tokenizer_path", "train_dataset.loader", "reward.fn"])
+@pytest.mark.parametrize("path", [f"./{300 * 'a'}.py", "~nobody-has-this-name/x.py"])
+def test_paths_that_cannot_be(capsys, key, path):
+    fails(capsys, re.escape(path[2:]), 1 if key in ("actor.path", "tokenizer_path") else 2, f"{key}={path}")
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "settings", "message"),
     [

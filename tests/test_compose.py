@@ -9,14 +9,13 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from played import TASK, Main, load, problems_of, run, task_folder
 
-from areno.api import Algorithm, get_algorithm
+from areno.api import get_algorithm
 from areno.config.build import build
 from areno.errors import ConfigError, DataError
 from areno.files import paths
@@ -27,70 +26,12 @@ from areno.recipes.ppo import PPOConfig
 from areno.tracking.reader import RunReader
 
 REPO = Path(__file__).parents[1]
-SMALL = ["experiment_name=test", "actor.path=model", "train_dataset.path=rows.jsonl", "reward.fn=math"]
-TASK = """\
-# A task for tests
-defaults:
-  - recipe
-  - _self_
-experiment_name: test
-actor: {path: model}
-train_dataset: {path: rows.jsonl}
-reward: {fn: math}
-"""
 
 
 @pytest.fixture
 def work(tmp_path, monkeypatch):
     """An empty working directory with a folder `my` for --config-dir that holds the task `small`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my").mkdir()
-    (tmp_path / "my/small.yaml").write_text(TASK)
-    return tmp_path
-
-
-@dataclass(frozen=True, kw_only=True)
-class Played(Algorithm):
-    """GSPO's configuration with a function in place of the loop."""
-
-    main: Callable[[GSPOConfig, Path], float]
-
-    def run(self, config, run_dir):
-        return self.main(config, run_dir)
-
-
-class Main:
-    """A loop that remembers its calls, fails on the seeds it is told to, and returns lr * seed."""
-
-    def __init__(self, failures=None):
-        self.calls = []
-        self.failures = failures or {}
-
-    def __call__(self, config, run_dir):
-        self.calls.append((config, run_dir))
-        if config.seed in self.failures:
-            raise self.failures[config.seed]
-        return config.actor.optimizer.lr * config.seed
-
-
-def run(main, *arguments, name="small"):
-    algorithm = Played(name="gspo", config=GSPOConfig, loop="policy_only", default="small", main=main)
-    try:
-        return command.run(
-            algorithm, "python -m areno.recipes.gspo", ["--config-dir=my", f"--config-name={name}", *arguments]
-        )
-    except SystemExit as end:
-        return end.code
-
-
-def load(*overrides, name="small", cls=GSPOConfig):
-    return compose.load(cls, name, list(overrides), Path("my"))
-
-
-def problems_of(*overrides, **kwargs):
-    with pytest.raises(ConfigError) as caught:
-        load(*overrides, **kwargs)
-    return [str(problem) for problem in caught.value.problems]
+    return task_folder(tmp_path, monkeypatch)
 
 
 def test_values_of_every_kind(work):
@@ -134,7 +75,7 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "ref: has no choice 'defaul'; there are default, null; did you mean default?",
         "gconfig.n_samples: has several values in 'gconfig.n_samples=1,2'; add -m to try each, or write a list as "
         "[a,b] and text that holds a comma in quotes",
-        "cannot read 'x=[1'; key=value is expected",
+        """cannot read 'x=[1'; key=value is expected, or 'key="value"' where the value has one of ,:=()[]{}'""",
         "cannot read 'word'; key=value is expected",
         "experiment_name: Interpolation key 'nowhere' not found",
         "nothing.x: cannot be deleted: there is no such key",

@@ -81,7 +81,7 @@ def test_everything_wrong_is_reported_together():
     assert found == {
         "lr": "unknown key; did you mean actor.optimizer.lr?",
         "experiment_name": "missing (Name of the experiment's folder, which holds its runs)",
-        "trial_name": "is 'a/b'; a folder name without '/' is expected",
+        "trial_name": "is 'a/b'; a printable folder name without '/' is expected",
         "seed": "is true; an integer is expected",
         "engine.tp_size": "is 3, which does not divide engine.world_size=4",
         "train_dataset": found["train_dataset"],

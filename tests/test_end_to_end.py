@@ -440,7 +440,7 @@ evaluator: {{freq_steps: 4, eval_before_train: true}}
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if not path.is_symlink())
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
 
 
 def quickstart_run(folder: Path, *arguments: str, recipe: str = "gspo") -> Path:

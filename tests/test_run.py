@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from areno.api.trainers.run import Run
 from areno.config.models import ModelConfig
 from areno.config.run import DatasetConfig, EvaluatorConfig, SaverConfig
 from areno.data.loader import BatchLoader
+from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
 from areno.types import TrainSequence
 
@@ -78,6 +81,35 @@ def test_a_run_that_stops_early_says_what_is_left(freq_steps, kept, tmp_path):
     log = (tmp_path / "logs" / "run.log").read_text()
     assert "warning: stopped in step 2" in log
     assert kept in log
+
+
+def test_a_second_run_in_a_folder_with_checkpoints_is_refused(tmp_path):
+    run = start(tmp_path, saver=SaverConfig(freq_steps=1), total_train_epochs=1)
+    for _ in run.steps():
+        run.end_step({})
+    run.close()
+    shorter = start(tmp_path, total_train_steps=1)
+    with pytest.raises(ConfigError, match=r"checkpoints holds the checkpoints of the run in .*; choose"):
+        next(shorter.steps())
+    shorter.close()
+    assert sorted(p.name for p in tmp_path.glob("checkpoints/step-*")) == ["step-000001", "step-000002"]
+
+
+def test_a_run_that_is_interrupted_while_it_saves_names_the_step_that_is_there(tmp_path, monkeypatch):
+    run = start(tmp_path, saver=SaverConfig(freq_steps=1))
+    rename = Path.rename
+
+    def interrupted(self, target):
+        rename(self, target)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    next(run.steps())
+    with pytest.raises(KeyboardInterrupt):
+        run.end_step({})
+    run.close()
+    assert "stopped in step 1; the last checkpoint is that of step 1" in (tmp_path / "logs" / "run.log").read_text()
+    assert os.readlink(tmp_path / "checkpoints/latest") == "step-000001"
 
 
 def test_a_run_that_ends_says_so_once(tmp_path):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from areno.checkpoint.saver import Saver
 from areno.checkpoint.trigger import Trigger
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
-from areno.errors import CheckpointError, EngineError, Key
+from areno.errors import CheckpointError, ConfigError, EngineError, Key
+from areno.files.durable import write_whole
 
 
 def write_model(folder: Path) -> None:
@@ -42,7 +44,7 @@ def test_trigger_by_steps_epochs_and_seconds():
 
 def test_save(tmp_path):
     saver = Saver(SaverConfig(), tmp_path / "checkpoints")
-    saver.check_writable()
+    saver.claim(tmp_path)
     assert saver.due(100)
     assert not saver.due(101)
     path = saver.save(write_model, 100)
@@ -50,7 +52,7 @@ def test_save(tmp_path):
     assert (path / "sub/weights").read_bytes() == b"w" * 1000
     saver.save(write_model, 101)
     assert saver.saved_step == 101
-    assert sorted(p.name for p in path.parent.iterdir()) == ["latest", "step-000100", "step-000101"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [".owner", "latest", "step-000100", "step-000101"]
     assert os.readlink(path.parent / "latest") == "step-000101"
     assert (path.parent / "latest/config.json").read_text() == "{}"
 
@@ -173,16 +175,16 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
     for path in (blocker, blocker / "below"):
         saver = Saver(SaverConfig(path=str(path)), tmp_path)
         with pytest.raises(CheckpointError, match=r"saver\.path: .*file"):
-            saver.check_writable()
+            saver.claim(tmp_path)
         with pytest.raises(CheckpointError, match=r"saver\.path: .*file"):
             saver.save(write_model, 1)
 
-    def refuse(self, data):
+    def refuse(self, data, encoding):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(CheckpointError, match=r"saver\.path: .*cannot be written: Read-only file system"):
-        Saver(SaverConfig(), tmp_path / "new").check_writable()
+        Saver(SaverConfig(), tmp_path / "new").claim(tmp_path)
 
 
 def test_start_clears_what_a_crash_left(tmp_path):
@@ -196,10 +198,104 @@ def test_start_clears_what_a_crash_left(tmp_path):
     folder(".old-step-000001")  # step-000001 is not: in the middle of it
     folder("mine")
     (tmp_path / ".tmp-other").write_text("x")
-    Saver(SaverConfig(), tmp_path).check_writable()
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-other", "mine", "step-000001", "step-000002"]
+    (tmp_path / ".owner").write_text(f"{tmp_path}\n")
+    Saver(SaverConfig(), tmp_path).claim(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".owner", ".tmp-other", "mine", "step-000001", "step-000002"]
     assert (tmp_path / "step-000002/weights").read_text() == "step-000002"
     assert (tmp_path / "step-000001/weights").read_text() == ".old-step-000001"
+
+
+def claimed(folder: Path, run: str) -> Saver:
+    saver = Saver(SaverConfig(path=str(folder)), "default")
+    saver.claim(Path(run))
+    return saver
+
+
+def test_a_folder_belongs_to_the_run_that_has_checkpoints_there(tmp_path):
+    one = claimed(tmp_path / "a/b", "one")
+    with pytest.raises(ConfigError, match=r"saver\.path: .*a/b belongs to the run in .*/one, which still goes on"):
+        claimed(tmp_path / "a/b", "two")
+    one.save(write_model, 1)
+    one.release()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"saver\.path: .*a/b holds the checkpoints of the run in .*/one; choose ano"):
+        claimed(tmp_path / "a/b", "two")
+    again = claimed(tmp_path / "a/b", "one")  # it may go on from its state
+    with pytest.raises(ConfigError, match=r"holds the checkpoints of the run in .*/one"):
+        again.refuse_checkpoints()
+    again.release()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("left", ["step-000007", ".old-step-000007"])
+def test_checkpoints_without_an_owner_belong_to_nobody_who_comes(tmp_path, left):
+    (tmp_path / left).mkdir()
+    with pytest.raises(ConfigError, match=r"saver\.path: .* holds the checkpoints of an earlier run; choose another"):
+        claimed(tmp_path, "two")
+    assert [p.name for p in tmp_path.iterdir()] == [left]
+
+
+def test_a_run_without_checkpoints_leaves_the_folders_as_they_were(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in ("mine", "new/deep"):
+        claimed(tmp_path / folder, "one").release()
+        claimed(tmp_path / folder, "two").release()
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+
+
+def interrupt_after(monkeypatch, name: str, number: int) -> None:
+    """Send this process a signal whenever the method `name` of a Path has done its work."""
+    method = getattr(Path, name)
+
+    def then_interrupt(self, *args, **how):
+        result = method(self, *args, **how)
+        os.kill(os.getpid(), number)
+        return result
+
+    monkeypatch.setattr(Path, name, then_interrupt)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", ["rename", "symlink_to", "replace"])
+def test_an_interrupt_waits_for_the_step_that_has_its_name(tmp_path, monkeypatch, at, number):
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupt
+
+    saver = Saver(SaverConfig(), tmp_path)
+    saver.save(write_model, 1)
+    before = signal.signal(number, interrupt)
+    try:
+        with monkeypatch.context() as patch:
+            interrupt_after(patch, at, number)
+            with pytest.raises(Interrupt):
+                saver.save(write_model, 2)
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert saver.saved_step == 2
+    assert os.readlink(tmp_path / "latest") == "step-000002"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_run_in_another_thread_saves(tmp_path):
+    thread = threading.Thread(target=Saver(SaverConfig(), tmp_path).save, args=(write_model, 1))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "latest/config.json").exists()
+
+
+@pytest.mark.parametrize("target", ["there", "there/not yet"])
+def test_a_link_is_followed(tmp_path, target):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(target, target_is_directory=True)
+    for _ in range(2):
+        write_whole(tmp_path / "link", write_model)
+    assert os.readlink(tmp_path / "link") == target
+    assert (tmp_path / target / "config.json").read_text() == "{}"
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_killed_while_saving(tmp_path):
@@ -212,13 +308,22 @@ def write(folder):
     (folder / "half").write_text("x")
     print("writing", flush=True)
     time.sleep(60)
-Saver(SaverConfig(), {str(tmp_path)!r}).save(write, 7)
+saver = Saver(SaverConfig(), {str(tmp_path)!r})
+saver.claim(Path("one"))
+saver.save(write, 7)
 """
     root = Path(__file__).parents[1]
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout.readline() == "writing\n"
+    other = Saver(SaverConfig(path=str(tmp_path)), "default")
+    with pytest.raises(ConfigError, match=r"saver\.path: .* belongs to the run in .*/one, which still goes on; choose"):
+        other.claim(Path("other"))
+    with pytest.raises(CheckpointError, match="another process is writing there"):
+        other.save(write_model, 7)
+    assert (tmp_path / ".tmp-step-000007/half").exists()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert [p.name for p in tmp_path.iterdir()] == [".tmp-step-000007"]
-    Saver(SaverConfig(), tmp_path).check_writable()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".owner", ".tmp-step-000007"]
+    other.claim(Path("other"))
+    other.release()
     assert list(tmp_path.iterdir()) == []

@@ -427,11 +427,28 @@ def test_what_is_no_checkpoint_is_not_replaced(trainer: Trainer, tmp_path: Path)
             trainer.save_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match=r"^path: .* cannot hold the checkpoint"):
         trainer.save_checkpoint(tmp_path / "file" / "out")
-    for path in (None, " "):
+    for path in (None, " ", "~nobody-has-this-name/x"):
         with pytest.raises(ConfigError, match=r"path: is .*; the name of a folder"):
             trainer.save_checkpoint(path)  # type: ignore[arg-type]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "site", "thesis"]
     assert (tmp_path / "site" / "index.html").exists()
+
+
+@pytest.mark.parametrize("target", ["model", "not there yet"])
+def test_a_checkpoint_behind_a_link_is_replaced_there(trainer: Trainer, tmp_path: Path, target: str) -> None:
+    trainer.save_checkpoint(tmp_path / "model")
+    (tmp_path / "link").symlink_to(target)
+    assert trainer.save_checkpoint(tmp_path / "link") == str(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / target / "config.json").is_file()
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
+    (tmp_path / "other").symlink_to("thesis")
+    with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+        trainer.save_checkpoint(tmp_path / "other")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match=r"^path: .* cannot hold the checkpoint"):
+        trainer.save_checkpoint(tmp_path / "loop")
 
 
 def test_the_critic_has_its_own_call(trainer: Trainer) -> None:

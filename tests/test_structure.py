@@ -29,6 +29,7 @@ MAY_IMPORT_RE = {
     "areno.bench.profile": "tells kernels apart by their names",
     "areno.data.encode": "looks for a tag in a chat template",
     "areno.data.sources": "tells a dataset's name from a path",
+    "areno.launch.compose": "puts quotes around words of the command line",
     "areno.models.hub": "tells a model's name from a path",
     "areno.rewards.math_reward": "finds the answer in a completion",
 }

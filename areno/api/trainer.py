@@ -25,6 +25,7 @@ from areno.api.session import RolloutSession, Sessions
 from areno.api.step_log import StepLog
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
+from areno.config.run import is_no_folder
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
@@ -389,16 +390,17 @@ class Trainer:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path) -> str:
-        """Write the policy as a Hugging Face folder and return its path. A checkpoint that is there is replaced.
+        """Write the policy as a Hugging Face folder and return its path. A checkpoint that is there is replaced,
+        also where the path is a link to it.
 
         The folder appears when it is whole. CheckpointError, and nothing left behind, where that cannot be, and for a
         folder of that name which is no checkpoint.
         """
         _ = self.engine
-        if not isinstance(path, (str, Path)) or not str(path).strip():
+        if not isinstance(path, (str, Path)) or is_no_folder(str(path)):
             raise ConfigError([Problem("path", f"is {path!r}; the name of a folder is expected")])
         final = Path(os.path.abspath(Path(path).expanduser()))
-        if final.exists() and not is_replaceable(final):
+        if os.path.exists(final) and not is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")
         with as_checkpoint_error(final, "hold the checkpoint", "path"):
             write_whole(final, self.write_checkpoint)

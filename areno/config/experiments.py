@@ -10,6 +10,7 @@ from areno.config import models, run
 from areno.config.fields import Section, check, forbid, setting
 from areno.errors import ConfigError, Problem
 
+LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
 LossFn = Callable[..., Any]
 """(pack, logprobs) -> (loss, stats), see areno.loss_fns."""
 
@@ -40,8 +41,12 @@ class ExperimentConfig(Section):
     def names_are_folder_names(self) -> Iterator[Problem]:
         for key in ("experiment_name", "trial_name"):
             name = vars(self).get(key)
-            if name is not None and (not name.strip() or "/" in name or "\0" in name or name in (".", "..")):
-                yield Problem(key, f"is {name!r}; a folder name without '/' is expected")
+            if name is None:
+                continue
+            if not name.strip() or "/" in name or not name.isprintable() or name in (".", ".."):
+                yield Problem(key, f"is {name!r}; a printable folder name without '/' is expected")
+            elif (size := len(name.encode())) > LONGEST_NAME:
+                yield Problem(key, f"has {size} bytes; a folder name has at most {LONGEST_NAME}")
 
     def loss_fn(self) -> LossFn:
         """The loss function that the settings describe. Raises ConfigError if the class defines none."""

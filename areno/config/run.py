@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.fields import Missing, Section, build_check, check, forbid, setting, settings
 from areno.errors import Key, Problem
+
+
+def is_no_folder(path: str | None) -> bool:
+    """Whether nothing can be written to a folder of this name. Null is fine. `~name` needs a user of that name."""
+    return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
 
 
 @dataclass(kw_only=True)
@@ -180,8 +186,16 @@ class FrequencyConfig(Section):
 class SaverConfig(FrequencyConfig):
     """When and where checkpoints are written. A run always saves one at its end."""
 
-    path: str | None = setting(None, help="Folder of the checkpoints. null: checkpoints/ in the run's folder")
+    path: str | None = setting(
+        None,
+        help="Folder of the checkpoints, for one run only. In a sweep, each run has a subfolder. null: checkpoints/ in "
+        "the run's folder",
+    )
     freq_steps: int | None = setting(100, help="Every this many steps", gt=0)
+
+    @forbid("path", "is {self.path!r}; the path of a folder is expected")
+    def no_path(self) -> bool:
+        return is_no_folder(self.path)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +209,14 @@ class EvaluatorConfig(FrequencyConfig):
 class TensorBoardConfig(Section):
     """TensorBoard event files."""
 
-    path: str | None = setting(None, help="Folder of the event files. null: tensorboard/ in the run's folder")
+    path: str | None = setting(
+        None,
+        help="Folder of the event files. In a sweep, each run has a subfolder. null: tensorboard/ in the run's folder",
+    )
+
+    @forbid("path", "is {self.path!r}; the path of a folder is expected")
+    def no_path(self) -> bool:
+        return is_no_folder(self.path)
 
 
 @dataclass(kw_only=True)
@@ -242,3 +263,7 @@ class ClusterConfig(Section):
     fileroot: str = setting(
         "outputs", help="Folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>"
     )
+
+    @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
+    def no_path(self) -> bool:
+        return is_no_folder(self.fileroot)

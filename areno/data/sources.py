@@ -75,7 +75,7 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
         is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
         if is_reference and Path(path).suffix not in _FORMATS:
             return _read_hub(path, split, setting)
-        place = Path(path).expanduser().absolute()
+        place = Path(os.path.expanduser(path)).absolute()
         raise DataError(Problem(setting, f"there is no file or folder {path} (looked for {place})"))
     if file.is_dir():
         return _read_folder(file, path, split, key)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from areno.errors import ArenoError, CheckpointError, Problem
 
@@ -14,32 +19,101 @@ UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 
 
-def write_whole(final: Path, write: Callable[[Path], object]) -> None:
+def write_whole(final: Path, write: Callable[[Path], object], then: Callable[[], object] = lambda: None) -> None:
     """Let `write` fill a folder and give it the name `final`. If anything goes wrong, nothing of it stays.
 
-    A folder that had this name is kept until the new one is in place. Errors of the operating system are raised as they
-    are. A process that writes files of its own there, such as a worker, must sync them itself; this syncs what
+    A folder that had this name is kept until the new one is in place. Where the name is a link, the folder that it
+    points to is replaced. then: called when the folder has its name; Ctrl-C and SIGTERM wait until it has returned.
+
+    Errors of the operating system are raised as they are, and an OSError where another process writes to `final`.
+    A process that writes files of its own there, such as a worker, must sync them itself; this syncs what
     can be seen from here, and the entries of the folders, without which a file or a new name can be lost in a crash.
     """
+    if final.is_symlink():
+        final = Path(os.path.realpath(final))
     unfinished = final.with_name(f"{UNFINISHED}{final.name}")
     replaced = final.with_name(f"{REPLACED}{final.name}")
-    try:
-        remove(unfinished)
-        unfinished.mkdir(parents=True)
-        write(unfinished)
-        sync_tree(unfinished)
-        if final.exists():
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with locked(unfinished):
+        try:
+            for left in unfinished.iterdir():  # by a crash
+                remove(left)
+            write(unfinished)
+            sync_tree(unfinished)
+            with interrupts_held():
+                if final.exists():
+                    remove(replaced)
+                    final.rename(replaced)
+                unfinished.rename(final)
+                sync(final.parent)
+                then()
             remove(replaced)
-            final.rename(replaced)
-        unfinished.rename(final)
-        sync(final.parent)
-        remove(replaced)
-    except BaseException:  # Ctrl-C, too, leaves nothing half
-        with suppress(OSError):
-            remove(unfinished)
-            if replaced.exists() and not final.exists():
-                replaced.rename(final)
+        except BaseException:  # Ctrl-C, too, leaves nothing half
+            with suppress(OSError):
+                remove(unfinished)
+                if replaced.exists() and not final.exists():
+                    replaced.rename(final)
+            raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file or folder, which is free again after a crash. OSError if another process holds it.
+
+    On a file system without locks it is not held.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(errno.EAGAIN, "another process is writing there") from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end. Only the main thread gets them."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
+    """Make a folder and its parents. Those that were not there, innermost first. An OSError leaves none of them."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:  # possibly since a moment ago, by another run
         raise
+    except OSError:
+        remove_empty(missing)
+        raise
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove those folders that are empty, in this order."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager

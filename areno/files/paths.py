@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,9 @@ def root() -> Path:
 
 def existing_path(path: str | Path) -> Path | None:
     """`path` as an absolute path, looked up from the working directory and then from `root()`; None if in neither."""
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
-        if (base / path).exists():
+        if os.path.exists(base / path):  # False, and no error, also for a name that is too long
             return (base / path).absolute()
     return None
 
@@ -43,6 +44,6 @@ def find_file(path: str | Path, key: str = "") -> Path:
     """Like `existing_path`, but a path that is in neither place is a ConfigError of the setting `key`."""
     found = existing_path(path)
     if found is None:
-        places = "" if Path(path).expanduser().is_absolute() else f", neither in {Path.cwd()} nor in {root()}"
+        places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {root()}"
         raise ConfigError(Problem(key, f"there is no {str(path)!r}{places}"))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
 
     The file's folder is put on sys.path, so the file can import its neighbours.
     """
-    path = Path(file).expanduser().resolve()
+    path = Path(os.path.realpath(os.path.expanduser(file)))
     check_file(path, file, key)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -56,7 +57,7 @@ def check_file(path: Path, shown: str, key: str) -> None:
     """Raise ConfigError of the setting `key` unless `path` is a Python file that parses."""
     if path.suffix != ".py":
         raise ConfigError(Problem(key, f"is {shown!r}; expected file.py or file.py:function"))
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
         compile(path.read_bytes(), str(path), "exec")

@@ -30,7 +30,9 @@ from areno.launch import help
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
+    from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
+    from areno.tracking.new_run import NewFolder
 
 
 class Terminated(KeyboardInterrupt):
@@ -61,7 +63,7 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
     command: how the user started it, for the help text.
     """
     args = _parser(command).parse_intermixed_args(arguments)
-    config_dir = Path(args.config_dir).expanduser().absolute() if args.config_dir else None
+    config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
     try:
         if args.help:
             print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
@@ -139,15 +141,15 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     if composition.output_dir is None:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
     output_dir = composition.output_dir
-    while not new_run.make(output_dir, new=output_dir in session.named_by_time):
+    while (folder := new_run.make(output_dir, new=output_dir in session.named_by_time)) is None:
         output_dir = session.rename(output_dir)
     if not session.multirun:
-        session.run(lambda job: _run(algorithm, job))
+        session.run(lambda job: _run(algorithm, job, folder))
         return 0
 
     outcomes: list[tuple[Job, float | str]] = []
     with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
-        session.run(lambda job: _run_in_sweep(algorithm, job, outcomes))
+        session.run(lambda job: _run_in_sweep(algorithm, job, folder, outcomes))
     print(f"\n{len(outcomes)} runs in {output_dir}")
     for job, outcome in outcomes:
         result = f"{outcome:.6g}" if isinstance(outcome, float) else outcome
@@ -155,11 +157,11 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     return int(any(isinstance(outcome, str) for _, outcome in outcomes))
 
 
-def _run_in_sweep(algorithm: Algorithm, job: Job, outcomes: list[tuple[Job, float | str]]) -> float:
+def _run_in_sweep(algorithm: Algorithm, job: Job, folder: NewFolder, outcomes: list[tuple[Job, float | str]]) -> float:
     """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
     try:
-        objective = _run(algorithm, job)
+        objective = _run(algorithm, job, folder)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -169,25 +171,35 @@ def _run_in_sweep(algorithm: Algorithm, job: Job, outcomes: list[tuple[Job, floa
     return objective
 
 
-def _run(algorithm: Algorithm, job: Job) -> float:
-    """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own."""
-    from areno.tracking import new_run
+def _run(algorithm: Algorithm, job: Job, folder: NewFolder) -> float:
+    """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own.
 
+    folder: of the run or of its sweep.
+    """
     try:
         config = build(algorithm.config, job.composition.data, job.composition.problems)
-        new_run.make(job.run_dir)
-        new_run.describe(job.run_dir, config, job.overrides)
+        if job.number is not None:
+            _separate(config, job.number)
+        folder = folder.of_run(job.run_dir)
+        folder.describe(config, job.overrides)
         try:
             with RunLog(own_process=True):
                 return float(algorithm.run(config, job.run_dir))
         except BaseException:
-            new_run.discard(job.run_dir)
+            folder.discard()
             raise
     except ArenoError as error:
         raise SystemExit(_report(error)) from None
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _separate(config: ExperimentConfig, number: int) -> None:
+    """Give a run of a sweep a folder of its own in each folder that the settings name for all runs."""
+    for section in (config.saver, config.stats_logger.tensorboard):
+        if section.path is not None:
+            section.path = str(Path(section.path) / str(number))
 
 
 def _report(error: ArenoError) -> int:

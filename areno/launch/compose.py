@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -52,6 +54,8 @@ _HYDRA = {
     "job_logging": {"root": None},
     "hydra_logging": {"root": None},
 }
+_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
 
 
@@ -128,7 +132,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     ):
         self.cls = cls
         self.config_name = config_name.removesuffix(".yaml")
-        self.config_dir = config_dir.expanduser().absolute() if config_dir else None
+        self.config_dir = Path(os.path.expanduser(config_dir)).absolute() if config_dir else None
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self._job_name = job_name
@@ -219,7 +223,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
         """<fileroot>/<experiment>/<trial, or the time>. The same for every run of a sweep."""
-        folder = Path(fileroot).expanduser() / str(experiment)
+        folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
             return str(folder / str(trial))
         self.named_by_time.add((folder / self._time_name).absolute())
@@ -245,7 +249,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         listed = set(defaults.overrides.known_choices)
         groups = library.groups(self.config_dir)
         parser = OverridesParser.create(config_loader=self._hydra.config_loader)
-        for text in self.overrides:
+        for text in map(_quoted, self.overrides):
             try:
                 [override] = parser.parse_overrides([text])
                 if override.is_sweep_override() and not self.multirun:
@@ -259,7 +263,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 else:
                     self._sort(override, text, line, groups, listed)
             except HydraException:
-                line.problems.append(Problem("", f"cannot read {text!r}; key=value is expected"))
+                hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
+                line.problems.append(Problem("", f"cannot read {text!r}; key=value is expected{hint}"))
         return line
 
     def _sort(
@@ -342,6 +347,23 @@ def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
             problems.append(Problem(full, explain(error)))
             continue
         yield key, value
+
+
+def _quoted(override: str) -> str:
+    """An override with quotes around words with letters or signs that Hydra's grammar has no place for, such as ä."""
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"cannot read {override!r}; it is not UTF-8") from None
+    key, equals, value = override.partition("=")
+    if "'" in value or '"' in value:
+        return override
+
+    def quote(found: re.Match[str]) -> str:
+        word = found[0].strip()
+        return found[0] if _HYDRA_WORD.fullmatch(word) else found[0].replace(word, f'"{word}"')
+
+    return key + equals + _WORD.sub(quote, value)
 
 
 def _delete(data: dict[Any, Any], key: str) -> bool:

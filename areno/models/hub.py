@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,10 +19,10 @@ def resolve(path: str | Path) -> Path:
 
     CheckpointError where it is neither, or cannot be downloaded.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError("{} is a file, expected a Hugging Face model folder ({})", path, MODEL)
     if not HUB_ID.fullmatch(str(path)):
         message = "{} does not exist; expected a local model folder or a hub id `owner/name` ({})"

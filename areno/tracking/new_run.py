@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,9 +17,11 @@ from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.config.fields import Section
 from areno.errors import ConfigError, Problem
+from areno.files.durable import make_folders, remove_empty
 from areno.files.paths import root
 
 _FILES = ("config.yaml", "overrides.yaml", "versions.json")
+_NO_RESULTS = (*_FILES, "run.log")  # the lines of the log were on stderr too
 _PACKAGES = (
     "torch",
     "transformers",
@@ -33,22 +35,73 @@ _PACKAGES = (
 )
 
 
-def make(run_dir: Path, new: bool = False) -> bool:
+@dataclass(frozen=True)
+class NewFolder:
+    """The folder of a run or a sweep. before: what was there already: the folder, its parents, what was in it."""
+
+    path: Path
+    before: frozenset[Path]
+
+    def of_run(self, run_dir: Path) -> NewFolder:
+        """This folder or, if it is that of a sweep, the one of a run in it, which Hydra may have made already."""
+        if run_dir == self.path:
+            return self
+        found = make(run_dir)
+        assert found is not None
+        return NewFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
+
+    def describe(self, config: Section, overrides: list[str]) -> None:
+        """Write config.yaml, overrides.yaml and versions.json.
+
+        `--config-dir=<path> --config-name=config` starts the same run again, under another trial_name.
+        """
+        config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
+        # Quoted, so that each is read back as text.
+        overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
+        contents = (config_yaml, overrides_yaml, json.dumps(versions(), indent=2) + "\n")
+        try:
+            for name, content in zip(_FILES, contents, strict=True):
+                with (self.path / name).open("x", encoding="utf-8") as file:
+                    file.write(content)
+        except FileExistsError as error:  # `make` has seen that it was not there
+            raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
+        except OSError as error:
+            self.discard()
+            raise ConfigError(
+                Problem("cluster.fileroot", "cannot write to {}: {}", self.path, error.strerror)
+            ) from error
+
+    def discard(self) -> None:
+        """Remove what a run has made that failed before it had results. With results, all of it stays."""
+        entries = [path for path in self.path.glob("*") if path not in self.before]
+        made = [*entries, *(path for entry in entries for path in entry.rglob("*"))]
+        files = [path for path in made if path.is_file()]
+        if any(path.name not in _NO_RESULTS for path in files):
+            return
+        with contextlib.suppress(OSError):
+            for path in files:
+                path.unlink()
+        folders = [path for path in sorted(made, reverse=True) if path not in files]
+        remove_empty([*folders, *(path for path in (self.path, *self.path.parents) if path not in self.before)])
+
+
+def make(run_dir: Path, new: bool = False) -> NewFolder | None:
     """Create the folder of a run or a sweep. Raises ConfigError if it cannot be made or holds an earlier run.
 
-    new: the folder must not be there yet, and the result is False if it is. So two runs that start in the same second
+    new: the folder must not be there yet, and the result is None if it is. So two runs that start in the same second
     do not share a folder.
     """
-    if not new and any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
-        text = "{} holds an earlier run; choose another name or move that folder away"
-        raise ConfigError(Problem("trial_name", text, run_dir))
     try:
-        run_dir.mkdir(parents=True, exist_ok=not new)
+        if not new and any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
+            text = "{} holds an earlier run; choose another name or move that folder away"
+            raise ConfigError(Problem("trial_name", text, run_dir))
+        before = frozenset(path for path in (run_dir, *run_dir.parents, *run_dir.glob("*")) if path.exists())
+        make_folders(run_dir, exist_ok=not new)
     except OSError as error:
         if new and isinstance(error, FileExistsError):
-            return False
+            return None
         raise ConfigError(Problem("cluster.fileroot", "cannot make {}: {}", run_dir, error.strerror)) from error
-    return True
+    return NewFolder(run_dir, before)
 
 
 def for_script(config: ExperimentConfig) -> Path:
@@ -56,46 +109,14 @@ def for_script(config: ExperimentConfig) -> Path:
 
     Raises ConfigError if it cannot be made, or if the trial is there already.
     """
-    folder = Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name
+    parent = Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
-    run_dir, count = folder / name, 1
-    while not make(run_dir, new=config.trial_name is None):
+    run_dir, count = parent / name, 1
+    while (folder := make(run_dir, new=config.trial_name is None)) is None:
         count += 1
-        run_dir = folder / f"{name}-{count}"
-    describe(run_dir, config, [])
+        run_dir = parent / f"{name}-{count}"
+    folder.describe(config, [])
     return run_dir
-
-
-def describe(run_dir: Path, config: Section, overrides: list[str]) -> None:
-    """Write config.yaml, overrides.yaml and versions.json.
-
-    `--config-dir=<run_dir> --config-name=config` starts the same run again, under another trial_name.
-    """
-    config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
-    # Quoted, so that each is read back as text.
-    overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
-    contents = (config_yaml, overrides_yaml, json.dumps(versions(), indent=2) + "\n")
-    try:
-        for name, content in zip(_FILES, contents, strict=True):
-            with (run_dir / name).open("x", encoding="utf-8") as file:
-                file.write(content)
-    except FileExistsError as error:  # `make` has seen that it was not there
-        raise ConfigError(Problem("trial_name", "another run has just started in {}", run_dir)) from error
-    except OSError as error:
-        discard(run_dir)
-        raise ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", run_dir, error.strerror)) from error
-
-
-def discard(run_dir: Path) -> None:
-    """Remove the folder of a run that failed before it had results. A folder with other files stays."""
-    no_results = (*_FILES, "run.log")  # the lines of the log were on stderr too
-    if not run_dir.is_dir() or any(path.is_file() and path.name not in no_results for path in run_dir.rglob("*")):
-        return
-    with contextlib.suppress(OSError):  # stops at the first folder that holds other runs
-        for path in sorted(run_dir.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        for folder in (run_dir, *run_dir.parents[:2]):
-            folder.rmdir()
 
 
 def versions() -> dict[str, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ class Run:
         self._save, self._evaluate = save, evaluate
         self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
         self.saver = Saver(config.saver, self.folder / "checkpoints")
-        self.saver.check_writable()
-        self.trackers = open_trackers(config, self.folder, headline)
-        self._log = RunLog(self.folder / "logs" / "run.log")
+        with ExitStack() as stack:
+            self.saver.claim(self.folder)
+            stack.callback(self.saver.release)
+            stack.enter_context(RunLog(self.folder / "logs" / "run.log"))
+            self.trackers = open_trackers(config, self.folder, headline)
+            stack.callback(self.trackers.finish)
+            self._resources = stack.pop_all()
         self.evaluator = Trigger(config.evaluator)
         self.clock = Stopwatch()  # of the step under way
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
@@ -66,10 +71,13 @@ class Run:
     def steps(self) -> Iterator[Batch[Any]]:
         """The batch of each step, until the run has had its epochs, steps or rows.
 
-        Evaluates before the first step where evaluator.eval_before_train asks for it.
+        Evaluates before the first step where evaluator.eval_before_train asks for it. Raises ConfigError if an earlier
+        run with the same folder has left checkpoints and this one does not go on from its `state_dict`.
         """
-        if not self.step and self.config.evaluator.eval_before_train:
-            self.evaluate()
+        if not self.step:
+            self.saver.refuse_checkpoints()
+            if self.config.evaluator.eval_before_train:
+                self.evaluate()
         self._batches = self._through_epochs()
         total = self.config.total_train_steps
         while total is None or self.step < total:
@@ -168,8 +176,7 @@ class Run:
         """Finish the trackers. A run that did not come to its end says what is left of it."""
         if self.step and not self._ended:
             log_stopped(self.step, self.saver.saved_step)
-        self.trackers.finish()
-        self._log.close()
+        self._resources.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""
