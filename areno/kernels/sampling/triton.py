@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
-from areno.kernels.sampling.triton_cut import CANDIDATES, cut, from_ordered, ordered
+from areno.kernels.sampling.triton_cut import cut, from_ordered, ordered
 
 _SPAN = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,9 +35,8 @@ def sample_slots(
     flags: SamplingFlags,
     *,
     span: int = _SPAN,
-    n_candidates: int = CANDIDATES,
 ) -> Tensor:
-    """As `areno.kernels.sampling.sample_slots`. span, n_candidates (see `cut`): powers of two."""
+    """As `areno.kernels.sampling.sample_slots`. span: a power of two."""
     n_rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
@@ -56,9 +55,7 @@ def sample_slots(
     )  # fmt: skip
     kept_BS = equal_BS = bounds_2B = None
     if flags.filtered:
-        kept_BS, equal_BS, bounds_2B = cut(
-            logits_BV, slots_B, settings, tops_BS, sums_BS, span=span, n_candidates=n_candidates
-        )
+        kept_BS, equal_BS, bounds_2B = cut(logits_BV, slots_B, settings, tops_BS, sums_BS, span)
     out_2B = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     _draw_kernel[(n_rows,)](
         logits_BV, slots_B, positions_B, settings.key, settings.temperature, settings.greedy, settings.last_token,
