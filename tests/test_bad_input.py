@@ -613,7 +613,7 @@ class Driver:
 @reads_proc
 def test_ctrl_c_in_rollout():
     driver = Driver("rollout")
-    assert len(driver.children) == 1, "the reward process"
+    assert len(driver.children) == 2, "the reward process and its keeper"
     driver.process.send_signal(signal.SIGINT)
     assert driver.end(5) == (130, "interrupted\n")
     assert not Path("out").exists(), "it has come to nothing"

@@ -164,7 +164,7 @@ def test_async_calls_run_together(reward_file):
 
 
 def test_async_timeouts(reward_file, monkeypatch):
-    monkeypatch.setattr("areno.rewards.pool._ASYNC_SPARE_S", 0.2)
+    monkeypatch.setattr("areno.rewards.worker._ASYNC_SPARE_S", 0.2)
     with pool_of(f"{reward_file}:judge", timeout_s=0.6) as pool:
         outcomes = pool.score(records("a", "hang", "bb", "block", "ccc"))
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "timeout", "ok"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from areno.api.trainers.rows import (
     trained,
 )
 from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfig
-from areno.errors import DataError
+from areno.errors import ConfigError, DataError
 from areno.recipes.ppo import PPOActorConfig
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
@@ -125,6 +126,14 @@ def test_rewards_are_shaped_in_the_order_of_the_settings() -> None:
     norm = NormConfig(mean_level="batch", std_level=None)
     normed = sample_rewards(samples, actor(**settings, reward_norm=norm), 10)
     np.testing.assert_allclose(normed, np.array(expected) - np.mean(expected))
+
+
+def test_settings_that_make_a_reward_too_large_are_named() -> None:
+    samples = [sample(prompt(), 0.0, [3]), sample(prompt(), 20.0, [3])]
+    expected = "actor.reward_scaling: the reward 20 becomes 2e+39, more than float32 holds; lower it, or actor.reward_b"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        sample_rewards(samples, actor(reward_scaling=1e38), 8)
+    np.testing.assert_allclose(sample_rewards(samples, actor(reward_scaling=1e38, reward_clip=5.0), 8), [0.0, 5.0])
 
 
 def test_kl_in_the_reward_with_a_group_is_rloo_on_what_the_row_earns() -> None:

@@ -157,9 +157,12 @@ class RewardConfig(Section):
     )
     offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
     timeout_s: float = setting(
-        30.0, help="Time limit for one call of fn in seconds. A sample that takes longer counts as a timeout", gt=0
+        30.0,
+        help="Time limit for one call of fn in seconds. A sample that takes longer counts as a timeout",
+        gt=0,
+        le=86400,
     )
-    workers: int = setting(2, help="Number of processes that call fn", gt=0)
+    workers: int = setting(2, help="Number of processes that call fn", gt=0, le=512)
 
     @build_check
     def something_rewards(self) -> Iterator[Problem]:

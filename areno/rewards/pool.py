@@ -8,18 +8,13 @@ of their own, not a reward of 0.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +23,8 @@ from areno.engine.processes.child import dumps
 from areno.errors import ArenoError, ConfigError, EngineError, Key, Problem, did_you_mean
 from areno.files.paths import find_file
 from areno.files.user_code import check_file, split_spec
-from areno.rewards.process import DEFAULT_FUNCTION, IMPORT_LIMIT_S
+from areno.rewards.process import DEFAULT_FUNCTION
+from areno.rewards.worker import Worker
 from areno.types import RewardOutcome, RewardRecord
 
 logger = logging.getLogger("areno.rewards")
@@ -36,10 +32,12 @@ logger = logging.getLogger("areno.rewards")
 BUILT_IN = {"math": Path(__file__).with_name("math_reward.py")}
 
 _KEY = "reward.fn"
+IMPORT_LIMIT_S = 180.0  # an import may compile or download something, but a hang must end
 _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
-_ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _HOPELESS = 4  # give up after this many timeouts of each process without any answer: the others could take hours
+_QUIET_S = 600.0  # and, once the function has ever answered, only after this long without an answer
+_SLOW_S = 10.0  # waiting for longer is told, then again each time that it has doubled
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
 
@@ -68,13 +66,23 @@ class RewardPool:
         self._function = function
         self._name = config.fn if function is None else getattr(function, "__name__", type(function).__name__)
         self._spec: str | bytes = ""
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._has_answered = False
 
     def start(self) -> None:
-        """Start the processes and return at once. Raises ConfigError if the file is missing or does not parse."""
+        """Start the processes and return at once. Raises ConfigError if the file is missing or does not parse.
+
+        EngineError if the system does not let so many processes start.
+        """
         self._spec = self._resolve()
-        self._workers = [self._start_worker() for _ in range(self.config.workers)]
+        try:
+            for _ in range(self.config.workers):
+                self._workers.append(self._start_worker())
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            n_started = len(self._workers)
+            self.close()
+            text = "reward process {} of {} cannot be started: {}; lower {}"
+            raise EngineError(text, n_started + 1, self.config.workers, error, Key("reward.workers")) from error
 
     def _resolve(self) -> str | bytes:
         if self._function is None:
@@ -94,35 +102,65 @@ class RewardPool:
 
     def wait_ready(self) -> None:
         """Wait until every process has imported the function. Raises ConfigError, of reward.fn, if one cannot."""
+        slow = _Slow()
         while any(worker.is_starting for worker in self._workers):
-            self._wait([worker for worker in self._workers if worker.is_starting])
+            self._wait([worker for worker in self._workers if worker.is_starting], slow)
+            if slow.is_due():
+                logger.info("%s: importing %s takes %.0f s so far", _KEY, self._name, slow.seconds)
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """The outcome of every record, in order. Raises ArenoError if none could be scored, or if every call hangs."""
         if not self._workers:
             raise EngineError("the reward pool is not running; call start() first")
-        scoring = _Scoring(records)
+        scoring, slow = _Scoring(records), _Slow()
         try:
             while scoring.n_open:
                 for worker in self._workers:
                     if worker.is_idle:
                         worker.send(scoring.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
-                self._wait([worker for worker in self._workers if not worker.is_idle], scoring)
+                self._wait([worker for worker in self._workers if not worker.is_idle], slow, scoring)
                 self._has_answered = self._has_answered or scoring.n_answers > 0
-                if not self._has_answered and scoring.n_timeouts >= _HOPELESS * len(self._workers):
-                    text = "no answer within {:g} s ({}) for any of {} samples"
-                    values = self.config.timeout_s, Key("reward.timeout_s"), scoring.n_timeouts
-                    raise ArenoError(Problem(_KEY, text, *values))
+                if slow.is_due() and scoring.n_open:
+                    logger.info(self._slow_text(scoring, slow.seconds))
+                quiet_s = time.monotonic() - scoring.answered_at
+                if scoring.n_unanswered >= _HOPELESS * len(self._workers) and (
+                    quiet_s >= _QUIET_S or not self._has_answered
+                ):
+                    self._give_up(scoring, quiet_s)
         except BaseException:
             for worker in self._workers:
                 if worker.chunk:
                     self._replace(worker)  # a late answer would be taken for one of the next call
             raise
-        _report(records, scoring.outcomes)
+        report_failures(records, scoring.outcomes)
         return scoring.outcomes
+
+    def _slow_text(self, scoring: _Scoring, seconds: float) -> str:
+        """How many samples wait, for how long, how long at most from now on, and what would shorten that."""
+        config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self._workers)
+        most_s = math.ceil(scoring.n_open / (n_together * len(self._workers))) * config.timeout_s
+        return (
+            f"rewards: {scoring.n_open} of {len(scoring.outcomes)} samples wait after {seconds:.0f} s "
+            f"({scoring.n_timeouts} timeouts), for at most {_span(most_s)} more; raise reward.workers "
+            f"({config.workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
+        )
+
+    def _give_up(self, scoring: _Scoring, quiet_s: float) -> None:
+        """Take every sample without an outcome for a timeout: nobody answers."""
+        text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
+        text = text.format(scoring.n_unanswered, self.config.timeout_s)
+        logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), scoring.n_open)
+        for worker in self._workers:
+            if worker.chunk:
+                self._replace(worker)
+        for position, outcome in enumerate(scoring.outcomes):
+            if outcome is None:
+                scoring.settle(position, RewardOutcome(None, "timeout", text))
 
     def close(self) -> None:
         """End the processes and all processes that they started."""
+        for worker in self._workers:
+            worker.stop()
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -134,17 +172,17 @@ class RewardPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start_worker(self) -> _Worker:
-        return _Worker((self._spec, _KEY, self.config.timeout_s))
+    def _start_worker(self) -> Worker:
+        return Worker((self._spec, _KEY, self.config.timeout_s), IMPORT_LIMIT_S)
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: Worker) -> None:
         worker.end()
         self._workers[self._workers.index(worker)] = self._start_worker()
 
-    def _wait(self, workers: list[_Worker], scoring: _Scoring | None = None) -> None:
-        """Wait until one of `workers` sends something or is out of time, and handle it."""
-        pause = max(0.0, min(worker.deadline for worker in workers) - time.monotonic())
-        spoke = set(wait([worker.connection for worker in workers], timeout=min(pause, 3600.0)))
+    def _wait(self, workers: list[Worker], slow: _Slow, scoring: _Scoring | None = None) -> None:
+        """Wait until one of `workers` sends something or is out of time, and handle it; or until `slow` is due."""
+        pause = max(0.0, min(slow.due_at, *(worker.deadline for worker in workers)) - time.monotonic())
+        spoke = set(wait([worker.connection for worker in workers], timeout=pause))
         for worker in workers:
             if worker.connection in spoke:
                 try:
@@ -155,7 +193,7 @@ class RewardPool:
                 text = f"no answer within {self.config.timeout_s:g} s (reward.timeout_s)"
                 self._lost(worker, scoring, "timeout", text)
 
-    def _listen(self, worker: _Worker, scoring: _Scoring | None) -> None:
+    def _listen(self, worker: Worker, scoring: _Scoring | None) -> None:
         while worker.connection.poll():
             message = worker.connection.recv()
             if message[0] == "failed":
@@ -167,7 +205,7 @@ class RewardPool:
                 worker.answered(position, self.config.timeout_s)
                 scoring.settle(position, RewardOutcome(value, status, text))
 
-    def _lost(self, worker: _Worker, scoring: _Scoring | None, status: Any, text: str) -> None:
+    def _lost(self, worker: Worker, scoring: _Scoring | None, status: Any, text: str) -> None:
         """Handle a process that died or hangs: blame one sample, queue the others again, start another process."""
         if worker.is_starting:
             hangs = status == "timeout"
@@ -184,59 +222,6 @@ class RewardPool:
             scoring.waiting.extendleft(reversed(chunk[1:]))
 
 
-class _Worker:
-    """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`."""
-
-    def __init__(self, first_message: tuple[str | bytes, str, float]):
-        self.connection, theirs = Pipe()
-        # Not multiprocessing: its children would import the driver's main module and all that this imports.
-        fd = theirs.fileno()
-        start = f"from areno.rewards.process import main; main({fd}, {os.getpid()})"
-        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
-        with theirs:
-            # In a session of its own: Ctrl-C does not reach it, and its children end with it.
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
-        self.chunk: deque[int] = deque()
-        self.sent = 0
-        self.is_async = False
-        self.is_starting = True
-        self.deadline = time.monotonic() + IMPORT_LIMIT_S
-        self.connection.send(first_message)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.is_starting and not self.chunk
-
-    def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
-        if not chunk:
-            return
-        self.chunk = deque(position for position, _ in chunk)
-        self.sent = len(chunk)
-        with contextlib.suppress(OSError):  # the process is dead; reading from it will show that
-            self.connection.send(chunk)
-        self.deadline = time.monotonic() + timeout_s + (_ASYNC_SPARE_S if self.is_async else 0.0)
-
-    def answered(self, position: int, timeout_s: float) -> None:
-        self.chunk.remove(position)
-        if not self.chunk:
-            self.deadline = math.inf
-        elif not self.is_async:  # the next call has just begun
-            self.deadline = time.monotonic() + timeout_s
-
-    def exit_text(self) -> str:
-        try:
-            code = self.process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-
-
 class _Scoring:
     """The samples of one call of `score`. n_open: without an outcome. alone: waiting, to be sent one at a time."""
 
@@ -244,6 +229,8 @@ class _Scoring:
         self.outcomes: list[Any] = [None] * len(records)
         self.n_open = len(records)
         self.n_timeouts = self.n_answers = 0
+        self.n_unanswered = 0  # timeouts since the last answer, which came at answered_at
+        self.answered_at = time.monotonic()
         self._payloads: dict[int, bytes] = {}
         self.alone: deque[int] = deque()
         for position, record in enumerate(records):
@@ -267,12 +254,38 @@ class _Scoring:
     def settle(self, position: int, outcome: RewardOutcome) -> None:
         self.outcomes[position] = outcome
         self.n_open -= 1
-        self.n_timeouts += outcome.status == "timeout"
-        self.n_answers += outcome.status != "timeout"
+        if outcome.status == "timeout":
+            self.n_timeouts += 1
+            self.n_unanswered += 1
+        else:
+            self.n_answers += 1
+            self.n_unanswered, self.answered_at = 0, time.monotonic()
 
 
-def _report(records: Sequence[RewardRecord], outcomes: list[RewardOutcome]) -> None:
-    """Log the first few samples that could not be scored. Raises ArenoError if that is all of them."""
+class _Slow:
+    """Tells when waiting has become long, and again each time that it has doubled."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.due_at = self._started + _SLOW_S
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def is_due(self) -> bool:
+        if time.monotonic() < self.due_at:
+            return False
+        self.due_at = self._started + 2 * self.seconds
+        return True
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def report_failures(records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome], key: str = _KEY) -> None:
+    """Log the first few samples that could not be scored. Raises ArenoError, of the setting `key`, if that is all."""
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
         sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
@@ -283,7 +296,7 @@ def _report(records: Sequence[RewardRecord], outcomes: list[RewardOutcome]) -> N
     if failed and len(failed) == len(outcomes):
         first, _ = failed[0]
         text = f"no reward could be computed for any of the {len(outcomes)} samples"
-        raise ArenoError(Problem(_KEY, f"{text}; the first: {first.status}: {first.message}"))
+        raise ArenoError(Problem(key, f"{text}; the first: {first.status}: {first.message}"))
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,8 @@ from areno.api.inputs.plan import sampling_params
 from areno.api.metrics import rollout_metrics
 from areno.api.trainers.setup import PolicySetup
 from areno.config.run import GenerationConfig
+from areno.rewards.pool import report_failures
+from areno.rewards.process import reward_problem
 from areno.tracking.console import log_stage
 from areno.tracking.progress import RolloutProgress
 from areno.types import Batch, PromptItem, RewardOutcome, RewardRecord, RolloutResult, ScoredSample
@@ -120,20 +122,34 @@ def score(
     texts = rendered = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
     if gconfig.skip_special_tokens:
         texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
+    described = zip(pairs, texts, rendered, strict=True)
+    records = [RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described]
     outcomes = [RewardOutcome(0.0)] * len(pairs)
     if setup.rewards is not None:
-        described = zip(pairs, texts, rendered, strict=True)
-        outcomes = setup.rewards.score([RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described])
+        outcomes = setup.rewards.score(records)
     if setup.config.reward.path is not None:
         scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
-        outcomes = [
-            outcome if outcome.value is None else RewardOutcome(outcome.value + score)
-            for outcome, score in zip(outcomes, scores, strict=True)
-        ]
+        outcomes = add_scores(records, outcomes, scores)
     return [
         ScoredSample(item=item, sequence=sequence, completion=text, outcome=outcome, group=group)
         for (item, sequence), text, outcome, group in zip(pairs, texts, outcomes, groups, strict=True)
     ]
+
+
+def add_scores(
+    records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome], scores: Sequence[float]
+) -> list[RewardOutcome]:
+    """The outcomes with the scores of a reward model added. A sum that is no reward is a reward error of its sample."""
+    scored = [index for index, outcome in enumerate(outcomes) if outcome.value is not None]
+    out = list(outcomes)
+    for index in scored:
+        value = (outcomes[index].value or 0.0) + scores[index]
+        problem = reward_problem(value)
+        out[index] = (
+            RewardOutcome(None, "error", f"with the reward model: {problem}") if problem else RewardOutcome(value)
+        )
+    report_failures([records[index] for index in scored], [out[index] for index in scored], "reward.path")
+    return out
 
 
 def evaluate_policy(setup: PolicySetup, batches: Iterator[Batch[PromptItem]]) -> dict[str, float]:

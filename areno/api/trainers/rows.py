@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import PolicyConfig
-from areno.errors import DataError
+from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.kl import kl_array
 from areno.loss_fns.shaping import overlong_penalty, shape_rewards
+from areno.rewards.process import reward_problem
 from areno.types import ScoredSample, TrainSequence
 
 Arrays = list[np.ndarray]
@@ -30,7 +31,10 @@ In the PPO loop, whose rows have values, two such lists: (advantages, returns). 
 
 
 def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new_tokens: int) -> np.ndarray:
-    """The reward of each sample, (B,), as the actor's settings shape it: overlong penalty, bias, scale, clip, norm."""
+    """The reward of each sample, (B,), as the actor's settings shape it: overlong penalty, bias, scale, clip, norm.
+
+    Raises ConfigError if they make one that training cannot compute with.
+    """
     rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
     if actor.overlong_reward_penalty:
         lengths = [len(sample.sequence.resp_tokens) for sample in samples]
@@ -38,6 +42,11 @@ def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new
         assert actor.overlong_penalty_factor is not None
         rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
     rewards_B = shape_rewards(rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
+    for sample, reward in zip(samples, rewards_B, strict=True):
+        if reward_problem(reward):
+            text = "the reward {:g} becomes {:g}, more than float32 holds; lower it, or {}, or set {}"
+            others = Key("actor.reward_bias"), Key("actor.reward_clip")
+            raise ConfigError(Problem("actor.reward_scaling", text, sample.outcome.value, reward, *others))
     if actor.reward_norm is not None:
         rewards_B = group_advantages(rewards_B, [sample.group for sample in samples], **asdict(actor.reward_norm))
     return rewards_B

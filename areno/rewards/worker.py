@@ -1,0 +1,108 @@
+"""One reward process as the driver sees it: what it was sent, until when it must answer, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from multiprocessing.connection import Pipe
+from typing import IO, Any
+
+from areno.rewards.keeper import exit_text
+
+logger = logging.getLogger("areno.rewards")
+
+_ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
+_END_S = 10.0  # a keeper ends within this time
+_LINE_BYTES = 4096  # a longer line that a function prints is cut into several
+
+
+class Worker:
+    """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`."""
+
+    def __init__(self, first_message: tuple[str | bytes, str, float], import_limit_s: float):
+        self.connection, theirs = Pipe()
+        # Not multiprocessing: its children would import the driver's main module and all that this imports.
+        fd = theirs.fileno()
+        start = f"from areno.rewards.keeper import main; main({fd}, {os.getpid()})"
+        command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
+        with theirs:
+            # In a session of its own: Ctrl-C does not reach it.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # not the run's: what the function starts would hold that open
+                stderr=subprocess.STDOUT,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
+        threading.Thread(target=_log_output, args=(self.process.stdout,), daemon=True).start()
+        self.chunk: deque[int] = deque()
+        self.sent = 0
+        self.is_async = False
+        self.is_starting = True
+        self.deadline = time.monotonic() + import_limit_s
+        self._post(first_message)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.is_starting and not self.chunk
+
+    def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
+        if not chunk:
+            return
+        self.chunk = deque(position for position, _ in chunk)
+        self.sent = len(chunk)
+        self._post(chunk)
+        self.deadline = time.monotonic() + timeout_s + (_ASYNC_SPARE_S if self.is_async else 0.0)
+
+    def _post(self, message: Any) -> None:
+        """Send in a thread: a process that is stopped or hangs does not read, and a large message would wait for it."""
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # the process is dead; reading from it will show that
+                self.connection.send(message)
+
+        self._sender = threading.Thread(target=send, daemon=True)
+        self._sender.start()
+
+    def answered(self, position: int, timeout_s: float) -> None:
+        self.chunk.remove(position)
+        if not self.chunk:
+            self.deadline = math.inf
+        elif not self.is_async:  # the next call has just begun
+            self.deadline = time.monotonic() + timeout_s
+
+    def exit_text(self) -> str:
+        try:
+            return exit_text(self.process.wait(timeout=1.0))
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+
+    def stop(self) -> None:
+        """Tell the keeper to end the process and all that it started, without waiting."""
+        self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)  # somebody may have stopped the keeper, too
+
+    def end(self) -> None:
+        self.stop()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._sender.join(1.0)  # it ends with the process
+        self.connection.close()
+
+
+def _log_output(output: IO[bytes]) -> None:
+    """Log what a reward process prints, until it and all that it started are gone."""
+    with output:
+        while line := output.readline(_LINE_BYTES):
+            logger.info("reward: %s", line.decode(errors="replace").rstrip())
