@@ -140,7 +140,8 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         scores.append([])
         for _ in range(3):
             losses[-1].append(worker.train("critic", steps, value_loss_fn, update)["loss"])
-            for row in worker.values("critic", token_rows, mb_spec) + worker.logprobs("ref", token_rows, 1.0, mb_spec):
+            scored_rows = worker.score("critic", "values", token_rows, mb_spec)
+            for row in scored_rows + worker.score("ref", "logprobs", token_rows, 1.0, mb_spec):
                 scores[-1] += row.tolist()
         assert abs(torch.cuda.memory_allocated() - before - kept) < 0.2 * n_params
         worker.save(str(tmp_path / f"critic-{offload}"), "critic")
