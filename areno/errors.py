@@ -106,6 +106,26 @@ class EngineError(ArenoError, RuntimeError):
     """The engine cannot go on: a dead worker, no memory left, or a call out of order."""
 
 
+def all_of(*steps: Callable[[], Any]) -> list[Any]:
+    """What the functions return. Where some raise ArenoErrors, one error with the problems of all.
+
+    Errors of different classes become a ConfigError.
+    """
+    results, errors = [], []
+    for step in steps:
+        try:
+            results.append(step())
+        except ArenoError as error:
+            errors.append(error)
+    if len(errors) > 1:
+        kinds = {type(error) for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else ConfigError
+        raise kind(dict.fromkeys(problem for error in errors for problem in error.problems)) from errors[0]
+    if errors:
+        raise errors[0]
+    return results
+
+
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
     """`; did you mean a or b?` for the end of a message, or `otherwise` if none of `names` is like `word`."""
     return question(difflib.get_close_matches(word, list(names))) or otherwise

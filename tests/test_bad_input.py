@@ -122,7 +122,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
         "gconfig.temprature=2": "gconfig.temprature: unknown key; did you mean gconfig.temperature?",
         "gconfig.n_samples=many": "gconfig.n_samples: is 'many'; an integer is expected",
         "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be more than 0",
-        "eval_gconfig.top_p=2": "eval_gconfig.top_p: is 2.0; it must be",
+        "eval_gconfig.top_p=2": "eval_gconfig.top_p: has no effect with valid_dataset=null",
         "engine.device=tpu": "engine.device: is 'tpu'; expected one of 'auto', 'cpu', 'cuda'",
         "reward.fn=null": "reward.fn: missing (file.py[:function] or the built-in math)",
         "~experiment_name": "experiment_name: missing",
@@ -298,7 +298,7 @@ MESSAGES = [{"prompt": [{"role": "user", "content": "1+1="}]}] * 4
 )
 def test_data_files(capsys, section, rows, message):
     write("rows.jsonl", rows)
-    settings = [f"{section}.path=rows.jsonl", f"{section}.loader=null", "evaluator.eval_before_train=true"]
+    settings = [f"{section}.path=rows.jsonl", f"{section}.loader=null"]
     fails(capsys, f"{section}.{message}", 1, *settings, evaluate=section == "valid_dataset")
 
 
@@ -343,12 +343,52 @@ def test_rows_longer_than_the_context_are_skipped_and_counted():
         ("def rows(path, split): return []", 2, "loader.py has no function load_dataset; it has rows"),
         ("def load_dataset(path, split): return None", 1, "load_dataset in loader.py returned null; expected a list"),
         ("def load_dataset(path, split): return [{'q': 1}]", 1, "row 0: field prompt is missing.*the row has q"),
+        ("import sys; sys.exit(3)", 2, r"loader.py does not import: SystemExit: 3 \(loader.py:1\)"),
+        (
+            "def load_dataset(path, split): exit(3)",
+            1,
+            r"load_dataset in loader.py failed: SystemExit: 3 \(loader.py:1\)",
+        ),
         ("def load_dataset(path, split): return 1 / 0", 1, r"failed: ZeroDivisionError: .*\(loader.py:1\)"),
     ],
-    ids=["import", "function", "none", "fields", "raises"],
+    ids=["import", "function", "none", "fields", "exits on import", "exits", "raises"],
 )
 def test_loaders(capsys, source, code, message):
-    fails(capsys, f"train_dataset.loader: .*{message}", code, f"train_dataset.loader={write('loader.py', source)}")
+    fails(
+        capsys,
+        f"train_dataset.loader: .*{message}",
+        code,
+        f"train_dataset.loader={write('loader.py', source)}",
+        "train_dataset.path=x",
+    )
+
+
+def test_model_and_data_that_are_missing_in_one_report(capsys):
+    overrides = ["actor.path=./none", "tokenizer_path=./no", "train_dataset.path=no.jsonl", "train_dataset.loader=null"]
+    overrides += ["reward.fn=no.py", "ref=default", "ref.path=./nor", "actor.kl_ctl=0.1", "valid_dataset.loader=no.py"]
+    assert run(*overrides, evaluate=True) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: 6 problems in the configuration:\n")
+    lines = [
+        "  reward.fn: there is no",
+        "(actor.path)",
+        "(tokenizer_path)",
+        "(ref.path)",
+        "  train_dataset.path: there is no",
+    ]
+    assert [line for line in [*lines, "  valid_dataset.loader: there is no"] if line not in error] == []
+    assert not Path("out").exists()
+
+
+def test_a_path_that_the_loader_of_the_task_does_not_read(capsys):
+    settings = [f"train_dataset.path={write('rows.jsonl', ADDITIONS)}", f"reward.fn={write('mine.py', REWARD)}"]
+    fails(
+        capsys,
+        r"train_dataset.path: is 'rows.jsonl', but .* to read the path, set train_dataset.loader=null",
+        2,
+        *settings,
+    )
+    assert run(*settings, "train_dataset.loader=null", "total_train_steps=1") == 0
 
 
 # Rewards -------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,6 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "nothing.x: cannot be deleted: there is no such key",
         "actr: unknown key; did you mean actor?",
         "oddity: unknown key",
-        "experiment_name: missing (Name of the experiment's folder, which holds its runs)",
         "seed: is 'abc'; an integer is expected",
         "actor.optimzer: unknown key; did you mean actor.optimizer?",
         "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?",
@@ -99,7 +98,7 @@ def test_optional_sections_are_groups(work):
     assert load("ref=null", name="with_ref").ref is None
     assert problems_of("valid_dataset=default")[0].startswith("valid_dataset.path: missing")
     assert "ref: is chosen more than once" in problems_of("ref=default", "ref=null")[0]
-    assert load("eval_gconfig=greedy", "gconfig.n_samples=4").eval_gconfig.n_samples == 1
+    assert load("eval_gconfig=greedy", "+valid_dataset.path=x", "gconfig.n_samples=4").eval_gconfig.n_samples == 1
     assert load("actor/adv_norm=dr_grpo").actor.adv_norm.std_level is None
 
 
@@ -235,7 +234,7 @@ def test_multirun_tries_every_combination(work, capsys):
 
 def test_multirun_over_group_choices(work):
     main = Main()
-    assert run(main, "-m", "eval_gconfig=null,greedy", "actor=qwen3-0.6b,llama3.2-1b") == 0
+    assert run(main, "-m", "eval_gconfig=null,greedy", "valid_dataset.path=x", "actor=qwen3-0.6b,llama3.2-1b") == 0
     assert [config.eval_gconfig is None for config, _ in main.calls] == [True, True, False, False]
     assert len({config.actor.path for config, _ in main.calls}) == 2
 

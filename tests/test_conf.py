@@ -53,7 +53,9 @@ COMPANIONS = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["va
 
 
 def test_every_task_is_listed_here():
-    assert set(library.tasks()) == set(TASKS)
+    assert {name: library.recipes(file) for name, file in library.tasks().items()} == {
+        name: recipes for name, (recipes, _) in TASKS.items()
+    }
 
 
 @pytest.mark.parametrize(("task", "recipe"), [(task, recipe) for task, (names, _) in TASKS.items() for recipe in names])
@@ -70,6 +72,7 @@ def test_task(task, recipe):
 @pytest.mark.parametrize("name", library.experiments())
 def test_experiment(name):
     """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu. Its header says what to expect."""
+    assert library.recipes(library.experiments()[name]) == [name.split("-")[0]]
     assert load(RECIPES[name.split("-")[0]], name, EXPERIMENT_NEEDS.get(name)).experiment_name
     header = library.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
     assert all(f"# {word} " in header for word in ("Hardware", "Time", "Memory", "Curve"))

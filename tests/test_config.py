@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -102,6 +102,34 @@ def test_everything_wrong_is_reported_together():
     }
     assert found["train_dataset"].startswith("is null; a section is expected")
     assert found["reward.fn"].startswith("missing")
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t\n"])
+def test_an_empty_text_is_no_text(empty):
+    """Above all it is no path, which would be the current folder."""
+    texts = [row.key for row in rows(PPOConfig) if row.setting.hint in (str, str | None)]
+    assert {"actor.path", "train_dataset.path", "valid_dataset.loader", "cluster.fileroot", "saver.path"} <= {*texts}
+    data: dict[str, Any] = {}
+    for key in texts:
+        section = data
+        for name in key.split(".")[:-1]:
+            section = section.setdefault(name, {})
+        section[key.split(".")[-1]] = empty
+    found = problems_of(PPOConfig, data)
+    assert {key for key, text in found.items() if "; a text that is not empty is expected" in text} == {*texts}
+
+
+def test_a_text_that_no_file_can_have():
+    found = problems_of(GSPOConfig, smallest(trial_name="a\0", tokenizer_path="b\ud800"))
+    assert found["trial_name"] == "is 'a\\x00'; text without null characters is expected, or null"
+    assert found["tokenizer_path"].startswith("holds '\\ud800' at character 1, half of a surrogate pair; whole")
+
+
+def test_nothing_more_is_said_of_a_key_that_has_a_problem():
+    known = [Problem("gconfig.n_samples", "is broken"), Problem("actor.path", "is broken")]
+    with pytest.raises(ConfigError) as caught:
+        build(GSPOConfig, smallest(actor={"ppo_n_minibatches": 3}), known)
+    assert list(caught.value.problems) == known
 
 
 def test_message_of_one_problem_is_one_line():
@@ -309,7 +337,7 @@ def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
     assert defaults["actor.optimizer.lr"] == "1e-06"
     assert defaults["eval_gconfig"] == "null"
     assert defaults["eval_gconfig.n_samples"] == "8", "a section that is null by default shows those of its class"
-    assert defaults["valid_dataset.path"] == defaults["train_dataset.path"] == "required"
+    assert (defaults["actor.path"], defaults["train_dataset.path"]) == ("required", "null")
     grpo = {row.key: row.default for row in rows(GRPOConfig)}
     assert grpo["actor.adv_norm.mean_level"] == "'group'"
 

@@ -40,7 +40,7 @@ def test_lines(capsys, tmp_path):
     with run_log(tmp_path / "logs/run.log"):
         console.log_epoch(3, "start")
         console.log_stage("rollout_start")
-        tracker = console.Console(["rollout/rewards_mean", "train/lr", "train/explained_variance"], total_steps=60)
+        tracker = console.Console(["rollout/rewards_mean", "train/lr", "train/explained_variance"], lambda: 60)
         tracker.log(3, {"rollout/seq_len_mean": 9.0, "rollout/rewards_mean": 0.125, "rollout/logprobs_mean": -0.5})
         times = {"time/rollout": 213.929721, "time/train": 17.327612, "time/reward": 0.1, "time/step": 231.297132}
         tracker.log(3, {"train/lr": 1e-06, "train/loss": 0.0, **times})

@@ -188,6 +188,15 @@ def test_loader_makes_rows(tmp_path):
         ("def load_dataset(p, s): return None", "", DataError, "returned null; expected a list of rows"),
         ("def load_dataset(p, s): return 'rows'", "", DataError, "returned str 'rows'"),
         ("def load_dataset(p, s):\n    return {}['x']", "", DataError, "KeyError: 'x' .loader.py:2"),
+        ("import sys\ndef load_dataset(p, s):\n    sys.exit(3)", "", DataError, "SystemExit: 3 .loader.py:3"),
+        ("def load_dataset(p, s):\n    yield {'prompt': 'a'}\n    exit()", "", DataError, "SystemExit.* .loader.py:3"),
+        ("raise SystemExit", "", ConfigError, "does not import: SystemExit .loader.py:1"),
+        (
+            "def load_dataset(split): return []",
+            "",
+            ConfigError,
+            "path: is 'x.jsonl', but load_dataset.split. in .*=null",
+        ),
         ("def load_dataset(p): return []", "", DataError, "takes 1 positional argument"),
         ("def load_dataset(p, s): return []", "", DataError, "has no rows"),
         ("def load_dataset(p, s): return [1]", "", DataError, "row 0: is int 1"),
@@ -197,6 +206,25 @@ def test_bad_loader(tmp_path, source, suffix, error, message):
     loader = write(tmp_path / "loader.py", source) + suffix
     with pytest.raises(error, match=f"{message}"):
         load_rows(DatasetConfig(path="x.jsonl", loader=loader), "prompt")
+
+
+def test_a_loader_that_makes_its_rows_needs_no_path(tmp_path):
+    loader = write(tmp_path / "loader.py", "def load_dataset(split): return [{'prompt': split}]\ndef other(p, s): ...")
+    assert load_rows(DatasetConfig(loader=loader), "prompt") == [{"prompt": "train"}]
+    with pytest.raises(
+        ConfigError, match=r"train_dataset\.path: missing; other\(path, split\) in .*loader.py reads it"
+    ):
+        load_rows(DatasetConfig(loader=f"{loader}:other"), "prompt")
+
+
+def test_a_split_that_is_not_read(tmp_path):
+    path = write(tmp_path / "rows.jsonl", '{"prompt": "a"}')
+    with pytest.raises(
+        DataError, match=r"train_dataset\.split: is 'test', but .*rows.jsonl has no splits; leave it out"
+    ):
+        load_rows(DatasetConfig(path=path, split="test"), "prompt")
+    with pytest.raises(DataError, match=r"split: is 'test', but a/b:c:train names one itself"):
+        load_rows(DatasetConfig(path="a/b:c:train", split="test"), "prompt")
 
 
 def test_missing_loader():

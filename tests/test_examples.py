@@ -86,7 +86,7 @@ def test_reward_runs_in_its_process(fn, tmp_path, monkeypatch):
 
 
 def test_stories():
-    rows = load_rows(DatasetConfig(path="examples/stories", loader="examples/stories/dataset_loader.py"), "prompt")
+    rows = load_rows(DatasetConfig(loader="examples/stories/dataset_loader.py"), "prompt")
     assert len({row["prompt"] for row in rows}) == 64
     assert rows[0]["prompt"] == "<s>Once upon a time, there was a little girl named Lily."
     reward_fn = load_function(str(ROOT / "examples/stories/reward.py"), "reward_fn", "reward.fn")
@@ -98,9 +98,7 @@ def test_preferences_of_the_quickstart():
     """One digit of the sum tells the answers apart, and no numbers are in both splits."""
     numbers = {}
     for split in ("train", "test"):
-        config = DatasetConfig(
-            path="examples/quickstart", split=split, loader="examples/quickstart/dataset_loader.py:preferences"
-        )
+        config = DatasetConfig(split=split, loader="examples/quickstart/dataset_loader.py:preferences")
         rows = load_rows(config, "dpo")
         numbers[split] = {tuple(map(int, row["prompt"][:-1].split("+"))) for row in rows}
         assert len(numbers[split]) == len(rows)

@@ -231,7 +231,8 @@ def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, P
 
 def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     how = {"critic": {"warmup_steps": 2}, **without_reference()}
-    played = run(ppo_config(tmp_path, total_train_steps=2, **how), tmp_path / "two", digits)
+    two_steps = {"total_train_steps": None, "total_train_n_seqs": 16}
+    played = run(ppo_config(tmp_path, **two_steps, **how), tmp_path / "two", digits)
     saved = tmp_path / "two/checkpoints/latest"
     start, end = load_file(MODEL / "model.safetensors"), load_file(saved / "model.safetensors")
     assert start.keys() == end.keys()
@@ -245,7 +246,7 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert all(value == 0 for row in played.critic_rows[0] for value in row.values or [])
     assert any(value != 0 for row in played.critic_rows[1] for value in row.values or [])
     assert not {"train/loss", "time/train", "train/ratio_mean"} & played.names()
-    warning = "critic.warmup_steps=2 takes all 2 steps: the policy is not trained"
+    warning = "critic.warmup_steps=2 takes all 2 steps of this run, so its checkpoint is the untrained policy"
     assert warning in (tmp_path / "two/logs/run.log").read_text()
     assert {"train/critic_loss", "train/explained_variance", "time/train_critic", "time/values"} <= played.names()
 

@@ -90,8 +90,8 @@ def test_dpo_of_a_script(tmp_path):
         total_train_steps=25,
         evaluator=EvaluatorConfig(eval_before_train=True),
     )
-    valid = preferences("", "test")[::5]
-    with areno.DPOTrainer(config, train_dataset=preferences("", "train"), valid_dataset=valid) as trainer:
+    valid = preferences("test")[::5]
+    with areno.DPOTrainer(config, train_dataset=preferences("train"), valid_dataset=valid) as trainer:
         result = trainer.fit()
         assert len(trainer.ref_scores) == 25 * 16
         again = trainer.evaluate()

@@ -52,8 +52,39 @@ def start(folder: Path, n_rows: int = 2, evaluate: Any = None, data: dict[str, A
 )
 def test_a_run_has_its_epochs_steps_or_rows(settings, n_steps, tmp_path):
     run = start(tmp_path, **settings)
-    assert [run.step for _ in run.steps()] == list(range(1, n_steps + 1))
+    assert run.total_steps == n_steps
+    assert [(run.step, run.total_steps) for _ in run.steps()] == [(step + 1, n_steps) for step in range(n_steps)]
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "totals"),
+    [
+        ({"batch_size": 2}, [4, 4, 4, 4]),  # 5 rows; the last batch is not full
+        ({"batch_size": 2, "drop_last": False}, [6, 6, 6, 6, 6, 6]),
+        # Row 3 turns out to be too long once batch 1 is there, which is when the one behind it is encoded.
+        ({"batch_size": 1}, [10, 10, 8, 8, 8, 8, 8, 8]),
+    ],
+)
+def test_the_number_of_steps_follows_what_is_known_of_the_data(tmp_path, data, totals):
+    run = start(tmp_path, 5, data=data, total_train_epochs=2, total_train_steps=100)
+    encode = run.loader.encode
+    if data["batch_size"] == 1:
+        run.loader.encode = lambda row, index: TrainSequence(tokens=[0] * 9) if index == 3 else encode(row, index)  # type: ignore[assignment]
+    assert [run.total_steps for _ in run.steps()] == totals
+    run.close()
+
+
+def test_steps_that_take_several_batches_are_fewer(tmp_path):
+    run = start(tmp_path, 6, total_train_epochs=1, total_train_steps=100)
+    assert [(run.next_batch() is not None, run.total_steps) for _ in run.steps()] == [(True, 5), (True, 4), (True, 3)]
+    run.close()
+
+
+def test_a_folder_that_cannot_be_one(tmp_path):
+    for folder in ("", " ", "a\0b", "\ud800", 3):
+        with pytest.raises(ConfigError, match=r"run_dir: is .*; the name of a folder is expected"):
+            start(folder)  # type: ignore[arg-type]
 
 
 def test_a_run_that_is_past_its_new_end_makes_no_more_steps(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 from areno.api.inputs.arguments import (
     check_count,
+    check_folder,
     check_positive,
     check_prompts,
     check_rows,
@@ -25,7 +26,6 @@ from areno.api.session import RolloutSession, Sessions
 from areno.api.step_log import StepLog
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
-from areno.config.run import is_no_folder
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
@@ -397,8 +397,7 @@ class Trainer:
         folder of that name which is no checkpoint.
         """
         _ = self.engine
-        if not isinstance(path, (str, Path)) or is_no_folder(str(path)):
-            raise ConfigError([Problem("path", f"is {path!r}; the name of a folder is expected")])
+        check_folder("path", path)
         final = Path(os.path.abspath(Path(path).expanduser()))
         if os.path.exists(final) and not is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
@@ -13,17 +13,30 @@ from areno.errors import ConfigError, Problem, question
 T = TypeVar("T", bound=Section)
 
 
-def build(cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = ()) -> T:
+def build(
+    cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = (), hint: Callable[[str], str] = lambda key: ""
+) -> T:
     """Make a configuration of `data`: nested mappings, lists and scalars. Absent keys take their defaults.
 
-    found: problems that the caller has found before. Raises one ConfigError that lists every problem with its full
+    found: problems that the caller has found before; nothing more is said of their keys. hint: what it knows of an
+    unknown key, for the end of a message. Raises one ConfigError that lists every problem with its full
     dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
     """
     problems = list(found)
-    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, [row.key for row in rows(cls)])
+    all_keys = [row.key for row in rows(cls)]
+
+    def explain(key: str, prefix: str, siblings: Iterable[str]) -> str:
+        return hint(prefix + key) or _suggest(key, prefix, siblings, all_keys)
+
+    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:
-        raise ConfigError(dict.fromkeys(problems))
+        causes = [problem for problem in problems if not isinstance(problem, Consequence)]
+        raise ConfigError(dict.fromkeys(causes or problems))
     return config
+
+
+class Consequence(Problem):
+    """A problem that goes away with another one. It is told only if there is no other."""
 
 
 def with_defaults(
@@ -45,20 +58,28 @@ def with_defaults(
     return values | {key: value for key, value in data.items() if key not in values}
 
 
-def _examine(cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], all_keys: list[str]) -> T:
-    """The section that `data` describes in full. What is wrong goes to `problems`, and the section is then partial."""
+def _examine(
+    cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], explain: Callable[..., str]
+) -> T:
+    """The section that `data` describes in full. What is wrong goes to `problems`, and the section is then partial.
+
+    explain: (unknown key, its prefix, the keys beside it) -> the end of the message.
+    """
     known: dict[str, Any] = {}
     fields = settings(cls)
+    reported = {problem.key for problem in problems}
     before = len(problems)
     for key in data:
         if key not in fields:
-            problems.append(Problem(f"{prefix}{key}", f"unknown key{_suggest(str(key), prefix, fields, all_keys)}"))
+            problems.append(Problem(f"{prefix}{key}", f"unknown key{explain(str(key), prefix, fields)}"))
     for name, setting in fields.items():
         key, value = prefix + name, data[name]
+        if key in reported:  # its value is not known, so nothing else can be said of it
+            continue
         if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))
         elif setting.section and isinstance(value, Mapping):
-            known[name] = _examine(setting.section, value, f"{key}.", problems, all_keys)
+            known[name] = _examine(setting.section, value, f"{key}.", problems, explain)
         else:
             try:
                 known[name] = setting.convert(value)
@@ -70,7 +91,7 @@ def _examine(cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
-    return section if len(problems) > before else cls(**known)
+    return section if len(problems) > before or len(known) < len(fields) else cls(**known)
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:

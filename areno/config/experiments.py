@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config import models, run
-from areno.config.fields import Section, check, forbid, setting
+from areno.config.fields import Section, build_check, check, forbid, setting
+from areno.config.values import show
 from areno.errors import ConfigError, Problem
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
+NEEDS = {"evaluator": "valid_dataset", "eval_gconfig": "valid_dataset"}
+"""Section -> the section that it has no effect without."""
+
+_NO_EVALUATION = "valid_dataset is null, so nothing is evaluated; set valid_dataset.path or leave this out"
+
 LossFn = Callable[..., Any]
 """(pack, logprobs) -> (loss, stats), see areno.loss_fns."""
 
@@ -36,6 +42,12 @@ class ExperimentConfig(Section):
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
     stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
+
+    @build_check
+    def evaluation_of_nothing(self) -> Iterator[Problem]:
+        if self.valid_dataset is None:
+            for name in (name for name in vars(self.evaluator) if not self.evaluator.is_default(name)):
+                yield Problem(f"evaluator.{name}", f"is {show(vars(self.evaluator)[name])}, but {_NO_EVALUATION}")
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
@@ -82,6 +94,20 @@ class PolicyExperimentConfig(ExperimentConfig):
     dynamic_bs: bool = setting(
         False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
     )
+
+    @build_check
+    def samples_for_no_evaluation(self) -> Iterator[Problem]:
+        if self.valid_dataset is None and self.eval_gconfig is not None:
+            yield Problem("eval_gconfig", f"is set, but {_NO_EVALUATION}")
+
+    @forbid(
+        "eval_gconfig.temperature",
+        "is {self.eval_gconfig.temperature}, but eval_gconfig.greedy takes the most likely token; set "
+        "eval_gconfig.greedy=false",
+    )
+    def temperature_of_greedy(self) -> bool:
+        gconfig = self.eval_gconfig
+        return gconfig is not None and gconfig.greedy and not gconfig.is_default("temperature")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""

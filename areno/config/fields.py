@@ -115,6 +115,9 @@ class Setting:
     def convert(self, value: Any) -> Any:
         """`value` in the field's type. Raises InvalidValue where that cannot be."""
         value = convert(value, self.hint)
+        if isinstance(value, str) and (not value.strip() or "\0" in value):
+            expected = "text without null characters" if value.strip() else "a text that is not empty"
+            raise InvalidValue(f"is {show(value)}; {expected} is expected{', or null' if self.optional else ''}")
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             for name, bound in self.bounds.items():
                 words, holds = _BOUNDS[name]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, forbid, setting
+from areno.config.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
 
@@ -32,15 +32,29 @@ class OptimizerConfig(Section):
     weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0)
     gradient_clipping: float = setting(1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0)
 
+    @forbid(
+        "min_lr_ratio", "is {self.min_lr_ratio}, but lr_scheduler_type is constant, so lr does not decay; leave it out"
+    )
+    def end_of_no_decay(self) -> bool:
+        return self.lr_scheduler_type == "constant" and not self.is_default("min_lr_ratio")
+
 
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
     """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
 
-    mini_bs: int = setting(16, help="Rows per micro-batch. Used when max_tokens_per_mb is null", gt=0)
+    mini_bs: int = setting(16, help="Rows per micro-batch, if max_tokens_per_mb is null", gt=0)
     max_tokens_per_mb: int | None = setting(
-        None, help="Token budget of a micro-batch, filled first-fit decreasing. mini_bs is then ignored", gt=0
+        None, help="Token budget of a micro-batch, filled first-fit decreasing. It takes the place of mini_bs", gt=0
     )
+
+    @build_check
+    def two_sizes(self) -> Iterator[Problem]:  # the engine makes a size of each from arguments of a script
+        if self.max_tokens_per_mb is not None and not self.is_default("mini_bs"):
+            text = (
+                f"is {self.mini_bs}, but max_tokens_per_mb={self.max_tokens_per_mb} takes its place; set that to null"
+            )
+            yield Problem("mini_bs", text)
 
 
 @dataclass(kw_only=True)
@@ -60,6 +74,10 @@ class NormConfig(Section):
     @forbid("mean_leave1out", "is true, but mean_level is null, so no mean is subtracted; set mean_level=group")
     def leave_one_out_without_mean(self) -> bool:
         return self.mean_leave1out and self.mean_level is None
+
+    @forbid("eps", "is {self.eps}, but std_level is null, so there is no deviation to add it to; leave it out")
+    def eps_without_deviation(self) -> bool:
+        return self.std_level is None and not self.is_default("eps")
 
     @forbid("std_unbiased", "is true, but std_level is null, so there is no deviation; set it to false")
     def unbiased_without_deviation(self) -> bool:
@@ -226,6 +244,18 @@ class PolicyConfig(ModelConfig):
         needed = self.rejection_sampling is not None or self.m2_threshold is not None or self.recompute_logprob
         return self.prox_logp_method == "loglinear" and needed
 
+    @forbid(
+        "recompute_logprob",
+        "is true, but use_decoupled_loss puts the proximal policy in place of the old log-probabilities; set it to "
+        "false",
+    )
+    def recomputed_twice(self) -> bool:
+        return self.recompute_logprob and self.use_decoupled_loss and self.prox_logp_method != "loglinear"
+
+    @forbid("kl_estimator", "is {self.kl_estimator}, but kl_ctl is 0, so there is no KL; set kl_ctl")
+    def estimator_without_kl(self) -> bool:
+        return self.kl_ctl == 0 and not self.is_default("kl_estimator")
+
     @forbid("prox_logp_method", "is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true")
     def unused_proximal_policy(self) -> bool:
         return self.prox_logp_method != "recompute" and not self.use_decoupled_loss
@@ -274,6 +304,10 @@ class TokenPolicyConfig(PolicyConfig):
     @forbid("c_clip", "is {self.c_clip}, but the loss of use_{self.surrogate}_loss has no dual clip; set it to null")
     def dual_clip_has_a_clip(self) -> bool:
         return self.surrogate != "clip" and self.c_clip is not None
+
+    @forbid("eps_clip", "is {self.eps_clip}, but the loss of use_sapo_loss does not clip; leave it out")
+    def clip_without_clip(self) -> bool:
+        return self.use_sapo_loss and not self.is_default("eps_clip")
 
     @forbid("eps_clip_higher", "is {self.eps_clip_higher}, but the loss of use_sapo_loss does not clip; set it to null")
     def upper_clip_without_clip(self) -> bool:

@@ -23,11 +23,12 @@ class DatasetConfig(Section):
     path: str | None = setting(
         None,
         help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
-        "repo[:config[:split]]",
-        required_in_build=True,
+        "repo[:config[:split]]. null: loader makes the rows itself",
     )
     loader: str | None = setting(
-        None, help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows"
+        None,
+        help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows, or "
+        "load_dataset(split) if it reads no path",
     )
     split: str = setting("train", help="Split to read, if the source has several")
     batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0)
@@ -37,6 +38,11 @@ class DatasetConfig(Section):
         1024, help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted", gt=0
     )
 
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        if self.path is None and self.loader is None:
+            yield Missing("path", f"missing ({settings(DatasetConfig)['path'].help})")
+
 
 @dataclass(kw_only=True)
 class ValidDatasetConfig(DatasetConfig):
@@ -45,6 +51,11 @@ class ValidDatasetConfig(DatasetConfig):
     split: str = setting("test", help="Split to read, if the source has several")
     shuffle: bool = setting(False, help="Use a new order in every evaluation, drawn with seed")
     drop_last: bool = setting(False, help="Skip the last batch if it is not full")
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        for problem in super().something_to_read():
+            yield Missing(problem.key, f"{problem.message}; for a run without evaluation, use valid_dataset=null")
 
 
 @dataclass(kw_only=True)
@@ -92,6 +103,12 @@ class GenerationConfig(SamplingConfig):
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
     temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", gt=0)
+
+    @build_check  # a script may make a section greedy that has more settings
+    def choice_of_greedy(self) -> Iterator[Problem]:
+        for name in ("top_p", "top_k"):
+            if self.greedy and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but greedy takes the most likely token; set greedy=false")
 
     @forbid(
         "max_tokens",
@@ -170,6 +187,12 @@ class RewardConfig(Section):
             yield Missing(
                 "fn", "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
             )
+
+    @build_check
+    def limits_of_no_function(self) -> Iterator[Problem]:
+        for name in ("timeout_s", "workers"):
+            if self.fn is None and self.path is not None and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but fn is null, so no function is called; leave it out")
 
     @forbid("offload", "is true, but reward.path is null, so there is no reward model")
     def nothing_to_offload(self) -> bool:

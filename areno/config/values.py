@@ -41,6 +41,8 @@ def convert(value: Any, hint: Any) -> Any:
         return number
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if hint is str and isinstance(value, str) and (problem := text_problem(value)):
+        raise InvalidValue(f"{problem}; whole characters are expected")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise InvalidValue(f"is {show(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
@@ -75,6 +77,15 @@ def _convert_element(element: Any, position: int, hint: Any) -> Any:
         return convert(element, hint)
     except InvalidValue as error:
         raise InvalidValue(f"[{position}] {error}") from None
+
+
+def text_problem(text: str) -> str | None:
+    """Why a text cannot be encoded, neither to bytes nor to tokens: it holds a lone surrogate. None if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds {text[error.start]!r} at character {error.start}, half of a surrogate pair"
+    return None
 
 
 def show(value: Any) -> str:

@@ -42,8 +42,9 @@ class BatchLoader(Generic[Item]):
 
     def __post_init__(self) -> None:
         # For messages: what the rows are called, and the setting that they come from.
-        path = self.config.path
-        self.name, self._setting = (path, f"{self.key}.path") if path else ("the data given", self.key)
+        path, source = self.config.path, self.config.path or self.config.loader
+        self.name = source or "the data given"
+        self._setting = f"{self.key}.{'path' if path else 'loader'}" if source else self.key
         self.epoch = 0
         self.total_skipped_long = 0
         self._next = 0  # the place in this epoch's order behind the last batch given
@@ -84,6 +85,11 @@ class BatchLoader(Generic[Item]):
         """The batches that are left of the first `n` epochs."""
         while self.epoch < n:
             yield from self.batches()
+
+    def n_batches(self, n_epochs: int) -> int:
+        """The batches of so many whole epochs. A row that nobody has looked at yet counts as not too long."""
+        usable, size = len(self.rows) - len(self._too_long), self.config.batch_size
+        return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
         """The next batch from place `start` of `order` on, how many too long rows it skips, and the place behind it."""
@@ -141,7 +147,7 @@ class BatchLoader(Generic[Item]):
     def _row_error(self, index: int, error: DataError) -> DataError:
         [problem] = error.problems
         text, args = (problem.template, problem.args) if problem.args else ("{}", (problem.message,))
-        if self.config.path:
+        if self._setting != self.key:
             return DataError(Problem(self._setting, "{} row {}: " + text, self.name, index, *args))
         return DataError("{} row {}: " + text, Key(self.key), index, *args)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from areno.config.values import text_problem
 from areno.errors import DataError
 
 Row = Mapping[str, Any]
@@ -35,6 +36,21 @@ FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
     """Why a row is not of `kind`, or None if it is. prompt_key: the name of its field prompt."""
+    problem = _form_problem(row, kind, prompt_key)
+    fields = (prompt_key, *FIELDS[kind], "tools", "solutions") if problem is None else ()
+    return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
+
+
+def bad_text(value: Any) -> str | None:
+    """What is wrong with a text in `value`, however deep; None if nothing is."""
+    if isinstance(value, str):
+        return text_problem(value)
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return next(filter(None, map(bad_text, value)), None) if isinstance(value, list | tuple) else None
+
+
+def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":

@@ -2,12 +2,14 @@
 
 A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
 (absolute where such a file exists) and may be anything that the loader understands. The function can call
-`read_rows(path, split)` for the formats that areno knows, or make its rows from nothing. It returns a list (or any
-iterable) of dictionaries, or a `datasets.Dataset`. Every row is checked against areno.data.row_schema.
+`read_rows(path, split)` for the formats that areno knows. A loader that makes its rows from nothing takes `split` only,
+and then no path may be configured. It returns a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every
+row is checked against areno.data.row_schema.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -24,7 +26,7 @@ from areno.config.run import DatasetConfig, ValidDatasetConfig
 from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, describe_value, row_problem, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem
 from areno.files.paths import existing_path, find_file
-from areno.files.user_code import describe_error, load_function, split_spec
+from areno.files.user_code import check_file, describe_error, load_function, split_spec
 
 _FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 
@@ -34,20 +36,20 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 
     Raises DataError if the data cannot be read, is empty or does not fit; ConfigError if path or loader are missing.
     """
+    if config.loader is not None:
+        rows = _rows_from_loader(config, config.loader, key)
+        return _checked(rows, kind, f"{key}.loader", config.path or config.loader)
     if config.path is None:
         raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
-    if config.loader is not None:
-        rows, setting, hint = _rows_from_loader(config, config.path, key), f"{key}.loader", None
-    else:
-        rows, setting, hint = read_rows(config.path, config.split, key), f"{key}.path", f"{key}.loader"
-    return _checked(rows, kind, setting, config.path, hint)
+    _check_split(config, config.path, key)
+    return _checked(read_rows(config.path, config.split, key), kind, f"{key}.path", config.path, f"{key}.loader")
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
     """(rows, section to go on with) of a run: the rows `given` by a script or, without these, the configured ones."""
     if given is None:
         return load_rows(config, kind, key), config
-    return check_dataset(given, kind, key), replace(config, path=None)  # messages should not mention a path
+    return check_dataset(given, kind, key), replace(config, path=None, loader=None)  # messages should not mention them
 
 
 def valid_section(config: ExperimentConfig, given: Any) -> ValidDatasetConfig | None:
@@ -70,13 +72,9 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
 
     `split` chooses where the source has several. Raises DataError.
     """
-    file, setting = existing_path(path), f"{key}.path"
+    file, setting = _find(path, key), f"{key}.path"
     if file is None:
-        is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
-        if is_reference and Path(path).suffix not in _FORMATS:
-            return _read_hub(path, split, setting)
-        place = Path(os.path.expanduser(path)).absolute()
-        raise DataError(Problem(setting, f"there is no file or folder {path} (looked for {place})"))
+        return _read_hub(path, split, setting)
     if file.is_dir():
         return _read_folder(file, path, split, key)
     if file.suffix not in _FORMATS:
@@ -89,6 +87,34 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
     except (DataError, OSError, UnicodeDecodeError) as error:
         said = str(error) if isinstance(error, DataError) else f"cannot read {path}: {error}"
         raise DataError(Problem(setting, said)) from error
+
+
+def check_source(config: DatasetConfig | None, key: str) -> None:
+    """Raise for a local file or a loader that is not there, before anything is read. Anything else is for load_rows."""
+    if config is not None and config.loader is not None:
+        file, _ = split_spec(config.loader, "load_dataset")
+        check_file(find_file(file, f"{key}.loader"), file, f"{key}.loader")
+    elif config is not None and config.path is not None:
+        _find(config.path, key)
+
+
+def _find(path: str, key: str) -> Path | None:
+    """The file or folder of a path; None for a hub reference. DataError where it is neither."""
+    file = existing_path(path)
+    is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
+    if file is None and (not is_reference or Path(path).suffix in _FORMATS):
+        place = Path(os.path.expanduser(path)).absolute()
+        raise DataError(Problem(f"{key}.path", "there is no file or folder {} (looked for {})", path, place))
+    return file
+
+
+def _check_split(config: DatasetConfig, path: str, key: str) -> None:
+    """DataError for a split that is set but would not be read."""
+    file = existing_path(path)
+    own = file is None and path.count(":") == 2
+    if not config.is_default("split") and (own or (file is not None and file.is_file() and file.suffix != ".json")):
+        why = "names one itself" if own else "has no splits"
+        raise DataError(Problem(f"{key}.split", "is {!r}, but {} {}; leave it out", config.split, path, why))
 
 
 def _checked(rows: Rows, kind: RowKind, setting: str, name: str | Key, loader_key: str | None = None) -> Rows:
@@ -126,22 +152,39 @@ def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
 # Sources -------------------------------------------------------------------------------------------------------------
 
 
-def _rows_from_loader(config: DatasetConfig, path: str, key: str) -> Rows:
-    file, name = split_spec(str(config.loader), "load_dataset")
+def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
+    file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     function = load_function(str(loader_file), name, f"{key}.loader")
+    arguments = [config.split]
+    if _takes_path(function):
+        if config.path is None:
+            text = f"missing; {name}(path, split) in {file} reads it (a loader that makes its rows takes only split)"
+            raise ConfigError(Problem(f"{key}.path", text))
+        arguments = [str(existing_path(config.path) or config.path), config.split]
+    elif config.path is not None:
+        text = "is {!r}, but {}(split) in {} makes its rows itself and reads no path; to read the path, set {}=null"
+        raise ConfigError(Problem(f"{key}.path", text, config.path, name, file, Key(f"{key}.loader")))
     try:
-        found = function(str(existing_path(path) or path), config.split)
+        found = function(*arguments)
         rows = _as_rows(found, config.split)
     except ArenoError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = describe_error(error, loader_file.resolve())
-        raise DataError(Problem(f"{key}.loader", f"{name}(path, split) in {file} failed: {where}")) from error
+        raise DataError(Problem(f"{key}.loader", f"{name} in {file} failed: {where}")) from error
     if rows is None:
         text = f"{name} in {file} returned {describe_value(found)}; expected a list of rows"
         raise DataError(Problem(f"{key}.loader", text))
     return rows
+
+
+def _takes_path(loader: Any) -> bool:
+    """Whether it is a load_dataset(path, split), and not a load_dataset(split)."""
+    try:
+        return next(iter(inspect.signature(loader).parameters), None) != "split"
+    except ValueError:  # some callables have no signature to look at
+        return True
 
 
 def _as_rows(found: Any, split: str) -> Any:
@@ -150,7 +193,8 @@ def _as_rows(found: Any, split: str) -> Any:
         found = found[split]
     if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
         return None
-    return found if isinstance(found, Sequence) or hasattr(found, "column_names") else list(found)
+    # Whatever code of the user makes the rows, it runs here and not in the middle of a run.
+    return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
 
 
 def _read_json(file: Path, shown: str, split: str) -> list[Row]:

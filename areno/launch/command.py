@@ -25,8 +25,10 @@ from areno import __version__
 from areno.api.algorithms import Algorithm
 from areno.config.build import build, with_defaults
 from areno.config.fields import Missing
-from areno.errors import ArenoError, ConfigError
-from areno.launch import help
+from areno.errors import ArenoError, ConfigError, Problem
+from areno.files.user_code import describe_error
+from areno.launch import help, library
+from areno.launch.elsewhere import RECIPES, hint, listed
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -63,8 +65,11 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
     command: how the user started it, for the help text.
     """
     args = _parser(command).parse_intermixed_args(arguments)
-    config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
     try:
+        for option, value in {"--config-name": args.config_name, "--config-dir": args.config_dir}.items():
+            if value is not None and not value.strip():
+                raise ConfigError(Problem(option, "is empty; a name is expected"))
+        config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
         if args.help:
             print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
             return 0
@@ -72,7 +77,8 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
 
         name = args.config_name or algorithm.default
         options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
-        with _sigterm_interrupts(), HydraSession(algorithm.config, name, args.overrides, **options) as session:
+        session = HydraSession(algorithm.config, name, args.overrides, **options)
+        with _sigterm_interrupts(), _told_recipes(algorithm.name, name, config_dir), session:
             if args.info:
                 session.show_info(args.info)
             elif args.cfg in ("hydra", "all"):
@@ -126,7 +132,7 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
         shown = shown[name]
     print(to_yaml(shown) if isinstance(shown, dict) else shown, end="" if isinstance(shown, dict) else "\n")
     try:
-        build(algorithm.config, composition.data, composition.problems)
+        build(algorithm.config, composition.data, composition.problems, hint)
     except ConfigError as error:
         wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
         if wrong:
@@ -137,7 +143,7 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     from areno.tracking import new_run
 
     composition = session.compose()
-    build(algorithm.config, composition.data, composition.problems)
+    build(algorithm.config, composition.data, composition.problems, hint)
     if composition.output_dir is None:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
     output_dir = composition.output_dir
@@ -177,7 +183,7 @@ def _run(algorithm: Algorithm, job: Job, folder: NewFolder) -> float:
     folder: of the run or of its sweep.
     """
     try:
-        config = build(algorithm.config, job.composition.data, job.composition.problems)
+        config = build(algorithm.config, job.composition.data, job.composition.problems, hint)
         if job.number is not None:
             _separate(config, job.number)
         folder = folder.of_run(job.run_dir)
@@ -185,8 +191,10 @@ def _run(algorithm: Algorithm, job: Job, folder: NewFolder) -> float:
         try:
             with RunLog(own_process=True):
                 return float(algorithm.run(config, job.run_dir))
-        except BaseException:
+        except BaseException as error:
             folder.discard()
+            if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
+                raise ArenoError(f"the run was ended by {describe_error(error)}") from error
             raise
     except ArenoError as error:
         raise SystemExit(_report(error)) from None
@@ -212,6 +220,20 @@ def _report(error: ArenoError) -> int:
 def _trace(error: BaseException) -> None:
     if os.environ.get("ARENO_DEBUG") == "1":
         traceback.print_exception(error)
+
+
+@contextlib.contextmanager
+def _told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
+    """Around what composes a configuration: its errors say if the task is not for the recipe."""
+    try:
+        yield
+    except ConfigError as error:
+        file = (library.tasks(config_dir) | library.experiments()).get(config_name.removesuffix(".yaml"))
+        meant = library.recipes(file) if file else []
+        if recipe in RECIPES and meant and recipe not in meant:  # another algorithm may use the tasks of these
+            problem = Problem("--config-name", f"{config_name} is for {listed(meant)}, not for {recipe}")
+            raise ConfigError([problem, *error.problems]) from error
+        raise
 
 
 @contextlib.contextmanager

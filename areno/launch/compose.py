@@ -34,13 +34,15 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areno.config.build import build, with_defaults
+from areno.config.build import Consequence, build, with_defaults
+from areno.config.experiments import NEEDS
 from areno.config.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.paths import root
 from areno.launch import library
+from areno.launch.elsewhere import hint
 
 T = TypeVar("T", bound=Section)
 
@@ -85,6 +87,7 @@ class _CommandLine:
 
     lines: list[str] = field(default_factory=list)
     sample: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)  # keys, without those of groups
     deletions: list[str] = field(default_factory=list)
     chosen: set[str] = field(default_factory=set)  # groups
     problems: list[Problem] = field(default_factory=list)
@@ -109,7 +112,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
     """The configuration that a recipe gets from `--config-name=config_name` and `overrides`. Raises ConfigError."""
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
-    return build(cls, composition.data, composition.problems)
+    return build(cls, composition.data, composition.problems, hint)
 
 
 def to_yaml(data: dict[Any, Any]) -> str:
@@ -301,6 +304,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 value = override.value()
                 first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
                 sample = f"++{key}={first}"
+            line.values.append(key)
             line.add(forced, sample)
 
     def _plain(self, config: DictConfig, problems: list[Problem]) -> Composition:
@@ -313,10 +317,22 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for group, choice in HydraConfig.get().runtime.choices.items():
             if choice == "null":  # the section is null whatever it holds
                 data[group] = raw[group] = None
+                for name in (name for name, needed in NEEDS.items() if needed == group):
+                    data.pop(name, None)
+                    raw.pop(name, None)
+                found += self._without_effect(group)
         for key in self._command_line.deletions:
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         return Composition(data, with_defaults(self.cls, {str(key): value for key, value in raw.items()}), found)
+
+    def _without_effect(self, group: str) -> Iterator[Problem]:
+        """What the command line says of a section that is null, or of one that needs this section."""
+        line, choices = self._command_line, HydraConfig.get().runtime.choices
+        sections = {group, *(name for name, needed in NEEDS.items() if needed == group)}
+        chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]
+        for key in [*chosen, *(key for key in line.values if key.partition(".")[0] in sections - {key})]:
+            yield Problem(key, f"has no effect with {group}=null; leave one of the two out")
 
 
 @contextmanager
@@ -344,7 +360,8 @@ def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
-            problems.append(Problem(full, explain(error)))
+            kind = Consequence if isinstance(error, InterpolationToMissingValueError) else Problem
+            problems.append(kind(full, explain(error)))
             continue
         yield key, value
 

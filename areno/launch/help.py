@@ -77,7 +77,12 @@ def _line(row: Row) -> str:
 
 
 def _files(title: str, files: dict[str, Path]) -> str:
-    return _columns(title, {name: library.headline(file) for name, file in files.items()})
+    """A line for each file: its name, the recipes that it is for, and what it is."""
+    lines = {name: library.headline(file) for name, file in files.items()}
+    for name, file in files.items():
+        if recipes := library.recipes(file):
+            lines[name] = f"[{', '.join(recipes)}] {lines[name]}"
+    return _columns(title, lines)
 
 
 def _columns(title: str, lines: dict[str, str]) -> str:

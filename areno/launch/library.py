@@ -7,6 +7,8 @@ from pathlib import Path
 
 from areno.files.paths import root
 
+_RECIPES = "# Recipes: "
+
 
 def tasks(config_dir: Path | None = None) -> dict[str, Path]:
     """Tasks: files of conf/ and of the user's folder, by their name for --config-name."""
@@ -39,6 +41,13 @@ def headline(file: Path) -> str:
     return next(
         (line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and not line.startswith("# @")), ""
     )
+
+
+def recipes(file: Path) -> list[str]:
+    """The recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty where it has none."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")
+    return [name.strip() for name in told.split(",") if name.strip()]
 
 
 def _files(folders: Iterable[Path]) -> dict[str, Path]:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from areno.api.algorithms import get_algorithm
 from areno.config.fields import Row, rows
-
-RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
+from areno.launch.elsewhere import RECIPES
 
 _HEAD = """\
 # Configuration reference

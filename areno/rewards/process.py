@@ -80,7 +80,7 @@ def _serve(connection: Connection) -> None:
 def _unpickle(data: bytes, key: str) -> Callable[..., Any]:
     try:
         return pickle.loads(data)
-    except Exception as error:  # it imports the module of the function, which may raise anything
+    except (Exception, SystemExit) as error:  # it imports the module of the function, which may raise anything
         text = f"the function given as reward_fn does not load: {describe_error(error)}"
         raise ConfigError(Problem(key, text)) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from areno.tracking.tracker import Tracker
@@ -40,11 +40,11 @@ def log_stage(stage: str, role: str = "policy") -> None:
 
 
 class Console(Tracker):
-    """Logs the scalars of a run as lines of `name=value`. headline: see open_trackers. total_steps: if it is known."""
+    """Logs the scalars of a run as lines of `name=value`. headline, total_steps: see open_trackers."""
 
-    def __init__(self, headline: Sequence[str] = (), total_steps: int | None = None):
+    def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):
         self._headline = headline
-        self._total = f"/{total_steps}" if total_steps else ""
+        self._total_steps = total_steps
         self._step: int | None = None
         self._scalars: dict[str, float] = {}  # of this step so far
 
@@ -73,4 +73,5 @@ class Console(Tracker):
         logger.info("time rollout=%.6f train=%.6f total=%.6f", rollout, train, total)
         known = (name for name in self._headline if name in self._scalars)
         shown = " ".join(f"{_LABELS.get(name, name.partition('/')[2])}={self._scalars[name]:.4g}" for name in known)
-        logger.info("step=%d%s %s seconds=%.2f", self._step, self._total, shown, total)
+        of = "" if self._total_steps is None else f"/{self._total_steps()}"
+        logger.info("step=%d%s %s seconds=%.2f", self._step, of, shown, total)

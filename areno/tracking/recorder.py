@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
@@ -12,13 +12,16 @@ from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 
 
-def open_trackers(config: ExperimentConfig, run_dir: Path, headline: Sequence[str] = ()) -> Trackers:
+def open_trackers(
+    config: ExperimentConfig, run_dir: Path, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None
+) -> Trackers:
     """The trackers that a run asks for. Raises ArenoError, with the setting, if a folder cannot be written.
 
     headline: the scalars that the summary line of a step shows, if the step has them, such as "train/loss".
+    total_steps: how many steps the run has, as far as is known.
     """
     trackers: list[Tracker] = [
-        Console(headline, config.total_train_steps),
+        Console(headline, total_steps),
         TensorBoard(config.stats_logger.tensorboard.path or run_dir / "tensorboard"),
         Jsonl(run_dir / "logs" / "metrics.jsonl"),
     ]

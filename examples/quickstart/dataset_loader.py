@@ -25,12 +25,12 @@ def without_carry(a, b):
     return (a // 10 + b // 10) * 10 + (a + b) % 10
 
 
-def load_dataset(path, split):
+def load_dataset(split):
     """Rows for reinforcement learning: prompt and solution."""
     return [{"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a, b in pairs(split)]
 
 
-def sloppy_demonstrations(path, split, count=320_000, seed=1):
+def sloppy_demonstrations(split, count=320_000, seed=1):
     """Rows for supervised fine-tuning: prompt and response. Most responses forget the carry."""
     draw = random.Random(seed)
     problems = pairs(split)
@@ -42,7 +42,7 @@ def sloppy_demonstrations(path, split, count=320_000, seed=1):
     return rows
 
 
-def preferences(path, split):
+def preferences(split):
     """Rows for preference training. The correct sum is chosen, and the sum without the carry is rejected."""
     return [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(without_carry(a, b))} for a, b in pairs(split)

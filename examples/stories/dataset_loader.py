@@ -16,7 +16,7 @@ OPENINGS = [
 ]
 
 
-def load_dataset(path, split):
+def load_dataset(split):
     """Every opening with every name: 64 prompts."""
     return [
         {"prompt": "<s>" + opening.format(kind=kind, name=name)}

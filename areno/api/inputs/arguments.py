@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.data.row_schema import messages_problem
+from areno.config.run import is_no_folder
+from areno.config.values import text_problem
+from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.limits import check_params
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.rows import read_tokens
@@ -37,12 +40,19 @@ def check_positive(name: str, value: Any) -> None:
         raise ConfigError([Problem(name, f"is {value!r}; a number above 0 is expected")])
 
 
+def check_folder(name: str, path: Any) -> None:
+    """ConfigError unless the argument `name` can be the path of a folder."""
+    text = str(path) if isinstance(path, (str, Path)) else ""
+    if is_no_folder(text) or text_problem(text):
+        raise ConfigError([Problem(name, f"is {path!r}; the name of a folder is expected")])
+
+
 def check_prompts(prompts: Any) -> None:
     """DataError unless `prompts` is a non-empty list whose elements are texts or lists of chat messages."""
     hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
     _check_list("prompts", prompts, f"a list of strings is expected{hint}", "at least one is expected")
     for index, prompt in enumerate(prompts):
-        if problem := prompt_problem(prompt):
+        if problem := prompt_problem(prompt) or bad_text(prompt):
             raise DataError(f"prompts[{index}] {problem}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from areno.config.fields import settings
 from areno.config.models import ModelConfig
 from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import CheckpointError, ConfigError, Problem
+from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.files.paths import existing_path, model_of
 from areno.models.config import TransformerConfig
 from areno.models.hub import resolve
@@ -107,13 +108,14 @@ def open_actor(
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
     """
-    from areno.models.registry import load_config, tp_problems  # imports torch, which building a Trainer does not need
+    from areno.models.registry import tp_problems  # imports torch, which building a Trainer does not need
 
-    devices = find_devices(engine, cuda_ids)
-    path = model_folder(actor.path, "actor.path")
-    with model_of("actor.path"):
-        model = load_config(path)
-    tokenizer_folder = model_folder(tokenizer_path, "tokenizer_path") if tokenizer_path else path
+    devices, (path, model), tokenizer_folder = all_of(
+        lambda: find_devices(engine, cuda_ids),
+        lambda: _open_config(actor.path),
+        lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
+    )
+    tokenizer_folder = tokenizer_folder or path
     with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
     problems: list[Problem] = []
@@ -147,6 +149,15 @@ def open_actor(
         context_len=model.max_position_embeddings,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
+
+
+def _open_config(path: str) -> tuple[str, TransformerConfig]:
+    """The folder of the actor, and what its config.json says."""
+    from areno.models.registry import load_config
+
+    folder = model_folder(path, "actor.path")
+    with model_of("actor.path"):
+        return folder, load_config(folder)
 
 
 def model_folder(path: str, key: str) -> str:
@@ -218,8 +229,8 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     )
 
 
-def experiment_roles(config: ExperimentConfig, spec: EngineSpec) -> dict[str, RoleSpec]:
-    """The models beside the actor that an experiment asks for. A path that is null is the actor's own.
+def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
+    """The models beside the actor that an experiment asks for. Their path is "" where it is the actor's own.
 
     Raises CheckpointError naming the key.
     """
@@ -230,16 +241,16 @@ def experiment_roles(config: ExperimentConfig, spec: EngineSpec) -> dict[str, Ro
 
     def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
         key = f"{name}.path"
-        path = model_folder(section.path, key) if section.path else spec.model_path
+        path = model_folder(section.path, key) if section.path else ""
         return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
 
-    roles: dict[str, RoleSpec] = {}
+    roles: dict[str, Callable[[], RoleSpec]] = {}
     if config.ref is not None:
-        roles["ref"] = role("ref", config.ref, "lm")
+        roles["ref"] = partial(role, "ref", config.ref, "lm")
     if config.reward.path is not None:
-        roles["reward"] = role("reward", config.reward, "value", needs_head=True)
+        roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic
         trained = {"optimizer": critic.optimizer, "gradient_checkpointing": critic.gradient_checkpointing}
-        roles["critic"] = role("critic", critic, "value", **trained)
-    return roles
+        roles["critic"] = partial(role, "critic", critic, "value", **trained)
+    return dict(zip(roles, all_of(*roles.values()), strict=True))

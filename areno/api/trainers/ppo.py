@@ -49,9 +49,11 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
         setup, run, config = self.setup, self.run, self.setup.config
-        warmup, total = config.critic.warmup_steps, config.total_train_steps
-        if total is not None and total <= warmup:
-            logger.warning("critic.warmup_steps=%d takes all %d steps: the policy is not trained", warmup, total)
+        warmup, total = config.critic.warmup_steps, run.total_steps
+        if total <= warmup:
+            text = "critic.warmup_steps=%d takes all %d steps of this run, so its checkpoint is the untrained policy; "
+            text += "lower it, or train for more steps (total_train_steps, total_train_epochs, total_train_n_seqs)"
+            logger.warning(text, warmup, total)
         for batch in run.steps():
             rollout = collect(setup, batch)  # sample completions of each prompt, and score them
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from areno.api.inputs.arguments import check_folder
 from areno.api.metrics import step_scalars, step_times, with_prefix
 from areno.checkpoint.saver import Saver
 from areno.checkpoint.trigger import Trigger
@@ -41,6 +42,8 @@ class Run:
         evaluate: Callable[[], dict[str, float]] | None = None,
         headline: Sequence[str] = (),
     ):
+        if run_dir is not None:
+            check_folder("run_dir", run_dir)
         self.config, self.loader = config, loader
         self._save, self._evaluate = save, evaluate
         self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
@@ -49,7 +52,7 @@ class Run:
             self.saver.claim(self.folder)
             stack.callback(self.saver.release)
             stack.enter_context(RunLog(self.folder / "logs" / "run.log"))
-            self.trackers = open_trackers(config, self.folder, headline)
+            self.trackers = open_trackers(config, self.folder, headline, lambda: self.total_steps)
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
         self.evaluator = Trigger(config.evaluator)
@@ -57,6 +60,7 @@ class Run:
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
         self.step = 0  # the step under way; the first is 1
         self._rows_left = config.total_train_n_seqs
+        self._batches_taken = 0
         self._evaluated_step: int | None = None
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = False
@@ -94,10 +98,24 @@ class Run:
     def next_batch(self) -> Batch[Any] | None:
         """The next batch, also for a step that needs more than its own. None where the run has had them all."""
         batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
-        if batch is not None and self._rows_left is not None:
-            samples = self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
-            self._rows_left -= len(batch) * samples
+        if batch is not None:
+            self._batches_taken += 1
+            if self._rows_left is not None:
+                self._rows_left -= len(batch) * self._rows_per_item
         return batch
+
+    @property
+    def _rows_per_item(self) -> int:
+        return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which the run ends, as far as its data is known: rows that are too long can make it fewer."""
+        left = self.loader.n_batches(self.config.total_train_epochs) - self._batches_taken
+        if self._rows_left is not None:
+            left = min(left, -(-self._rows_left // (self.loader.config.batch_size * self._rows_per_item)))
+        total, limit = self.step + max(left, 0), self.config.total_train_steps
+        return total if limit is None else min(total, limit)
 
     def _through_epochs(self) -> Generator[Batch[Any], None, None]:
         for batch in self.loader.epochs(self.config.total_train_epochs):
@@ -184,6 +202,7 @@ class Run:
             "step": self.step,
             "loader": self.loader.state_dict(),
             "rows_left": self._rows_left,
+            "batches_taken": self._batches_taken,
             "evaluated_step": self._evaluated_step,
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
@@ -196,6 +215,7 @@ class Run:
         self.step = state["step"]
         self.loader.load_state_dict(state["loader"])
         self._rows_left = state["rows_left"]
+        self._batches_taken = state["batches_taken"]
         self._evaluated_step = state["evaluated_step"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +15,8 @@ from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, L
 from areno.config.run import DatasetConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
-from areno.data.sources import open_rows, valid_section
-from areno.errors import ConfigError
+from areno.data.sources import check_source, open_rows, valid_section
+from areno.errors import ConfigError, all_of
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
 from areno.types import Batch, RewardRecord
@@ -60,15 +61,15 @@ class Setup(Generic[Config]):
         self._kind: RowKind = kind
         with ExitStack() as stack:
             stack.enter_context(RunLog())
-            self.rewards = None
-            if isinstance(config, PolicyExperimentConfig) and (
-                reward_fn is not None or config.reward.fn is not None or config.reward.path is None
-            ):
-                # It imports the user's file while the data is read.
-                self.rewards = stack.enter_context(RewardPool(config.reward, reward_fn))
-            plan = plan_of_experiment(config)
+            self.rewards, plan, roles, *_ = all_of(
+                lambda: self._open_rewards(stack, reward_fn),
+                lambda: plan_of_experiment(config),
+                lambda: experiment_roles(config),
+                lambda: train_dataset is not None or check_source(config.train_dataset, "train_dataset"),
+                lambda: valid_dataset is not None or check_source(config.valid_dataset, "valid_dataset"),
+            )
             self.tokenizer = plan.tokenizer
-            self.roles = experiment_roles(config, plan.spec)
+            self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
             self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
             valid = valid_section(config, valid_dataset)
             self.valid_loader = valid and self._open_loader(plan, valid, valid_dataset, "valid_dataset")
@@ -84,6 +85,15 @@ class Setup(Generic[Config]):
             if isinstance(config, PolicyExperimentConfig):
                 self.trainer.ensure_roles(self.roles)
             self._resources = stack.pop_all()
+
+    def _open_rewards(self, stack: ExitStack, reward_fn: RewardFn | None) -> RewardPool | None:
+        """Start the reward processes, which import the user's file while the data is read. None without a function."""
+        config = self.config
+        if not isinstance(config, PolicyExperimentConfig):
+            return None
+        if reward_fn is None and config.reward.fn is None and config.reward.path is not None:
+            return None
+        return stack.enter_context(RewardPool(config.reward, reward_fn))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""

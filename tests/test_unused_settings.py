@@ -1,0 +1,103 @@
+"""A setting that another one makes useless is an error that names both, and not silence."""
+
+from __future__ import annotations
+
+import pytest
+
+from areno.api import get_algorithm
+from areno.config.fields import rows
+from areno.config.models import MicroBatchSpec
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.launch.elsewhere import NOT_HERE, RECIPES, hint
+
+
+def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(get_algorithm(recipe).config, name, list(overrides))
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("gspo", "actor.mb_spec.mini_bs=4", "actor.mb_spec.mini_bs: is 4, but max_tokens_per_mb=8192 takes its place"),
+        ("gspo", "actor.optimizer.min_lr_ratio=0.5", "actor.optimizer.min_lr_ratio: is 0.5, but lr_scheduler_type is"),
+        ("gspo", "actor.kl_estimator=k1", "actor.kl_estimator: is k1, but kl_ctl is 0, so there is no KL"),
+        ("gspo", "actor.adv_norm.std_level=null actor.adv_norm.eps=1", "actor.adv_norm.eps: is 1.0, but std_level is"),
+        (
+            "gspo",
+            "actor.recompute_logprob=true actor.use_decoupled_loss=true",
+            "actor.recompute_logprob: is true, but use_decoupled_loss puts the proximal policy in place",
+        ),
+        ("grpo", "actor.use_sapo_loss=true actor.eps_clip=0.1", "actor.eps_clip: is 0.1, but the loss of use_sapo"),
+        ("gspo", "eval_gconfig.top_p=0.5", "eval_gconfig.top_p: is 0.5, but greedy takes the most likely token"),
+        ("gspo", "eval_gconfig.top_k=5", "eval_gconfig.top_k: is 5, but greedy takes the most likely token"),
+        ("gspo", "eval_gconfig.temperature=0.5", "eval_gconfig.temperature: is 0.5, but eval_gconfig.greedy takes"),
+        ("gspo", "reward.fn=null reward.path=x reward.timeout_s=5", "reward.timeout_s: is 5.0, but fn is null"),
+        ("gspo", "reward.fn=null reward.path=x reward.workers=5", "reward.workers: is 5, but fn is null"),
+        (
+            "gspo",
+            "valid_dataset=null evaluator.freq_steps=5",
+            "evaluator.freq_steps: has no effect with valid_dataset=",
+        ),
+        (
+            "gspo",
+            "valid_dataset=null eval_gconfig.top_k=5",
+            "eval_gconfig.top_k: has no effect with valid_dataset=null",
+        ),
+        ("gspo", "valid_dataset=null eval_gconfig=greedy", "eval_gconfig: has no effect with valid_dataset=null"),
+        (
+            "gspo",
+            "valid_dataset=null valid_dataset.path=x",
+            "valid_dataset.path: has no effect with valid_dataset=null",
+        ),
+        ("grpo", "ref=null ref.path=x", "ref.path: has no effect with ref=null; leave one of the two out"),
+    ],
+)
+def test_a_setting_that_is_not_used(recipe, overrides, message):
+    [found] = problems(recipe, *overrides.split())
+    assert found.startswith(message)
+
+
+def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\nvalid_dataset: null\n")
+    with pytest.raises(ConfigError) as caught:
+        load(get_algorithm("gspo").config, "mine", config_dir=tmp_path)
+    assert [problem.key for problem in caught.value.problems] == ["evaluator.eval_before_train", "eval_gconfig"]
+
+
+def test_no_evaluation_takes_its_settings_along():
+    config = load(get_algorithm("gspo").config, "quickstart", ["valid_dataset=null"])
+    assert (config.valid_dataset, config.eval_gconfig, config.evaluator.eval_before_train) == (None, None, False)
+
+
+def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
+    sizes = ["actor.mb_spec.max_tokens_per_mb=null", "actor.mb_spec.mini_bs=4"]
+    assert load(get_algorithm("gspo").config, "quickstart", sizes).actor.mb_spec == MicroBatchSpec(mini_bs=4)
+
+
+# What is not there at all ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key", "message"),
+    [
+        ("gspo", "critic.warmup_steps=1", "critic: unknown key; it is a setting of ppo"),
+        ("gspo", "actor.beta=1", "actor.beta: unknown key; it is a setting of dpo"),
+        ("dpo", "gconfig.n_samples=1", "gconfig: unknown key; it is a setting of grpo, gspo and ppo"),
+        ("gspo", "recover.mode=auto", "recover: unknown key; a run cannot be resumed yet"),
+        ("gspo", "stats_logger.wandb.mode=online", "stats_logger.wandb: unknown key; metrics go to the console, to"),
+        ("gspo", "actor.use_lora=true", "actor.use_lora: unknown key; there are no LoRA adapters yet"),
+        ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
+    ],
+)
+def test_an_unknown_key_that_something_is_known_of(recipe, key, message):
+    [found] = problems(recipe, key, name="quickstart_dpo" if recipe == "dpo" else "quickstart")
+    assert found.startswith(message)
+
+
+def test_what_is_said_not_to_be_there_is_not_there():
+    keys = {row.key for name in RECIPES for row in rows(get_algorithm(name).config)}
+    assert not keys & set(NOT_HERE)
+    assert hint("never.heard.of") == ""
