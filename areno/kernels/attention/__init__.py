@@ -26,7 +26,8 @@ def choose_backend(
 ) -> str:
     """The kernel for this device and dtype: one of BACKENDS.
 
-    ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
+    auto takes torch's: its backward pass can be called by itself, which makes it the faster one in training
+    (docs/performance.md). ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -35,7 +36,7 @@ def choose_backend(
         lack = "the flash-attn package is not installed" if half_on_cuda else f"it cannot run {dtype} on {device.type}"
         message = f"is flash, but {lack}; use auto or native, or `pip install flash-attn` on a CUDA machine"
         raise ConfigError([Problem("engine.attn_backend", message)])
-    if has_flash and requested != "native":
+    if requested == "flash":
         return "flash"
     return "varlen" if half_on_cuda else "sdpa"
 
