@@ -14,7 +14,7 @@ from areno.api.trainers.run import Run
 from areno.config.models import ModelConfig
 from areno.config.run import DatasetConfig, EvaluatorConfig, SaverConfig
 from areno.data.loader import BatchLoader
-from areno.errors import ConfigError
+from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig
 from areno.types import TrainSequence
 
@@ -33,9 +33,7 @@ def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
 def start(folder: Path, n_rows: int = 2, evaluate: Any = None, data: dict[str, Any] | None = None, **settings) -> Run:
     config = SFTConfig(
         experiment_name="e",
-        actor=ModelConfig(path="model"),
-        train_dataset=DatasetConfig(path="rows.jsonl"),
-        **settings,
+        **{"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings},
     )
     rows = loader(n_rows, **(data or {}))
     return Run(config, folder, rows, save=lambda at: (at / "x").write_text("x"), evaluate=evaluate)
@@ -235,3 +233,32 @@ def test_a_resumed_run_is_the_run_that_would_have_been(tmp_path, stop_at, shuffl
     assert saved[0] == saved[1] == ["step-000003", "step-000006"]
     for run in (whole[0], parts[1]):
         run.close()
+
+
+GOOD, BAD = {"loss": 0.1, "grad_norm": 1.0}, {"loss": float("nan"), "grad_norm": 1.0}
+
+
+def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
+    run = start(tmp_path, total_train_epochs=20, actor=ModelConfig(path="model", max_skipped_steps=3))
+    told = [GOOD, BAD, BAD, GOOD, BAD, BAD, BAD]
+    steps = run.steps()
+    for stats in told[:-1]:
+        next(steps)
+        run.end_step(stats)
+    next(steps)
+    with pytest.raises(EngineError, match=r"3 steps in a row were not applied.*optimizer\.lr.*max_skipped_steps"):
+        run.end_step(told[-1])
+    assert run.step == len(told)
+    warned = [record.message for record in caplog.records if "an update was skipped" in record.message]
+    assert [text.split(":")[0] for text in warned] == ["step 2", "step 5"]
+    run.close()
+
+
+def test_a_run_without_any_update_leaves_no_model(tmp_path):
+    run = start(tmp_path, total_train_epochs=1)
+    for _ in run.steps():
+        run.end_step(BAD)
+    with pytest.raises(EngineError, match="all steps were not applied"):
+        run.finish({})
+    run.close()
+    assert not list(tmp_path.rglob("step-*"))

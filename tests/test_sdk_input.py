@@ -102,6 +102,8 @@ def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         find_devices(EngineConfig(world_size=2), [0, 4])
     with pytest.raises(ConfigError, match=r"devices: .* engine.device is cpu; leave it out"):
         find_devices(EngineConfig(world_size=1, device="cpu"), [0])
+    with pytest.raises(ConfigError, match=r"engine\.world_size: is 5000; .* at most \d+ worker processes"):
+        find_devices(EngineConfig(world_size=5000, device="cpu"))
 
 
 def test_a_model_that_does_not_divide_names_the_argument() -> None:

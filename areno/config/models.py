@@ -97,6 +97,9 @@ class ModelConfig(Section):
         help="Start this model from random weights, drawn with seed, in the shape of path/config.json. Its folder "
         "needs no weight files. Models of other folders are read from these",
     )
+    max_skipped_steps: int | None = setting(
+        10, help="End the run after so many steps in a row whose loss or gradient was not finite. null: never", gt=0
+    )
     gradient_checkpointing: bool = setting(
         True, help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed"
     )

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from areno.errors import EngineError
 
 # Not every allocation is torch's own: CUDA graphs, cuBLAS and the CPU's allocator have their own words.
@@ -21,12 +19,16 @@ def use_expandable_segments() -> None:
     Otherwise what training leaves in pieces is lost to the KV cache, and the other way round. A choice of the user in
     PYTORCH_CUDA_ALLOC_CONF stands.
     """
+    import torch  # here, since processes that never use it know this module
+
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error says that an allocation failed."""
+    import torch
+
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error).partition("\n")[0] for word in _WORDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -59,7 +60,11 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
         if cuda_ids is not None:
             why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
             raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
-        return ["cpu"] * (engine.world_size or engine.tp_size)
+        wanted, most = engine.world_size or engine.tp_size, max(64, os.cpu_count() or 1)
+        if wanted > most:
+            found = "is {}; on the CPU of this machine a run has at most {} worker processes"
+            raise ConfigError([Problem("engine.world_size", found, wanted, most)])
+        return ["cpu"] * wanted
     if cuda_ids is not None:
         if missing := [index for index in cuda_ids if index >= visible]:
             shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"

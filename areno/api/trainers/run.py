@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,12 +18,18 @@ from areno.checkpoint.saver import Saver
 from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
+from areno.errors import EngineError, Key
 from areno.tracking import new_run
 from areno.tracking.console import log_done, log_epoch, log_stopped
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
 from areno.types import Batch
+
+logger = logging.getLogger("areno")
+
+# Of the policy, and of a critic: what has to be finite for an update to be applied.
+_FINITE = ("loss", "grad_norm", "critic_loss", "critic_grad_norm")
 
 
 class Run:
@@ -62,6 +70,7 @@ class Run:
         self._rows_left = config.total_train_n_seqs
         self._batches_taken = 0
         self._evaluated_step: int | None = None
+        self._n_skipped = 0  # steps in a row whose update was not applied
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = False
         self._seconds_before = 0.0  # of earlier sessions of this run
@@ -151,12 +160,33 @@ class Run:
         return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step; then save and evaluate where that is due."""
+        """Log train/* and time/* of the step; then save and evaluate where that is due.
+
+        EngineError after actor.max_skipped_steps steps in a row whose update was skipped.
+        """
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
+        self._watch_updates(stats)
         if self.saver.due(self.step, self._epoch_ended):
             self.saver.save(self._save, self.step)
         if self.evaluator.due(self.step, self._epoch_ended):
             self.evaluate()
+
+    def _watch_updates(self, stats: Mapping[str, float]) -> None:
+        broken = [name for name in _FINITE if not math.isfinite(stats.get(name, 0.0))]
+        self._n_skipped = self._n_skipped + 1 if broken else 0
+        if self._n_skipped == 1:
+            logger.warning(
+                "step %d: an update was skipped, since %s is not finite; the learning rate may be too high "
+                "(actor.optimizer.lr), or a reward or advantage too large", self.step, " and ".join(broken),
+            )  # fmt: skip
+        if self._n_skipped == self.config.actor.max_skipped_steps:
+            self._refuse_to_go_on(f"{self._n_skipped} steps in a row")
+
+    def _refuse_to_go_on(self, steps: str) -> NoReturn:
+        raise EngineError(
+            "the updates of {} were not applied, since loss or gradient was not finite; lower {}, look at the rewards, "
+            "or raise {}", steps, Key("actor.optimizer.lr"), Key("actor.max_skipped_steps"),
+        )  # fmt: skip
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
@@ -174,6 +204,8 @@ class Run:
         told: names in `history`, each with how many last steps its final value is the mean of. Values of evaluations
         are told where there was more than one.
         """
+        if self.step and self._n_skipped == self.step:
+            self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
         if self.saver.saved_step != self.step:
             self.saver.save(self._save, self.step)
         if self._evaluated_step != self.step:
@@ -204,6 +236,7 @@ class Run:
             "rows_left": self._rows_left,
             "batches_taken": self._batches_taken,
             "evaluated_step": self._evaluated_step,
+            "n_skipped": self._n_skipped,
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
@@ -216,7 +249,7 @@ class Run:
         self.loader.load_state_dict(state["loader"])
         self._rows_left = state["rows_left"]
         self._batches_taken = state["batches_taken"]
-        self._evaluated_step = state["evaluated_step"]
+        self._evaluated_step, self._n_skipped = state["evaluated_step"], state["n_skipped"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
         self.history = {name: list(values) for name, values in state["history"].items()}
