@@ -154,9 +154,11 @@ def test_a_fork_while_importing(reward_file):
 @pytest.mark.parametrize("action", ["session", "orphan", "dies", "hangs", "exec"])
 def test_what_a_function_starts_ends_with_the_pool(reward_file, action):
     n_sleeping = int(action in ("session", "orphan"))  # the others have lost their process, and are gone with it
+    before = below(os.getpid())  # of other tests, such as multiprocessing's resource tracker
     with pool_of(reward_file(STARTS), timeout_s=0.5 if action == "hangs" else 10.0) as pool:
         outcomes = pool.score(records("a", action, "bb"))
         started = started_below(os.getpid(), n_sleeping)
+    started = {pid: command for pid, command in started.items() if pid not in before}
     assert [outcome.value for outcome in outcomes][::2] == [1.0, 2.0]
     assert any("keeper" in command for command in started.values())
     assert sum(command.startswith("sleep 7") for command in started.values()) == n_sleeping
@@ -214,9 +216,10 @@ def test_what_a_function_prints_is_logged_line_by_line(reward_file, caplog, capf
 def test_a_stopped_process_is_ended_by_the_timeout(reward_file, which):
     """It reads nothing, so what it is sent must not make the driver wait: a large record does not fit the socket."""
     large = RewardRecord(completion="a", solutions="x" * 5_000_000)
+    before = below(os.getpid())
     with pool_of(reward_file(STARTS), timeout_s=1.0, workers=2) as pool:
         pool.wait_ready()
-        stopped = below(os.getpid())
+        stopped = {pid: command for pid, command in below(os.getpid()).items() if pid not in before}
         [keeper, *_] = [worker.process.pid for worker in pool._workers]
         pids = [keeper, *below(keeper)] if which == "all" else list(below(keeper))
         for pid in pids:
