@@ -8,7 +8,7 @@ from typing import Literal
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 
-HOST = "127.0.0.1"  # where all ranks run
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(kw_only=True)
@@ -32,6 +32,17 @@ class RoleSpec:
     def section(self) -> str:
         """The configuration section of its micro-batches: its own where it is trained, else the actor's."""
         return self.key.removesuffix(".path") if self.optimizer else "actor"
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a worker process runs: a device ("cpu" or "cuda:<i>") of a host."""
+
+    device: str
+    host: str = LOOPBACK
+
+    def __str__(self) -> str:
+        return self.device if self.host == LOOPBACK else f"{self.device} of {self.host}"
 
 
 @dataclass(kw_only=True)
@@ -68,6 +79,11 @@ class EngineSpec:
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
         )
+
+    @property
+    def addresses(self) -> list[WorkerAddress]:
+        """Of the worker processes, by rank. All of them run on the driver's own machine."""
+        return [WorkerAddress(device) for device in self.devices]
 
     @property
     def world_size(self) -> int:

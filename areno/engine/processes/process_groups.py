@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areno.engine.spec import HOST, EngineSpec
+from areno.engine.spec import EngineSpec
 from areno.layers.parallel import ParallelGroup
 
 # Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long that takes.
@@ -43,7 +43,8 @@ class ParallelContext:
 def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.socket | None = None) -> ParallelContext:
     """Join the process groups of `spec`. A collective call over all ranks.
 
-    port: where they meet. listener: for rank 0, the socket that listens there. One rank alone needs neither.
+    port: where they meet, on the host of rank 0. listener: for rank 0, the socket that listens there. One rank alone
+    needs neither.
     """
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":
@@ -52,7 +53,13 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         return ParallelContext(rank, device, ParallelGroup(), ParallelGroup())
     size, socket_fd = spec.world_size, None if listener is None else listener.detach()
     store = dist.TCPStore(
-        HOST, port, size, rank == 0, timeout=_FOREVER, wait_for_workers=False, master_listen_fd=socket_fd
+        spec.addresses[0].host,
+        port,
+        size,
+        rank == 0,
+        timeout=_FOREVER,
+        wait_for_workers=False,
+        master_listen_fd=socket_fd,
     )
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)

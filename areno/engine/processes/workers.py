@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import dumps, follow_parent, without_main_module
-from areno.engine.spec import HOST, EngineSpec, RolloutStats
+from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
 
@@ -137,7 +137,7 @@ class SpawnedGroup:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
-        with socket.create_server((HOST, 0)) as listener:
+        with socket.create_server((self._spec.addresses[0].host, 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(self._spec.world_size):
                 mine, theirs = context.Pipe()
@@ -267,7 +267,7 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        raise EngineError(f"worker {rank} ({self._spec.devices[rank]}) {how}; the run cannot go on")
+        raise EngineError(f"worker {rank} ({self._spec.addresses[rank]}) {how}; the run cannot go on")
 
 
 def _pack(method: str, args: Sequence[Any]) -> bytes:
