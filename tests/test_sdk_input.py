@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -477,3 +478,12 @@ def test_a_failed_save_leaves_the_old_checkpoint(
         trainer.save_checkpoint(tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_second_thread_is_refused_while_one_works(trainer: Trainer) -> None:
+    with ThreadPoolExecutor(1) as other:
+        with trainer.clock.phase("train"):
+            refused = other.submit(trainer.score_logprobs, "actor", [[4, 5]])
+            with pytest.raises(EngineError, match="another thread is in the phase 'train'"):
+                refused.result()
+        assert other.submit(trainer.score_logprobs, "actor", [[4, 5]]).result()

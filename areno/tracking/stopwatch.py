@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
+from areno.errors import EngineError
+
 
 class Stopwatch:
-    """Seconds by phase of one step, as the time/* metrics want them. A phase inside another counts as the outer one."""
+    """Seconds by phase of one step, as the time/* metrics want them. A phase inside another counts as the outer one.
+
+    Phases are those of one thread at a time: EngineError for a second one.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._running = False
+        self._running = ""
+        self._lock = threading.RLock()
 
     def reset(self) -> None:
         """Start a new step."""
@@ -21,15 +28,23 @@ class Stopwatch:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to `name`."""
-        if self._running:
-            yield
-            return
-        self._running, started = True, time.perf_counter()
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(
+                f"another thread is in the phase {self._running!r} of this trainer; "
+                "call a trainer from one thread at a time, and wait for a call before the next"
+            )
         try:
-            yield
+            if self._running:
+                yield
+                return
+            self._running, started = name, time.perf_counter()
+            try:
+                yield
+            finally:
+                self._running = ""
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         finally:
-            self._running = False
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self._lock.release()
 
     @property
     def total(self) -> float:
