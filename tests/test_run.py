@@ -240,25 +240,33 @@ GOOD, BAD = {"loss": 0.1, "grad_norm": 1.0}, {"loss": float("nan"), "grad_norm":
 
 def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
     run = start(tmp_path, total_train_epochs=20, actor=ModelConfig(path="model", max_skipped_steps=3))
-    told = [GOOD, BAD, BAD, GOOD, BAD, BAD, BAD]
     steps = run.steps()
-    for stats in told[:-1]:
+    for stats, applied in [(GOOD, True), (BAD, False), (BAD, True), (BAD, False), (BAD, False)]:
         next(steps)
-        run.end_step(stats)
+        run.watch_update(stats, applied)
     next(steps)
     with pytest.raises(EngineError, match=r"3 steps in a row were not applied.*optimizer\.lr.*max_skipped_steps"):
-        run.end_step(told[-1])
-    assert run.step == len(told)
-    warned = [record.message for record in caplog.records if "an update was skipped" in record.message]
-    assert [text.split(":")[0] for text in warned] == ["step 2", "step 5"]
+        run.watch_update(BAD, False)
+    warned = [record.message for record in caplog.records if "the update was skipped" in record.message]
+    assert [text.split(":")[0] for text in warned] == ["step 2", "step 4"]
     run.close()
 
 
 def test_a_run_without_any_update_leaves_no_model(tmp_path):
     run = start(tmp_path, total_train_epochs=1)
     for _ in run.steps():
+        run.watch_update(BAD, False)
         run.end_step(BAD)
     with pytest.raises(EngineError, match="all steps were not applied"):
         run.finish({})
     run.close()
     assert not list(tmp_path.rglob("step-*"))
+
+
+def test_steps_without_a_token_to_train_on_are_no_skipped_updates(tmp_path):
+    run = start(tmp_path, total_train_epochs=1)
+    for _ in run.steps():
+        run.watch_update(GOOD, False)
+        run.end_step(GOOD)
+    run.finish({})
+    run.close()

@@ -41,4 +41,4 @@ def test_a_token_that_cannot_end_a_string_is_decoded_once() -> None:
 
     stop_strings = StopStrings(("ab",), detokenize)
     assert [stop_strings.can_end_with(token) for token in (0, 1, 2, 0, 1, 2)] == [False, True, False] * 2
-    assert decoded == [[0, 0], [1, 1], [2, 2]]
+    assert decoded == [[0], [0, 0], [1], [1, 1], [2], [2, 2]]

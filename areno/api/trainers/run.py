@@ -28,9 +28,6 @@ from areno.types import Batch
 
 logger = logging.getLogger("areno")
 
-# Of the policy, and of a critic: what has to be finite for an update to be applied.
-_FINITE = ("loss", "grad_norm", "critic_loss", "critic_grad_norm")
-
 
 class Run:
     """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
@@ -70,7 +67,8 @@ class Run:
         self._rows_left = config.total_train_n_seqs
         self._batches_taken = 0
         self._evaluated_step: int | None = None
-        self._n_skipped = 0  # steps in a row whose update was not applied
+        self._n_skipped = 0  # steps in a row without an update, since something was not finite
+        self._n_applied = 0  # steps with one
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = False
         self._seconds_before = 0.0  # of earlier sessions of this run
@@ -160,26 +158,28 @@ class Run:
         return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step; then save and evaluate where that is due.
-
-        EngineError after actor.max_skipped_steps steps in a row whose update was skipped.
-        """
+        """Log train/* and time/* of the step; then save and evaluate where that is due."""
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
-        self._watch_updates(stats)
         if self.saver.due(self.step, self._epoch_ended):
             self.saver.save(self._save, self.step)
         if self.evaluator.due(self.step, self._epoch_ended):
             self.evaluate()
 
-    def _watch_updates(self, stats: Mapping[str, float]) -> None:
-        broken = [name for name in _FINITE if not math.isfinite(stats.get(name, 0.0))]
-        self._n_skipped = self._n_skipped + 1 if broken else 0
+    def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
+        """Warn of updates of the policy that were skipped since something was not finite.
+
+        applied: whether one of the step's updates was not. EngineError after actor.max_skipped_steps steps in a row
+        without one.
+        """
+        broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
+        self._n_applied += applied
+        self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
         if self._n_skipped == 1:
             logger.warning(
-                "step %d: an update was skipped, since %s is not finite; the learning rate may be too high "
+                "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
                 "(actor.optimizer.lr), or a reward or advantage too large", self.step, " and ".join(broken),
             )  # fmt: skip
-        if self._n_skipped == self.config.actor.max_skipped_steps:
+        if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
             self._refuse_to_go_on(f"{self._n_skipped} steps in a row")
 
     def _refuse_to_go_on(self, steps: str) -> NoReturn:
@@ -204,7 +204,7 @@ class Run:
         told: names in `history`, each with how many last steps its final value is the mean of. Values of evaluations
         are told where there was more than one.
         """
-        if self.step and self._n_skipped == self.step:
+        if self._n_skipped and not self._n_applied:
             self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
         if self.saver.saved_step != self.step:
             self.saver.save(self._save, self.step)
@@ -237,6 +237,7 @@ class Run:
             "batches_taken": self._batches_taken,
             "evaluated_step": self._evaluated_step,
             "n_skipped": self._n_skipped,
+            "n_applied": self._n_applied,
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
@@ -250,6 +251,7 @@ class Run:
         self._rows_left = state["rows_left"]
         self._batches_taken = state["batches_taken"]
         self._evaluated_step, self._n_skipped = state["evaluated_step"], state["n_skipped"]
+        self._n_applied = state["n_applied"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
         self.history = {name: list(values) for name, values in state["history"].items()}

@@ -51,7 +51,7 @@ def update(
     rows_per_unit: int = 1,
 ) -> dict[str, float]:
     """Optimizer steps of the actor; the train/* statistics by name."""
-    run, actor = setup.run, setup.config.actor
+    run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
         log_stage("train_start")
         stats = setup.trainer.train(
@@ -65,6 +65,7 @@ def update(
             rows_per_unit=rows_per_unit,
         )
         log_stage("train_end")
+    run.watch_update(stats, applied=setup.trainer.engine.weights_version > version)
     n_tokens = sum(map(len, token_rows(rows)))
     return {**stats, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 

@@ -17,6 +17,8 @@ from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest
 
+MOST_STOP_STRINGS = 64  # sets of them that are remembered
+
 
 class Decoder:
     """Continuous batching over a paged KV cache. It uses the model's weights in place.
@@ -91,6 +93,8 @@ class Decoder:
         stop_strings: StopStrings | None = None
         if params.stop and self._detokenize is not None:
             strings = tuple(params.stop)
+            if len(self._stop_strings) > MOST_STOP_STRINGS:
+                self._stop_strings.clear()
             stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
         self._unfinished[request.request_id] = request.n_samples
         for sample in range(request.n_samples):

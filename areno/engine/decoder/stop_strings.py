@@ -33,10 +33,11 @@ class StopStrings:
         """Whether a completion can have the last character of a stop string from this token."""
         can_end = self._can_end.get(token)
         if can_end is None:
-            # Twice, since some tokenizers drop the space before a first token.
-            text = self._detokenize([token, token])
-            half = len(text) // 2
-            can_end = self._can_end[token] = any(self._fits(text[start:]) for start in (half, half + len(text) % 2))
+            # A token whose text depends on what is before it can always end one; but for a space, which most
+            # tokenizers of that kind drop before a first token.
+            first, text = self._detokenize([token]), self._detokenize([token, token])
+            depends = text not in (first + first, f"{first} {first}")
+            can_end = self._can_end[token] = depends or self._fits(first) or self._fits(text[len(first) :])
         return can_end
 
     def _fits(self, text: str) -> bool:

@@ -37,23 +37,21 @@ class KeptLayers:
     def __init__(self, model: Transformer, free: Callable[[], int] | None):
         self._model, self._free = model, free
         self._share = 1.0  # of the free memory that may be used; lowered when it was too much
-        self._most = 0  # layers kept at once since the last `keep_less`
+        self._last = 0  # layers kept in the micro-batch that was last begun
 
     def count(self, n_tokens: int) -> int:
         """For a micro-batch of n_tokens."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
-        n_kept = layers_to_keep(self._model, n_tokens, int(self._share * self._free()))
-        self._most = max(self._most, n_kept)
-        return n_kept
+        self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()))
+        return self._last
 
     def keep_less(self) -> bool:
-        """After memory ran out: free what is idle and keep less from now on. False if no layer was kept.
+        """After memory ran out: free what is idle and keep less from now on. False if no layer was kept when it did.
 
         Nor can a rank begin again alone where others wait for it in the collectives of a layer.
         """
-        kept, self._most = self._most, 0
-        if not kept or self._model.tp.size > 1:
+        if not self._last or self._model.tp.size > 1:
             return False
         self._share *= 0.75
         torch.cuda.empty_cache()
