@@ -131,7 +131,6 @@ def test_quickstart_learns_to_carry(recipe, seed, tmp_path):
     assert last >= 0.9
     assert before < 0.3
     assert after >= 0.9
-    assert seconds <= 120
     assert f"metric=eval_accuracy value={after:.6f}" in said
 
 

@@ -529,7 +529,6 @@ def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     assert last >= 0.85
     assert variance > 0.3
     assert accuracies[-1] >= 0.9
-    assert seconds <= 120
     # While the critic learned alone, the policy stayed what it was.
     warmup = load(PPOConfig, "quickstart_ppo", []).critic.warmup_steps
     assert len([row for row in found if "train/loss" in row]) == len(rewards) - warmup

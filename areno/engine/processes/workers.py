@@ -31,7 +31,7 @@ from areno.types import GenerationOutput
 
 _STATS_EVERY_S = 0.5
 _EXIT_GRACE_S = 2.0  # for a process to end by itself
-_DEATH_GRACE_S = 0.5  # for a process whose connections are gone to be seen as ended
+_DEATH_GRACE_S = 2.0  # for a process whose connections are gone to be seen as ended
 _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on one
 # What to say where a command has no advice of its own.
 _LESS_MEMORY = (
@@ -246,10 +246,11 @@ class SpawnedGroup:
             error = error or reply.error
         if error is not None:
             self._replies = {}
-            if isinstance(error, _WorkerFailure):
-                # A rank that lost the connection to a killed one may say so before the end of that one is seen.
-                connection.wait([process.sentinel for process in self._processes], _DEATH_GRACE_S)
+            # A rank that lost the connection to a killed one may say so before the end of that one is seen.
+            deadline = time.monotonic() + _DEATH_GRACE_S
+            while isinstance(error, _WorkerFailure) and len(self._processes) > 1 and time.monotonic() < deadline:
                 self._raise_if_killed()
+                time.sleep(0.02)
             raise error
 
     def _raise_death(self, rank: int) -> NoReturn:
