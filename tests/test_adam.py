@@ -151,7 +151,7 @@ def fit(kind, device="cpu", dtype=torch.float32, steps=150):
         loss.backward()
         optimizer.step(optimizer.gradient_stats().norm)
         losses.append(loss.item())
-    n_bytes = sum(state.numel() * state.element_size() for state in optimizer.state)
+    n_bytes = sum(state.numel() * state.element_size() for state in optimizer.moments.values())
     return losses, n_bytes / flat.params.numel()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 import math
 import random
@@ -378,20 +376,6 @@ def test_nonfinite_step_is_skipped(make):
     assert torch.equal(backend.optimizer.exp_avg, moments)
     assert (backend.optimizer.steps, backend.optimizer.skipped_steps) == (1, 3)
     assert train_on(backend, rows, sft_loss_fn, WHOLE)["skipped_steps"] == 0
-
-
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
-def test_training_goes_on_from_a_loaded_optimizer_state(make, kind):
-    optimizer = OPTIMIZER if kind == "adam" else dataclasses.replace(OPTIMIZER, type=kind)
-    rows, backend, fresh = make_rows(), make(optimizer), make(optimizer)
-    for _ in range(2):
-        train_on(backend, rows, sft_loss_fn, WHOLE)
-    state = copy.deepcopy(backend.optimizer.state_dict())
-    expected = [train_on(backend, rows, sft_loss_fn, WHOLE) for _ in range(2)]
-    fresh.optimizer.load_state_dict(state)
-    assert [train_on(fresh, rows, sft_loss_fn, WHOLE) for _ in range(2)] == expected
-    for (name, mine), theirs in zip(fresh.model.named_parameters(), backend.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 def test_a_model_that_is_frozen_in_part_trains_the_rest(make, folder):

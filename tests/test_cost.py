@@ -61,7 +61,7 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
 def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
     flat = FlatParameters(torch.nn.Linear(16 * BLOCK, 4, bias=False, dtype=dtype))
     optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
-    buffers = [flat.grads, *optimizer.state] + ([] if flat.masters is flat.params else [flat.masters])
+    buffers = [flat.grads, *optimizer.moments.values()] + ([] if flat.masters is flat.params else [flat.masters])
     moments = 2 * (1 + 4 / BLOCK) if kind == "adam_8bit" else 8
     expected = 4 + (0 if dtype == torch.float32 else 4) + moments  # gradient; float32 parameters are their own masters
     assert sum(buffer.nbytes for buffer in buffers) / sum(segment.n_params for segment in flat.segments) == expected

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._load = [0] * spec.dp_size  # samples under way on each data-parallel rank
         self._rank_of: dict[int, int] = {}
         self._missing: dict[int, int] = {}  # request id -> samples still to come
+        self._writes_state = False
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
@@ -310,6 +312,51 @@ class Engine(AbstractContextManager["Engine"]):
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification."""
         self._role(role)
         self._call("save", folder, role)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: str | Path) -> None:
+        """Begin to write what further training depends on, for every role with an optimizer.
+
+        That is fp32 masters, moments and update counters; weights are the rounded masters. Each rank writes its own
+        part. What is trained after this returns is not in the state. Ask `state_written` when it is whole.
+
+        EngineError while another state is being written.
+        """
+        if not self.state_written():
+            raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
+        self._call("save_state", str(folder))
+        self._writes_state = True
+
+    def state_written(self, wait: bool = False) -> bool:
+        """Whether all files that `save_state` began are whole and on the disk; True as well if it was never called.
+
+        wait: return when they are. CheckpointError, once, where they could not be written; the engine goes on.
+        """
+        while self._writes_state:
+            try:
+                self._writes_state = not all(self._call("state_written"))
+            except Exception:
+                self._writes_state = False
+                raise
+            if self._writes_state and not wait:
+                return False
+            if self._writes_state:
+                time.sleep(_TURN_S)
+        return True
+
+    def load_state(self, folder: str | Path) -> None:
+        """Take over what `save_state` wrote, on however many ranks. `weights_version` is that of the state then.
+
+        The trained roles must be loaded. On as many ranks, training goes on exactly as it would have; on others up to
+        the order of sums, and 8-bit moments are quantised anew where tp_size differs.
+
+        CheckpointError where the folder is incomplete or damaged, EngineError where it is the state of other roles,
+        other models or another type of optimizer; nothing has been taken over then.
+        """
+        if self._limits is not None:
+            raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
+        self._call("load_state", str(folder))
 
     def peak_memory_gib(self) -> float:
         """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""

@@ -70,6 +70,10 @@ class Roles:
         elif role is not None:
             self._roles[name] = role
 
+    def trained(self) -> dict[str, Role]:
+        """The roles that have an optimizer."""
+        return {name: role for name, role in self._roles.items() if role.backend.optimizer is not None}
+
     def release(self, name: str) -> None:
         """Forget a role and give its memory back."""
         del self._roles[name]
@@ -133,4 +137,4 @@ def _offload(backend: TrainBackend) -> Offload:
     if flat is None or optimizer is None:
         return Offload(backend.params)
     masters = [flat.masters] if flat.masters is not flat.params else []
-    return Offload(backend.params, [*masters, *optimizer.state], [flat.grads])
+    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads])

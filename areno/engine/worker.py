@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +13,11 @@ import torch
 
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
-from areno.engine.memory import out_of_memory_hint, use_expandable_segments
+from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.state.keeper import StateKeeper
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare
 from areno.errors import EngineError, Key
@@ -45,6 +45,7 @@ class Worker:
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
+        self._states = StateKeeper(self.roles, context)
 
     def _set_threads(self) -> None:
         """Set the threads of a CPU rank. Threads of a tiny model would wait for each other longer than they work."""
@@ -118,12 +119,7 @@ class Worker:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        except (OSError, StopIteration):  # not Linux
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        return free // self.spec.world_size
+        return host_bytes_free() // self.spec.world_size
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -189,11 +185,13 @@ class Worker:
     def load_role(self, name: str, spec: RoleSpec) -> None:
         """Load one more model. The KV cache is freed first, because its size depends on what the models leave."""
         self.end_rollout(drop=True)
+        self._states.forget()
         self.roles.load(name, spec)
         self._set_threads()
 
     def release_role(self, name: str) -> None:
         """Free a role's memory."""
+        self._states.forget()
         self.roles.release(name)
         self._set_threads()
 
@@ -215,6 +213,22 @@ class Worker:
             paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
             with self.roles[role].on_device() as backend:
                 save_weights(backend.model, Path(folder), source=[path for path in paths if path])
+
+    def save_state(self, folder: str) -> None:
+        """Begin to write the state of all trained roles into a folder; see StateKeeper."""
+        self._states.save(Path(folder))
+
+    def state_written(self) -> bool:
+        """Whether that is done. CheckpointError where it failed."""
+        return self._states.written()
+
+    def load_state(self, folder: str) -> None:
+        """Take over the state of all trained roles."""
+        self._states.load(Path(folder))
+
+    def close(self) -> None:
+        """End what this worker does in the background."""
+        self._states.close()
 
     def memory_gib(self) -> float:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""

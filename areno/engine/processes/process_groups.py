@@ -26,6 +26,7 @@ class ParallelContext:
 
     tp: the ranks that share one copy of the model. dp: the ranks that hold the same piece of the other copies.
     control: gloo group of the tensor-parallel peers, for commands; None without peers.
+    states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
     """
 
     rank: int
@@ -33,6 +34,11 @@ class ParallelContext:
     tp: ParallelGroup
     dp: ParallelGroup
     control: Any = None
+    states: Any = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp.size * self.dp.size
 
     @property
     def leads(self) -> bool:
@@ -67,6 +73,7 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
     control, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo", timeout=_FOREVER)
+    states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
     tp, dp = ParallelGroup(tp_rank, spec.tp_size, tp_group), ParallelGroup(dp_rank, spec.dp_size, dp_group)
-    return ParallelContext(rank, device, tp, dp, control)
+    return ParallelContext(rank, device, tp, dp, control, states)

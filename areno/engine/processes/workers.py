@@ -91,6 +91,8 @@ class InlineGroup:
 
     def close(self) -> None:
         """Free devices and end processes; may be called again."""
+        if self._worker is not None:
+            self._worker.close()
         self._worker = None
 
 

@@ -45,6 +45,14 @@ class Offload:
             for buffer in arrived:
                 buffer.leave(changed=training)
 
+    def at_rest(self, buffer: Tensor) -> list[Tensor]:
+        """The parts, one after another, of a buffer that rests in host memory; none for one that never left.
+
+        On CUDA the copies to them may still be under way.
+        """
+        found = (each for each in (*self._params, *self._state) if each.holds(buffer))
+        return [copy for each in found for copy in each.copies]
+
 
 class _Buffer:
     """One buffer and its place in host memory, pinned where the device is CUDA; scratch has no such place.
@@ -58,6 +66,13 @@ class _Buffer:
         n = CHUNK_BYTES // buffer.element_size()
         parts = [buffer[start : start + n] for start in range(0, 0 if scratch else buffer.numel(), n)]
         self._copies = [(part, torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)) for part in parts]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        return [copy for _, copy in self._copies]
+
+    def holds(self, buffer: Tensor) -> bool:
+        return buffer.untyped_storage()._cdata == self._storage._cdata
 
     def arrive(self) -> None:
         """Back to the device."""

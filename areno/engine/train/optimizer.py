@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from areno.config.models import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
-from areno.errors import EngineError
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup
@@ -47,13 +44,15 @@ class AdamW:
     steps: updates applied; the schedule and the bias correction count these. exp_avg, exp_avg_sq: float32 moments in
     the layout of the flat buffers. They exist from the start, because the KV cache is sized by what is free before the
     first update. With `type: adam_8bit` they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK
-    elements; flat must be aligned to BLOCK, so that no block belongs to two parameters.
+    elements; flat must be aligned to BLOCK, so that no block belongs to two parameters. copied: the next update waits
+    for this event, until which masters and moments are being copied.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
         self.flat, self.config, self.tp = flat, config, tp
         self.steps = 0
         self.skipped_steps = 0
+        self.copied: torch.cuda.Event | None = None
         self.in_8_bits = config.type == "adam_8bit"
         dtype = torch.uint8 if self.in_8_bits else torch.float32
         self.exp_avg, self.exp_avg_sq = (torch.zeros_like(flat.grads, dtype=dtype) for _ in range(2))
@@ -64,45 +63,10 @@ class AdamW:
         self.scales_1, self.scales_2 = (flat.grads.new_zeros(n_blocks) for _ in range(2))
 
     @property
-    def state(self) -> list[torch.Tensor]:
-        """The buffers that updates change, beside masters and parameters."""
-        return [self.exp_avg, self.exp_avg_sq] + ([self.scales_1, self.scales_2] if self.in_8_bits else [])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next update depends on, beside gradients and settings. The tensors are views, not copies.
-
-        {"steps": int, "skipped_steps": int, "parameters": {name: {"master", "exp_avg", "exp_avg_sq"}}}, each tensor in
-        the parameter's shape; in 8 bits, "exp_avg_scale" and "exp_avg_sq_scale", one float32 for each BLOCK elements,
-        are there as well. Frozen parameters are absent. Of a sharded parameter a rank holds its own piece. All
-        data-parallel ranks hold the same.
-        """
-        buffers = {"master": self.flat.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The buffers that updates change beside masters and parameters, by name."""
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
-        parameters = {
-            name: {kind: buffer[place].view(self.flat.shapes[name]) for kind, buffer in buffers.items()}
-            | {kind: buffer[_blocks(place)] for kind, buffer in scales.items()}
-            for name, place in self.flat.places.items()
-        }
-        return {"steps": self.steps, "skipped_steps": self.skipped_steps, "parameters": parameters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` of an equal model gave; the parameters become the rounded masters.
-
-        EngineError, and nothing is taken over, where parameters, their shapes or the optimizer's type differ.
-        """
-        own, given = self.state_dict()["parameters"], state["parameters"]
-        if differing := sorted(name for name in {*own, *given} if _form(own.get(name)) != _form(given.get(name))):
-            name = differing[0]
-            raise EngineError(
-                f"the optimizer state does not fit the model: {name} is {_form(given.get(name))} in the state and "
-                f"{_form(own.get(name))} here ({len(differing)} parameters differ)"
-            )
-        for name, tensors in own.items():
-            for kind, tensor in tensors.items():
-                tensor.copy_(given[name][kind])
-        self.flat.params.copy_(self.flat.masters)
-        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, **scales}
 
     @property
     def lr(self) -> float:
@@ -131,6 +95,9 @@ class AdamW:
     def step(self, grad_norm: float) -> None:
         """One update. grad_norm: finite, of `gradient_stats`; gradients are scaled down to gradient_clipping."""
         config, flat = self.config, self.flat
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
         lr = self.lr
         self.steps += 1
         update = Update(
@@ -143,20 +110,13 @@ class AdamW:
             how = decayed if segment.decayed else update
             moments = self.exp_avg[place], self.exp_avg_sq[place]
             if self.in_8_bits:
-                blocks = _blocks(place)
-                scales = self.scales_1[blocks], self.scales_2[blocks]
+                of_blocks = blocks(place)
+                scales = self.scales_1[of_blocks], self.scales_2[of_blocks]
                 adam_8bit(flat.grads[place], flat.masters[place], flat.params[place], moments, scales, how)
             else:
                 adam(flat.grads[place], flat.masters[place], flat.params[place], moments, how)
 
 
-def _blocks(place: slice) -> slice:
+def blocks(place: slice) -> slice:
     """The blocks of 8-bit moments that hold these elements, the first of which starts a block."""
     return slice(place.start // BLOCK, -(-place.stop // BLOCK))
-
-
-def _form(tensors: Mapping[str, torch.Tensor] | None) -> str:
-    """The state of one parameter for messages, and to tell whether two can be copied."""
-    if tensors is None:
-        return "absent"
-    return ", ".join(f"{kind} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for kind, t in tensors.items())

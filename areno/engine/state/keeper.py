@@ -1,0 +1,232 @@
+"""Writes the state of a worker's trained roles beside its other work, and takes one over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from areno.engine.memory import host_bytes_free
+from areno.engine.processes.process_groups import ParallelContext
+from areno.engine.roles import Role, Roles
+from areno.engine.state.pieces import Piece, about, buffers_of, pieces_of, written_by
+from areno.errors import CheckpointError, EngineError
+
+if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
+    from areno.engine.state.planners import PieceWriting
+    from areno.engine.state.storage import HostFile
+
+PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
+COPY_BYTES = 2**24  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What this rank writes of one buffer of a role: the pieces, which lie in elements start..stop of it."""
+
+    role: str
+    buffer: str
+    pieces: list[Piece]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.pieces[-1].stop
+
+
+class StateKeeper:
+    """Of one worker. All ranks call its methods together, but for `close`."""
+
+    def __init__(self, roles: Roles, context: ParallelContext):
+        self._roles, self._context = roles, context
+        self._plan: tuple[list[_Share], PieceWriting] | None = None  # as long as the roles stay
+        self._memory: dict[str, list[Tensor]] = {}  # buffer -> host memory for this rank's share of it
+        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+        self._closed = threading.Event()
+
+    def save(self, folder: Path) -> None:
+        """Begin to write the state into a folder. What is trained after this returns is not in it.
+
+        On CUDA the copy to host memory runs beside what comes next, and only the next update waits for it.
+        """
+        if self._thread is not None:
+            self._thread.join()  # another rank may have been told first that all have written
+        self._failure = None
+        self._plan = self._plan or self._planned()
+        shares, planner = self._plan
+        files: list[HostFile] = []
+        failure: Exception | None = None
+        try:
+            files = self._copy(shares)
+        except (EngineError, RuntimeError) as error:  # no memory; the other ranks, which write already, must hear of it
+            failure = error
+
+        def check() -> None:
+            if failure is not None:
+                raise failure
+            self._wait_for_copies()
+            if self._closed.is_set():
+                raise InterruptedError("the engine was closed")
+
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, files, planner, check), daemon=True, name="areno-state-writer"
+        )
+        self._thread.start()
+
+    def written(self) -> bool:
+        """Whether the state that `save` began is on the disk. CheckpointError, once, where that failed."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        self._thread, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Take over a state, whichever ranks wrote it.
+
+        CheckpointError where the folder is damaged, EngineError where it is of other roles, models or optimizers. Both
+        are found before anything is taken over.
+        """
+        from areno.engine.state.storage import Reader
+        from areno.engine.state.transfer import check_fits, take_over
+
+        self._wait_for_copies()
+        roles, context = self._roles.trained(), self._context
+        readers: list[Reader] = []
+
+        def check() -> None:
+            readers.append(Reader(folder))
+            check_fits(readers[0], roles, folder)
+            readers[0].verify(context.rank, context.world_size)
+
+        def load() -> None:
+            for name, role in roles.items():
+                with role.on_device(training=True) as backend:
+                    take_over(readers[0], name, backend)
+
+        if self._together(check):
+            self._together(load)
+
+    def forget(self) -> None:
+        """To be called before roles come or go."""
+        self._wait_for_copies()
+        self._plan = None
+        self._memory.clear()
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _planned(self) -> tuple[list[_Share], PieceWriting]:
+        from areno.engine.state.planners import PieceWriting
+
+        shares: list[_Share] = []
+        dtypes: dict[str, torch.dtype] = {}
+        roles = self._roles.trained()
+        for name, role in roles.items():
+            dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
+            mine = written_by(pieces_of(name, role.backend), self._context.dp)
+            shares += [_Share(name, buffer, pieces) for buffer, pieces in mine.items()]
+        pieces = [piece for share in shares for piece in share.pieces]
+        return shares, PieceWriting(pieces, dtypes, {name: about(role.backend) for name, role in roles.items()})
+
+    def _copy(self, shares: list[_Share]) -> list[HostFile]:
+        """The shares in host memory, or on their way there."""
+        from areno.engine.state.storage import HostFile
+
+        roles = self._roles.trained()
+        buffers = {name: buffers_of(name, role.backend) for name, role in roles.items()}
+        sources = {
+            share.buffer: _parts(buffers[share.role][share.buffer], roles[share.role], share.start, share.stop)
+            for share in shares
+        }
+        self._provide_memory(sources)
+        with self._beside(list(roles.values())):
+            for buffer, parts in sources.items():
+                size = COPY_BYTES // parts[0].element_size()
+                for copy, part in zip(self._memory[buffer], parts, strict=True):
+                    for stretch, source in zip(copy.split(size), part.split(size), strict=True):
+                        stretch.copy_(source, non_blocking=True)
+        rank = self._context.rank
+        return [
+            HostFile(f"{share.buffer}.{rank}.bin", share.start, self._memory[share.buffer], share.pieces)
+            for share in shares
+        ]
+
+    def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
+        """For copies of these tensors. EngineError where there is not enough."""
+        missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
+        n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
+        if n_bytes > host_bytes_free() // self._context.world_size:
+            raise EngineError(f"a copy of the state takes {n_bytes / 2**30:.1f} GiB of host memory, which are not free")
+        for buffer, parts in missing.items():
+            pinned = self._stream is not None
+            self._memory[buffer] = [torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned) for part in parts]
+
+    @contextmanager
+    def _beside(self, roles: list[Role]) -> Iterator[None]:
+        """Copies within it run after what the device has been given, and beside what comes next but for updates."""
+        if self._stream is None:
+            yield
+            return
+        if any(role.spec.offload for role in roles):
+            torch.cuda.current_stream().synchronize()  # what rests in host memory has arrived there
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        self._copied = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves the processor to others
+        self._copied.record(self._stream)
+        for role in roles:
+            assert role.backend.optimizer is not None
+            role.backend.optimizer.copied = self._copied
+
+    def _wait_for_copies(self) -> None:
+        if (copied := self._copied) is not None:
+            copied.synchronize()
+            self._copied = None
+
+    def _write(self, folder: Path, files: list[HostFile], planner: PieceWriting, check: Callable[[], None]) -> None:
+        from areno.engine.state.transfer import save
+
+        try:
+            save(folder, files, planner, check, self._context.states)
+        except CheckpointError as error:
+            self._failure = error
+
+    def _together(self, step: Callable[[], None]) -> bool:
+        """Run a step on all ranks. Whether it succeeded on each; where it failed, its error is raised there."""
+        failure = None
+        try:
+            step()
+        except Exception as error:
+            failure = error
+        failed = torch.tensor(float(failure is not None), device=self._context.device)
+        any_failed = bool(self._context.dp.all_reduce(self._context.tp.all_reduce(failed)).item())
+        if failure is not None:
+            raise failure
+        return not any_failed
+
+
+def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
+    """A stretch of a buffer in parts of PART_BYTES (the last is shorter), on the device or where it rests."""
+    size, parts, begin = PART_BYTES // buffer.element_size(), [], 0
+    for whole in role.offload.at_rest(buffer) or [buffer]:
+        low, high = max(start - begin, 0), min(stop - begin, whole.numel())
+        parts += [whole[at : min(at + size, high)] for at in range(low, high, size)]
+        begin += whole.numel()
+    return parts

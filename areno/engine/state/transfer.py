@@ -1,0 +1,145 @@
+"""A state to a folder and back, by torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from areno.engine.roles import Role
+from areno.engine.state.pieces import COUNTERS, MASTER, Piece, about, buffers_of, pieces_of, shapes_of, trained, vector
+from areno.engine.state.planners import PieceReading, PieceWriting
+from areno.engine.state.storage import HostFile, Reader, Writer
+from areno.engine.train.backend import TrainBackend
+from areno.engine.train.optimizer import blocks
+from areno.errors import ArenoError, CheckpointError, EngineError, Key
+from areno.kernels.adam.reference import BLOCK, dequantise, quantise
+from areno.layers.parallel import ParallelGroup
+from areno.models.registry import build_model
+from areno.models.transformer import Transformer
+
+# One worker alone is no mistake of ours.
+warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
+
+
+def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: Callable[[], None], group: Any) -> None:
+    """Write this rank's files, and wait until all ranks have. CheckpointError, on every rank, where one cannot."""
+    try:
+        dcp.save(
+            {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
+        )
+    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+        raise _failure(error, f"{folder}: the state of the run cannot be written") from error
+
+
+def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
+    """EngineError where a state cannot be that of these roles."""
+    if reader.about.keys() != roles.keys():
+        raise EngineError(
+            f"{folder} is the state of {', '.join(reader.about)}, trained here are {', '.join(roles) or 'none'}; "
+            "resume with the algorithm that wrote it"
+        )
+    for name, role in roles.items():
+        theirs, ours = reader.about[name]["optimizer"], about(role.backend)["optimizer"]
+        if theirs != ours:
+            raise EngineError(
+                "{}: {} was {!r} when the state was written and is {!r} now; it cannot change within a run",
+                folder, Key(f"{role.spec.section}.optimizer.type"), theirs, ours,
+            )  # fmt: skip
+        _check_shapes(reader, name, role, folder)
+
+
+def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
+    prefix, ours = f"{name}.{MASTER}.", shapes_of(role.backend)
+    theirs = {
+        tensor.removeprefix(prefix): tuple(metadata.size)
+        for tensor, metadata in reader.metadata.state_dict_metadata.items()
+        if tensor.startswith(prefix) and isinstance(metadata, TensorStorageMetadata)
+    }
+    if differing := [tensor for tensor in {**ours, **theirs} if ours.get(tensor) != theirs.get(tensor)]:
+        first = differing[0]
+        raise EngineError(
+            "{}: the state is of another model than {} ({}): {} is {} in the state and {} in the model "
+            "({} parameters differ)",
+            folder, Key(role.spec.key), role.spec.path, first, theirs.get(first, "absent"),
+            ours.get(first, "absent"), len(differing),
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def take_over(reader: Reader, role: str, backend: TrainBackend) -> None:
+    """Fill the buffers of a role, which must be on their device. Every rank reads what it needs, by itself."""
+    flat, optimizer = trained(backend)
+    buffers, pieces = buffers_of(role, backend), pieces_of(role, backend)
+    stored_tp = reader.about[role]["tp_size"]
+    if optimizer.in_8_bits and stored_tp != backend.model.tp.size:
+        pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
+        _requantise(reader, role, backend, stored_tp)
+    _read(reader, pieces, buffers)
+    if flat.params is not flat.masters:
+        flat.params.copy_(flat.masters)
+    optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
+
+
+def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]) -> None:
+    try:
+        dcp.load({}, storage_reader=reader, planner=PieceReading(pieces, buffers), no_dist=True)
+    except CheckpointException as error:
+        raise _failure(error, "the state of the run cannot be read") from error
+
+
+def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int) -> None:
+    """Fill 8-bit moments from those of another tensor-parallel size, whose blocks hold other elements together."""
+    flat, _ = trained(backend)
+    model = backend.model
+    dtype = model.embed.weight.dtype
+    stored = [
+        build_model(model.config, dtype=dtype, device="meta", tp=ParallelGroup(rank, stored_tp))
+        for rank in range(stored_tp)
+    ]
+    buffers, device = buffers_of(role, backend), flat.masters.device
+    for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        for name, place in flat.places.items():
+            own = torch.zeros(flat.shapes[name])
+            wholes = _whole_moments(reader, role, kind, name, stored)
+            for part, whole in zip(model.layout(name), wholes, strict=True):
+                part.region(own).copy_(part.cut(whole))
+            scales = buffers[f"{role}.{kind}_scale"][blocks(place)]
+            quantise(own.flatten().to(device), buffers[f"{role}.{kind}"][place], scales, signed=signed)
+
+
+def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
+    """The moments of each checkpoint tensor in a parameter, in fp32, put together from all ranks that had a piece."""
+    wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
+    for model in stored if stored[0].is_sharded(name) else stored[:1]:
+        shape = model.get_parameter(name).shape
+        codes = torch.empty(shape.numel(), dtype=torch.uint8)
+        scales = torch.empty(-(-shape.numel() // BLOCK))
+        buffers = {f"{role}.{kind}": codes, f"{role}.{kind}_scale": scales}
+        pieces = [
+            piece
+            for suffix, buffer in (("", codes), ("_scale", scales))
+            for piece in vector(role, f"{kind}{suffix}", name, model.tp, slice(0, buffer.numel()))
+        ]
+        _read(reader, pieces, buffers)
+        values = dequantise(codes, scales, signed=kind == "exp_avg").view(shape)
+        for part, whole in zip(model.layout(name), wholes, strict=True):
+            part.cut(whole).copy_(part.region(values))
+    return wholes
+
+
+def _failure(error: BaseException, what: str) -> CheckpointError:
+    """The error of the first rank that failed."""
+    ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
+    first: BaseException = ranks[min(ranks)][0]
+    if isinstance(first, OSError) and first.strerror:
+        return CheckpointError("{}: {}", what, first.strerror)
+    text = str(first) if isinstance(first, ArenoError | OSError) else f"{type(first).__name__}: {first}"
+    return CheckpointError("{}: {}", what, text)
