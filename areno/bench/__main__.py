@@ -1,4 +1,4 @@
-"""python -m areno.bench rollout|train|step|logprob|sampling: tokens per second against what the device could do.
+"""python -m areno.bench rollout|train|step|logprob|sampling|state: tokens per second against what the device could do.
 
 One engine does the work of a GSPO step on random prompts: sample, one optimizer step on the samples, or either alone.
 Medians of several repeats after a warm-up; `--json` prints one line for machines, progress goes to stderr. On a CPU
@@ -22,6 +22,7 @@ from areno.bench.ours import run_ours
 from areno.bench.report import page, record
 from areno.bench.sampling import run_sampling, sampling_page
 from areno.bench.shapes import model_folder
+from areno.bench.states import run_states, states_page
 from areno.bench.timing import measure, tell
 from areno.bench.with_transformers import WithTransformers
 from areno.bench.with_vllm import WithVllm
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    show = sampling_page if settings.kind == "sampling" else page
+    show = {"sampling": sampling_page, "state": states_page}.get(settings.kind, page)
     print(json.dumps(found) if settings.json else show(found))
     return 0
 
@@ -57,6 +58,9 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         raise ConfigError([Problem(option, message)])
     if settings.kind == "sampling":
         return run_sampling(settings, path, random_init)
+    if settings.kind == "state":
+        with tempfile.TemporaryDirectory(prefix="areno-bench-", dir=settings.folder) as states:
+            return run_states(settings, path, random_init, Path(states))
     dtype = getattr(torch, settings.dtype)
     cost = Cost.of(config, dtype.itemsize)
     tell(f"measuring {settings.device}")

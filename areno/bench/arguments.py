@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 import torch
@@ -13,7 +14,10 @@ import torch
 from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state"]
+
+_ALONE = ("sampling", "state")  # works that no other library does
+_WORKS = "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class Settings:
     mem_fraction: float
     eager_decode: bool
     tokenizer: str | None
+    folder: str | None
     against: tuple[str, ...]
     against_repeats: int
     profile: str | None
@@ -40,11 +45,11 @@ class Settings:
 
     @property
     def rolls_out(self) -> bool:
-        return self.kind in ("rollout", "step")
+        return self.kind in ("rollout", "step", "state")
 
     @property
     def trains(self) -> bool:
-        return self.kind in ("train", "step")
+        return self.kind in ("train", "step", "state")
 
 
 def parse(argv: list[str] | None = None) -> Settings:
@@ -54,7 +59,7 @@ def parse(argv: list[str] | None = None) -> Settings:
         description="Times rollout, training, a whole step or scoring on random prompts, against the device's floor.",
     )
     add = parser.add_argument
-    add("work", choices=get_args(Kind), help="step: rollout, then one GSPO step on it. sampling: what settings cost")
+    add("work", choices=get_args(Kind), help=_WORKS)
     add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -71,6 +76,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
     add("--tokenizer", metavar="FOLDER", help="for `sampling`: times stop strings too")
+    add("--folder", help="for `state`: where it is written; default is a temporary folder")
     add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
     add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
     add("--against-repeats", type=_positive, default=2)
@@ -87,7 +93,10 @@ def _checked(args: argparse.Namespace) -> Settings:
     for is_wrong, option, message in (
         (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
         (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
-        (bool(against) and kind == "sampling", "--against", "is for other works; sampling compares areno with itself"),
+        (bool(against) and kind in _ALONE, "--against", f"is for other works; {kind} compares areno with itself"),
+        (args.profile and kind in _ALONE, "--profile", f"is for other works, not for {kind}"),
+        (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
+        (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is no folder"),
         (args.tokenizer and kind != "sampling", "--tokenizer", f"is for sampling, not for {kind}"),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),

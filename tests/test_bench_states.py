@@ -1,0 +1,41 @@
+"""python -m areno.bench state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_bench_sampling import TINY
+from tiny_engine import model_folder
+
+from areno.bench.__main__ import main
+
+
+def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = tmp_path / "states"
+    states.mkdir()
+    command = f"state --shape {model_folder(tmp_path / 'model', vocab_size=5000)} --folder {states} {TINY}".split()
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["slowdown"] == pytest.approx(found["state_step_s"] / found["step_s"] - 1)
+    assert 12 < found["bytes_per_parameter"] < 14
+    assert found["gigabytes"] == pytest.approx(found["written_gb_s"] * found["written_s"])
+    assert 0 < found["load_s"] < found["resume_s"]
+    assert all(found[name] > 0 for name in ("save_s", "first_save_s", "resumed_step_s"))
+    assert not list(states.iterdir())
+    assert main(command) == 0
+    assert "bytes for each parameter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        ("state --against transformers", "--against: is for other works"),
+        ("step --folder x", "--folder: is for state, not for step"),
+        ("state --folder /nowhere/at/all", "--folder: /nowhere/at/all is no folder"),
+    ],
+)
+def test_options_that_do_not_fit(arguments: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments.split(), "--device", "cpu"]) == 2
+    assert wrong in capsys.readouterr().err
