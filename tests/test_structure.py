@@ -22,7 +22,7 @@ MAY_COMPUTE_ATTRIBUTES = {
     "areno": "public names are imported when they are first used",
     "areno.bench.with_transformers": "a model of transformers may lack a method",
     "areno.engine.processes.child": "changes attributes of the module __main__",
-    "areno.engine.processes.workers": "a command for a worker names its method",
+    "areno.engine.processes.messages": "a command for a worker names its method",
     "areno.files.user_code": "looks a function up in the user's file",
 }
 MAY_IMPORT_RE = {

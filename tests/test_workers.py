@@ -18,7 +18,11 @@ from tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.processes.workers import InlineGroup, SpawnedGroup, WorkerGroup, _Command, _fill, _pack, start_workers
+from areno.engine.processes.inline import InlineGroup
+from areno.engine.processes.messages import Command, pack
+from areno.engine.processes.serving import _fill
+from areno.engine.processes.spawned import SpawnedGroup
+from areno.engine.processes.workers import WorkerGroup, start_workers
 from areno.engine.spec import EngineSpec, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
@@ -139,7 +143,7 @@ def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup)
 
 
 def test_late_answers_to_a_failed_command_are_dropped(group: SpawnedGroup) -> None:
-    group._send(0, _Command("no_such_method", _pack("", ()), group._last_id))  # answered under the next id
+    group._send(0, Command("no_such_method", pack("", ()), group._last_id))  # answered under the next id
     assert group.call("info")[0].vocab_size == VOCAB
     assert group.poll(0.0) == []
 
@@ -169,7 +173,7 @@ def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
     thread = threading.Thread(target=_fill, args=(theirs, inbox), daemon=True)
     thread.start()
     for _ in range(3):
-        mine.send(_Command("submit", bytes(1_000_000), None))  # more than a pipe holds
+        mine.send(Command("submit", bytes(1_000_000), None))  # more than a pipe holds
     mine.close()
     thread.join(5)
     assert [len(inbox.get().arguments) for _ in range(3)] == [1_000_000] * 3

@@ -1,0 +1,69 @@
+"""One worker in the driver's own process, which starts fast and is easy to debug."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from areno.engine.processes.messages import obey
+from areno.engine.spec import EngineSpec, RolloutStats
+from areno.errors import EngineError
+from areno.types import GenerationOutput
+
+
+class InlineGroup:
+    """One worker in this process. The docstrings of its methods hold for SpawnedGroup, too."""
+
+    def __init__(self, spec: EngineSpec):
+        from areno.engine.processes.process_groups import join_groups
+        from areno.engine.worker import Worker
+
+        self._worker: Worker | None = Worker(spec, join_groups(spec, 0))
+        # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
+        self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+
+    @property
+    def worker(self) -> Any:
+        if self._worker is None:
+            raise EngineError("the engine is closed")
+        return self._worker
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Run a method on every worker; the results of each data-parallel rank, in order."""
+        self._run_casts()
+        return [obey(self.worker, method, args)]
+
+    def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Like call, with other arguments for each data-parallel rank."""
+        return self.call(method, *args[0])
+
+    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+        """Send without waiting for an answer. An error is raised by a later poll or call. Any thread may call this."""
+        self._inbox.put((method, args))
+
+    def _run_casts(self) -> None:
+        while not self._inbox.empty():
+            method, args = self._inbox.get()
+            obey(self.worker, method, args)
+
+    def poll(self, timeout: float) -> list[GenerationOutput]:
+        """What the decoders returned: finished samples and partial ones, or nothing after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._run_casts()
+            if not self.worker.has_work:
+                return []
+            if (outputs := self.worker.step()) or time.monotonic() > deadline:
+                return outputs
+
+    def stats(self) -> list[RolloutStats]:
+        """The latest counters of each data-parallel rank."""
+        return [self.worker.rollout_stats()]
+
+    def close(self) -> None:
+        """Free devices and end processes; may be called again."""
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None

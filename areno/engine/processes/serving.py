@@ -1,0 +1,116 @@
+"""What a worker process does: it comes up, obeys commands, and decodes whenever there is something to decode."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+from areno.engine.memory import out_of_memory_hint
+from areno.engine.processes.child import follow_parent
+from areno.engine.processes.messages import Command, Outputs, Reply, obey, portable
+from areno.engine.spec import EngineSpec
+from areno.errors import Key
+
+_STATS_EVERY_S = 0.5
+# What to say where a command has no advice of its own.
+_LESS_MEMORY = (
+    "lower {}, {} or {}, or divide the model over more devices ({})", Key("rollout.mem_fraction"),
+    Key("rollout.max_prefill_tokens"), Key("actor.mb_spec.max_tokens_per_mb"), Key("engine.tp_size"),
+)  # fmt: skip
+
+
+def worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: socket.socket | None) -> None:
+    """Body of a worker process."""
+    follow_parent()
+    try:
+        import torch.distributed as dist
+
+        from areno.engine.processes.process_groups import join_groups
+        from areno.engine.worker import Worker
+
+        context = join_groups(spec, rank, port, listener)
+        worker = Worker(spec, context)
+        pipe.send(Reply(0))
+    except Exception as error:
+        pipe.send(Reply(0, error=portable(error, rank)))
+        _leave(1)
+    inbox: SimpleQueue[Command | None] = SimpleQueue()
+    if context.leads:
+        threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
+    try:
+        _serve(pipe, inbox, worker, context)
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the driver closed the group
+    except Exception as error:
+        with suppress(BrokenPipeError, ConnectionResetError):  # a peer failed, and the driver closed the group over it
+            pipe.send(Reply(None, error=portable(error, rank)))
+        _leave(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """A regular exit of an interpreter with torch takes a second, and torch may complain of a group left open."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
+    """Read commands as they arrive, so that the driver never waits in a send for a worker that waits in one itself."""
+    try:
+        while True:
+            inbox.put(pipe.recv())
+    except (EOFError, OSError):
+        inbox.put(None)
+
+
+def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> None:
+    """Obey commands until the driver closes the pipe; decode whenever there is something to decode."""
+    last_stats = 0.0
+    while True:
+        for command in _commands(inbox, worker, context):
+            if command is None:
+                return
+            reply = Reply(command.id)
+            try:
+                args = pickle.loads(command.arguments)
+                with out_of_memory_hint(f"in {command.method}", *_LESS_MEMORY):
+                    value = obey(worker, command.method, args)
+                reply.value = value if context.leads else None
+            except Exception as error:
+                reply.error = portable(error, context.rank)
+            if command.id is not None or (reply.error is not None and context.leads):
+                pipe.send(reply)
+        if worker.has_work:
+            outputs = worker.step()
+            now = time.monotonic()
+            if context.leads and (outputs or now - last_stats > _STATS_EVERY_S):
+                pipe.send(Outputs(outputs, worker.rollout_stats()))
+                last_stats = now
+
+
+def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
+    """The commands that have arrived; waits for one when there is nothing to decode. None stands for the end.
+
+    A leader shares them with its tensor-parallel peers, so all of them act on the same commands at the same step.
+    """
+    commands: list[Command | None] = []
+    if context.leads:
+        while not inbox.empty() or not (commands or worker.has_work):
+            commands.append(inbox.get())
+    if context.tp.size > 1:
+        import torch.distributed as dist
+
+        box = [commands]
+        dist.broadcast_object_list(box, src=context.rank - context.tp.rank, group=context.control)
+        commands = box[0]
+    return commands
