@@ -4,7 +4,8 @@ ArenoError
 ├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
 ├── DataError (ValueError)          a dataset cannot be read or a row does not have the expected form
 ├── CheckpointError (OSError)       a model folder cannot be read or written
-└── EngineError (RuntimeError)      a worker died, ran out of memory, or was used out of order
+└── EngineError (RuntimeError)      the engine ran out of memory, or was used out of order
+    └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart brings it back
 
 An error knows which settings it is about: they are `Key`s in it, not words of its text. So a caller whose users know a
 setting under another name can rename it (`keys_renamed`).
@@ -103,7 +104,11 @@ class CheckpointError(ArenoError, OSError):
 
 
 class EngineError(ArenoError, RuntimeError):
-    """The engine cannot go on: a dead worker, no memory left, or a call out of order."""
+    """The engine cannot go on: a lost worker, no memory left, or a call out of order."""
+
+
+class WorkerLost(EngineError):
+    """A worker died, hangs or lost its device, and the models with it. `Engine.restart` loads them anew."""
 
 
 def all_of(*steps: Callable[[], Any]) -> list[Any]:

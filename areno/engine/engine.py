@@ -35,7 +35,7 @@ class Engine(AbstractContextManager["Engine"]):
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
         self.spec = spec
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
-        self._workers = start_workers(spec, workers)
+        self._mode, self._workers = workers, start_workers(spec, workers)
         self.info: EngineInfo = self._workers.call("info")[0]
         # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
         # the records of requests below; it is never held for long.
@@ -116,11 +116,14 @@ class Engine(AbstractContextManager["Engine"]):
         self._call("end_rollout", drop)
         with self._turn, self._books:
             self._workers.poll(0.0)  # what finished before the workers stopped
-            self._load = [0] * self.spec.dp_size
-            self._rank_of.clear()
-            self._missing.clear()
-            self._ready.clear()
-            self._failure = None
+            self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        self._load = [0] * self.spec.dp_size
+        self._rank_of.clear()
+        self._missing.clear()
+        self._ready.clear()
+        self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests, each on the rank with the fewest samples under way. They join the running batch.
@@ -365,6 +368,23 @@ class Engine(AbstractContextManager["Engine"]):
     def wait(self) -> None:
         """Return when the devices have finished all their work, for who measures time: `train` returns before that."""
         self._call("wait")
+
+    def restart(self) -> None:
+        """End what is left of the workers and start them again, with the same roles, as loaded from their folders.
+
+        For after a WorkerLost. What was learned is lost, and so are requests under way; the rollout phase has ended.
+        Raises as the constructor and ensure_roles do; after that the engine can only be restarted again or closed.
+        """
+        self._limits = None
+        self._streams.end(EngineError("the workers were started again, and every request under way is lost"))
+        with self._turn:
+            with self._books:
+                self._forget_requests()
+            self._workers.close()
+            self._workers = start_workers(self.spec, self._mode)
+            for name, spec in self._roles.items():
+                if name != "actor":
+                    self._workers.call("load_role", name, spec)
 
     def close(self) -> None:
         """Free the devices. Requests under way are lost."""

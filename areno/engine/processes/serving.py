@@ -16,7 +16,7 @@ from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, obey, portable
 from areno.engine.spec import EngineSpec
-from areno.errors import Key
+from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
 # What to say where a command has no advice of its own.
@@ -50,7 +50,7 @@ def worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: soc
         pass  # the driver closed the group
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):  # a peer failed, and the driver closed the group over it
-            pipe.send(Reply(None, error=portable(error, rank)))
+            pipe.send(Reply(None, error=_failure(error, context)))
         _leave(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -87,7 +87,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                     value = obey(worker, command.method, args)
                 reply.value = value if context.leads else None
             except Exception as error:
-                reply.error = portable(error, context.rank)
+                reply.error = _failure(error, context)
             if command.id is not None or (reply.error is not None and context.leads):
                 pipe.send(reply)
         if worker.has_work:
@@ -114,3 +114,16 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
         dist.broadcast_object_list(box, src=context.rank - context.tp.rank, group=context.control)
         commands = box[0]
     return commands
+
+
+def _failure(error: Exception, context: Any) -> ArenoError:
+    """What the driver is told of an error. An error of CUDA may leave the process without a usable device."""
+    told = portable(error, context.rank)
+    if context.device.type == "cuda" and not isinstance(error, ArenoError):
+        import torch
+
+        try:
+            torch.cuda.synchronize(context.device)
+        except RuntimeError:
+            return WorkerLost(f"worker {context.rank} lost its device ({context.device}): {told}")
+    return told

@@ -18,7 +18,7 @@ from areno.engine.processes.child import without_main_module
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
 from areno.engine.processes.serving import worker_main
 from areno.engine.spec import EngineSpec, RolloutStats
-from areno.errors import ArenoError, EngineError
+from areno.errors import ArenoError, EngineError, WorkerLost
 from areno.types import GenerationOutput
 
 _EXIT_GRACE_S = 2.0  # for a process to end by itself
@@ -27,7 +27,7 @@ _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on
 
 
 class SpawnedGroup:
-    """One process for each device. A worker that dies is an EngineError in the driver, within seconds."""
+    """One process for each device. A worker that dies is a WorkerLost in the driver, within seconds."""
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
@@ -175,8 +175,8 @@ class SpawnedGroup:
         for rank, process in enumerate(self._processes):
             if process.exitcode is not None and process.exitcode < 0:
                 name = signal.Signals(-process.exitcode).name
-                why = " (perhaps by the system, for lack of memory)" if name == "SIGKILL" else ""
+                why = ", perhaps by the kernel for lack of memory" if name == "SIGKILL" else ""
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        raise EngineError(f"worker {rank} ({self._spec.addresses[rank]}) {how}; the run cannot go on")
+        raise WorkerLost(f"worker {rank} ({self._spec.addresses[rank]}) {how}")
