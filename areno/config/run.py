@@ -268,6 +268,13 @@ class EngineConfig(Section):
         "auto", help="Attention in training and prefill. flash uses the flash-attn package, native uses torch"
     )
     dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
+    stall_timeout_s: float | None = setting(
+        600.0,
+        help="End what makes no progress for so many seconds, and show where it hangs. Every decoding step and every "
+        "micro-batch is progress. null: wait for ever",
+        gt=0,
+        le=86400,
+    )
 
     @check
     def tensor_parallel_divides_world(self) -> Iterator[Problem]:

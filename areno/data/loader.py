@@ -9,6 +9,7 @@ from typing import Any, Generic
 
 import numpy as np
 
+from areno import heartbeat
 from areno.config.run import DatasetConfig
 from areno.data.encode import pair_item, prompt_item, sft_sequence
 from areno.data.row_schema import RowKind, Rows, row_problem, rows_problem
@@ -97,6 +98,7 @@ class BatchLoader(Generic[Item]):
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
             item = self._item(int(order[place]))
+            heartbeat.beat()
             place += 1
             if item is not None:
                 items.append(item)

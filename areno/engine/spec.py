@@ -68,6 +68,7 @@ class EngineSpec:
     tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
     eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
+    stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
 
     @property
     def actor(self) -> RoleSpec:

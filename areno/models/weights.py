@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from areno import heartbeat
 from areno.errors import CheckpointError, Key
 from areno.files.durable import sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
@@ -217,6 +218,7 @@ def _fill(entry: Entry, stored: Any, file: Path) -> bool:
         raise CheckpointError(f"{file}: {entry.name} is {stored.get_dtype()}, expected one of {sorted(FLOATS)}")
     region = entry.part.region(entry.parameter)
     region.copy_(entry.part.cut(stored))
+    heartbeat.beat()
     # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
     return region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
 
@@ -257,6 +259,7 @@ def _written_by_rank_0(model: Transformer, folder: Path) -> Iterator[bool]:
         yield model.tp.rank == 0
     except (OSError, SafetensorError) as error:
         failure = error
+    heartbeat.beat()
     failed = torch.tensor(float(failure is not None), device=model.device)
     if model.tp.all_reduce(failed).item():
         reason = f": {failure}" if failure else ""

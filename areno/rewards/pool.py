@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from areno import heartbeat
 from areno.config.run import RewardConfig
 from areno.engine.processes.child import dumps
 from areno.errors import ArenoError, ConfigError, EngineError, Key, Problem, did_you_mean
@@ -37,6 +38,7 @@ _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them o
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _HOPELESS = 4  # give up after this many timeouts of each process without any answer: the others could take hours
 _QUIET_S = 600.0  # and, once the function has ever answered, only after this long without an answer
+_LOOK_S = 1.0
 _SLOW_S = 10.0  # waiting for longer is told, then again each time that it has doubled
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -182,6 +184,8 @@ class RewardPool:
     def _wait(self, workers: list[Worker], slow: _Slow, scoring: _Scoring | None = None) -> None:
         """Wait until one of `workers` sends something or is out of time, and handle it; or until `slow` is due."""
         pause = max(0.0, min(slow.due_at, *(worker.deadline for worker in workers)) - time.monotonic())
+        pause = min(pause, _LOOK_S)
+        heartbeat.beat()  # however long a call may take, it has a limit, which is kept here
         spoke = set(wait([worker.connection for worker in workers], timeout=pause))
         for worker in workers:
             if worker.connection in spoke:

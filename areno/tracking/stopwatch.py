@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+from areno import heartbeat
 from areno.errors import EngineError
 
 
@@ -27,7 +28,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
+        """Add the time of the block to `name`. The work in it must get on: see areno.heartbeat."""
+        heartbeat.beat()
         if not self._lock.acquire(blocking=False):
             raise EngineError(
                 f"another thread is in the phase {self._running!r} of this trainer; "
@@ -39,7 +41,8 @@ class Stopwatch:
                 return
             self._running, started = name, time.perf_counter()
             try:
-                yield
+                with heartbeat.working(name):
+                    yield
             finally:
                 self._running = ""
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -57,6 +57,7 @@ class RuntimeConfig(DecoderConfig):
     attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
     device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
     workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
+    stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
     dtype: Literal["auto", "bfloat16", "float32"] = _as_in(ModelConfig, "dtype")
     gradient_checkpointing: bool = _as_in(ModelConfig, "gradient_checkpointing")
     max_tokens_per_mb: int | None = _as_in(MicroBatchSpec, "max_tokens_per_mb")
@@ -150,6 +151,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
         dummy_load=config.dummy_load,
+        stall_timeout_s=runtime.stall_timeout_s,
     )
     tokenizer_path = runtime.tokenizer_path or settings.model_path
     return replace(

@@ -152,6 +152,7 @@ def open_actor(
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,
+        stall_timeout_s=engine.stall_timeout_s,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from areno import heartbeat
 from areno.api.trainers.evaluate import measure_loss
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.setup import Setup
@@ -49,6 +50,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         self.run = self.setup.run
         self._has_reference = False
 
+    @heartbeat.working("the run")
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
         run = self.run

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from areno import heartbeat
 from areno.api.trainers.evaluate import measure_loss
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.setup import Setup
@@ -41,6 +42,7 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         )  # fmt: skip
         self.run = self.setup.run
 
+    @heartbeat.working("the run")
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         run = self.run

@@ -7,16 +7,31 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from areno import heartbeat
 from areno.engine.processes.messages import obey
+from areno.engine.processes.watchdog import Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
-from areno.errors import EngineError
+from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationOutput
 
 
 class InlineGroup:
     """One worker in this process. The docstrings of its methods hold for SpawnedGroup, too."""
 
+    pulses: None = None  # see Watched
+
     def __init__(self, spec: EngineSpec):
+        self.command = "start"
+        self.watchdog = Watchdog(spec.stall_timeout_s, self)
+        try:
+            with heartbeat.working("start"):
+                self._start(spec)
+        except BaseException:
+            self.close()
+            raise
+        self.command = ""
+
+    def _start(self, spec: EngineSpec) -> None:
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
@@ -33,7 +48,16 @@ class InlineGroup:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Run a method on every worker; the results of each data-parallel rank, in order."""
         self._run_casts()
-        return [obey(self.worker, method, args)]
+        return [self._obey(method, args)]
+
+    def _obey(self, method: str, args: Sequence[Any]) -> Any:
+        heartbeat.beat()
+        self.command = method
+        try:
+            with heartbeat.working(method):
+                return obey(self.worker, method, args)
+        finally:
+            self.command = ""
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Like call, with other arguments for each data-parallel rank."""
@@ -46,7 +70,7 @@ class InlineGroup:
     def _run_casts(self) -> None:
         while not self._inbox.empty():
             method, args = self._inbox.get()
-            obey(self.worker, method, args)
+            self._obey(method, args)
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """What the decoders returned: finished samples and partial ones, or nothing after `timeout` seconds."""
@@ -55,7 +79,7 @@ class InlineGroup:
             self._run_casts()
             if not self.worker.has_work:
                 return []
-            if (outputs := self.worker.step()) or time.monotonic() > deadline:
+            if (outputs := self._obey("step", ())) or time.monotonic() > deadline:
                 return outputs
 
     def stats(self) -> list[RolloutStats]:
@@ -64,6 +88,18 @@ class InlineGroup:
 
     def close(self) -> None:
         """Free devices and end processes; may be called again."""
+        self.watchdog.stop()
         if self._worker is not None:
             self._worker.close()
         self._worker = None
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        """See Watched."""
+        return {}
+
+    def name(self, rank: int) -> str:
+        """See Watched."""
+        return f"worker {rank}"
+
+    def lose(self, error: WorkerLost) -> None:
+        """See Watched: there is no process to kill."""

@@ -12,9 +12,12 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
+from areno import heartbeat
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, obey, portable
+from areno.engine.processes.pulses import Pulse
+from areno.engine.processes.stacks import StackServer
 from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
@@ -26,9 +29,13 @@ _LESS_MEMORY = (
 )  # fmt: skip
 
 
-def worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: socket.socket | None) -> None:
+def worker_main(
+    pipe: Any, spec: EngineSpec, rank: int, port: int, listener: socket.socket | None, counters: Any, stack_pipe: Any
+) -> None:
     """Body of a worker process."""
     follow_parent()
+    pulse = Pulse(counters, rank)
+    _stacks = StackServer(stack_pipe, with_collectives=spec.world_size > 1)
     try:
         import torch.distributed as dist
 
@@ -37,6 +44,7 @@ def worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: soc
 
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
+        pulse.has_done(decodes=False)
         pipe.send(Reply(0))
     except Exception as error:
         pipe.send(Reply(0, error=portable(error, rank)))
@@ -45,7 +53,7 @@ def worker_main(pipe: Any, spec: EngineSpec, rank: int, port: int, listener: soc
     if context.leads:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
     try:
-        _serve(pipe, inbox, worker, context)
+        _serve(pipe, inbox, worker, context, pulse)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
@@ -73,7 +81,7 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
         inbox.put(None)
 
 
-def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> None:
+def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, pulse: Pulse) -> None:
     """Obey commands until the driver closes the pipe; decode whenever there is something to decode."""
     last_stats = 0.0
     while True:
@@ -88,14 +96,18 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                 reply.value = value if context.leads else None
             except Exception as error:
                 reply.error = _failure(error, context)
+            pulse.has_done(worker.has_work)
             if command.id is not None or (reply.error is not None and context.leads):
                 pipe.send(reply)
         if worker.has_work:
             outputs = worker.step()
+            heartbeat.beat()
             now = time.monotonic()
             if context.leads and (outputs or now - last_stats > _STATS_EVERY_S):
+                pulse.decodes(False)  # a driver that does not read may hold up what follows
                 pipe.send(Outputs(outputs, worker.rollout_stats()))
                 last_stats = now
+            pulse.decodes(worker.has_work)
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:

@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any, NoReturn
 
+from areno import heartbeat
+from areno.engine.processes import stacks
 from areno.engine.processes.child import without_main_module
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
+from areno.engine.processes.pulses import Pulses
 from areno.engine.processes.serving import worker_main
+from areno.engine.processes.watchdog import Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, EngineError, WorkerLost
 from areno.types import GenerationOutput
@@ -33,32 +37,43 @@ class SpawnedGroup:
         self._spec = spec
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._stack_pipes: list[Any] = []
+        self._context = multiprocessing.get_context("spawn")
+        self.pulses = Pulses(self._context, spec.world_size, spec.tp_size)
+        self.command = ""
+        self._lost: WorkerLost | None = None  # all of them, by the watchdog
         self._ready: list[GenerationOutput] = []
         self._stats = [RolloutStats() for _ in range(spec.dp_size)]
         self._last_id = 0  # of the command waited for; 0 is the start
         self._replies: dict[int, Reply] = {}  # to that command, by rank
         self._error: ArenoError | None = None  # of a command that nobody waits for, or of decoding
+        self.watchdog = Watchdog(spec.stall_timeout_s, self)
         try:
             self._start()
             self._collect()
+            self.pulses.together = False
         except BaseException:
             self.close()
             raise
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
         with socket.create_server((self._spec.addresses[0].host, 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(self._spec.world_size):
-                mine, theirs = context.Pipe()
-                args = (theirs, self._spec, rank, port, listener if rank == 0 else None)
-                process = context.Process(target=worker_main, args=args, name=f"areno-worker-{rank}", daemon=True)
+                mine, theirs = self._context.Pipe()
+                my_stacks, their_stacks = self._context.Pipe()
+                args = (
+                    theirs, self._spec, rank, port, listener if rank == 0 else None, self.pulses.counters, their_stacks,
+                )  # fmt: skip
+                process = self._context.Process(target=worker_main, args=args, name=f"areno-worker-{rank}", daemon=True)
                 with without_main_module():
                     process.start()
                 theirs.close()
+                their_stacks.close()
                 self._processes.append(process)
                 self._pipes.append(mine)
+                self._stack_pipes.append(my_stacks)
 
     @property
     def _leaders(self) -> range:
@@ -71,9 +86,13 @@ class SpawnedGroup:
         packed = [pack(method, each) for each in args]  # nothing is sent where one of them cannot be
         self._last_id += 1
         self._replies = {}
-        for rank, arguments in zip(self._leaders, packed, strict=True):
-            self._send(rank, Command(method, arguments, self._last_id))
-        return self._collect()
+        self.pulses.together = True
+        try:
+            for rank, arguments in zip(self._leaders, packed, strict=True):
+                self._send(rank, Command(method, arguments, self._last_id))
+            return self._collect()
+        finally:
+            self.pulses.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         self._send(self._leaders[dp_rank], Command(method, pack(method, args), None))
@@ -88,7 +107,23 @@ class SpawnedGroup:
     def stats(self) -> list[RolloutStats]:
         return self._stats
 
+    def look(self) -> dict[int, tuple[str, str]]:
+        """See Watched."""
+        pids = {rank: process.pid for rank, process in enumerate(self._processes)}
+        return stacks.ask(pids, dict(enumerate(self._stack_pipes)), self._spec.world_size > 1)
+
+    def name(self, rank: int) -> str:
+        """See Watched."""
+        return f"worker {rank} ({self._spec.addresses[rank]})"
+
+    def lose(self, error: WorkerLost) -> None:
+        """See Watched."""
+        self._lost = error
+        for process in self._processes:
+            process.kill()
+
     def close(self) -> None:
+        self.watchdog.stop()
         for pipe in self._pipes:
             pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
         deadline = time.monotonic() + _EXIT_GRACE_S
@@ -98,11 +133,14 @@ class SpawnedGroup:
             process.kill()  # of no effect on one that has ended
             process.join()
             process.close()
-        self._processes, self._pipes = [], []
+        for pipe in self._stack_pipes:
+            pipe.close()
+        self._processes, self._pipes, self._stack_pipes = [], [], []
 
     def _send(self, rank: int, command: Command) -> None:
         if not self._pipes:
             raise EngineError("the engine is closed")
+        self.pulses.sent(rank, command.method)
         try:
             self._pipes[rank].send(command)
         except (BrokenPipeError, ConnectionResetError):
@@ -143,6 +181,7 @@ class SpawnedGroup:
             self._raise_death(gone[0])
 
     def _take(self, rank: int, message: Reply | Outputs) -> None:
+        heartbeat.beat()
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
             self._stats[rank // self._spec.tp_size] = message.stats
@@ -151,7 +190,12 @@ class SpawnedGroup:
         elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank
             self._replies[rank] = message
 
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
     def _raise_error(self) -> None:
+        self._raise_if_lost()
         error, self._error = self._error, None
         for reply in self._replies.values():
             error = error or reply.error
@@ -165,6 +209,7 @@ class SpawnedGroup:
             raise error
 
     def _raise_death(self, rank: int) -> NoReturn:
+        self._raise_if_lost()
         self._processes[rank].join(_EXIT_GRACE_S)
         self._raise_if_killed()  # others may end because one was killed
         self._raise_error()  # what a worker sent says more than its end
@@ -179,4 +224,4 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
-        raise WorkerLost(f"worker {rank} ({self._spec.addresses[rank]}) {how}")
+        raise WorkerLost(f"{self.name(rank)} {how}")

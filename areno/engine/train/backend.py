@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.spec import UpdateSpec
@@ -110,7 +111,10 @@ class TrainBackend:
             return []
         batches = micro_batches([len(row) for row in rows], mb_spec)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec):
-            scored = [score(pack_tokens([rows[i] for i in batch], self.device)) for batch in batches]
+            scored = []
+            for batch in batches:
+                scored.append(score(pack_tokens([rows[i] for i in batch], self.device)))
+                heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
         order = [i for batch in batches for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
@@ -165,6 +169,7 @@ class TrainBackend:
             self.optimizer.step(gradient.norm)
         else:
             self.optimizer.skip()
+        heartbeat.beat()
         return numbers
 
     def _accumulate(
@@ -195,6 +200,7 @@ class TrainBackend:
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
                 _compare_with_rollout(stats, pack, logprobs_N.detach())
             loss.backward()
+            heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
         return stats
 

@@ -1,0 +1,141 @@
+"""What a process does: the Python stacks of its threads, and the last collective that torch has recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SIGNAL = signal.SIGUSR2
+_ANSWER_S = 2.0  # for all workers to begin
+_QUIET_S = 0.3  # after which a process that has begun to answer has ended
+_FRAMES = 30  # innermost ones that are shown of a thread of the driver
+_STATES = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk or a device",
+}
+# Functions in which side threads of a worker wait for the driver.
+_WAITING = ("serving.py", " in _fill"), ("stacks.py", " in _tell_collectives"), ("child.py", " in watch")
+# A process in one of these states does not run the handler of a signal.
+_DEAF = {"T", "t"}
+
+
+class StackServer:
+    """In a worker: shows what it does when the driver asks for it, also where its main thread hangs in C code.
+
+    pipe: two-way, as raw bytes. with_collectives: there are other ranks to wait for.
+    """
+
+    def __init__(self, pipe: Any, with_collectives: bool):
+        self._pipe = pipe
+        faulthandler.register(_SIGNAL, file=pipe.fileno(), all_threads=True)
+        if with_collectives:
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "200")  # torch keeps so many collectives
+            threading.Thread(target=self._tell_collectives, daemon=True, name="areno-collectives").start()
+
+    def _tell_collectives(self) -> None:
+        with contextlib.suppress(OSError):
+            while os.read(self._pipe.fileno(), 1):
+                os.write(self._pipe.fileno(), _recorded().encode())
+
+
+def _recorded() -> str:
+    """The collectives of this process that torch remembers as under way, or the last one."""
+    torch = sys.modules.get("torch")
+    c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return ""
+    return collectives(pickle.loads(dump(includeStackTraces=False)))
+
+
+def collectives(trace: Mapping[str, Any]) -> str:
+    """Lines on the collectives under way, or on the last one, of what torch's flight recorder dumps."""
+    entries = trace.get("entries", [])
+    under_way = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
+    title = "Collective under way" if under_way else "Last collective, completed"
+    return "".join(
+        f"{title}: {entry['profiling_name']} number {entry['collective_seq_id']} of process group "
+        f"{entry['process_group'][0]} ({entry['process_group'][1]}), sizes {entry['input_sizes']}\n"
+        for entry in (under_way or entries[-1:])[-3:]
+    )
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc/PID/stat; "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def ask(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
+    """State in words (or "") and stacks of some workers, by rank. pids, pipes: of these, by rank."""
+    states = {rank: process_state(pid) for rank, pid in pids.items()}
+    awake = [rank for rank, state in states.items() if state not in _DEAF]
+    for rank in awake:
+        with contextlib.suppress(OSError):
+            os.kill(pids[rank], _SIGNAL)
+    deadline = time.monotonic() + _ANSWER_S
+    shown = {rank: _readable(_read(pipes[rank], deadline)) for rank in awake}
+    if with_collectives:
+        for rank in awake:
+            with contextlib.suppress(OSError):
+                os.write(pipes[rank].fileno(), b"?")
+        deadline = time.monotonic() + _ANSWER_S
+        shown = {rank: f"{stacks}\n{_read(pipes[rank], deadline)}".rstrip() for rank, stacks in shown.items()}
+    deaf = "(a stopped process shows no stack)"
+    return {rank: (_STATES.get(state, ""), shown.get(rank, deaf)) for rank, state in states.items()}
+
+
+def _read(pipe: Any, deadline: float) -> str:
+    """What comes until nothing more does, or until a time."""
+    chunks: list[bytes] = []
+    while (left := deadline - time.monotonic()) > 0:
+        if not select.select([pipe], [], [], min(left, _QUIET_S) if chunks else left)[0]:
+            break
+        if not (chunk := os.read(pipe.fileno(), 1 << 16)):
+            break
+        chunks.append(chunk)
+    return b"".join(chunks).decode(errors="replace").rstrip()
+
+
+def _readable(dump: str) -> str:
+    """What faulthandler wrote, without the threads that always wait, and without addresses."""
+    sections = []
+    for section in dump.split("\n\n"):
+        title, _, frames = section.partition("\n")
+        if not any(file in line and function in line for file, function in _WAITING for line in frames.split("\n")):
+            sections.append(
+                f"{'Main' if title.startswith('Current') else 'Another'} thread, last call first:\n{frames}"
+            )
+    return "\n".join(sections if dump else ["(it shows no stack)"])
+
+
+def waits_for_others(stacks: str) -> bool:
+    """Whether the main thread of a worker is inside a collective, going by what `ask` returned."""
+    _, _, main = stacks.partition("Main thread")
+    return any("distributed_c10d" in line for line in main.split("\n")[1:4])
+
+
+def of_driver(hidden: int) -> str:
+    """The stacks of all threads of this process, without that of the thread `hidden`; the main thread comes first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame, _FRAMES)).rstrip()
+        for ident, frame in frames
+        if ident != hidden
+    )

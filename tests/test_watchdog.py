@@ -1,0 +1,168 @@
+"""What hangs is told with its stacks and ended within the limit: a worker, a rank in a collective, the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_restart import pids
+from tiny_engine import ROLLOUT, model_folder, request, scored, spec
+from torch import Tensor
+
+from areno import heartbeat
+from areno.engine.engine import Engine
+from areno.engine.processes import watchdog
+from areno.errors import EngineError, WorkerLost
+from areno.loss_fns.pack import DataPack
+from areno.loss_fns.sft import sft_loss_fn
+from areno.types import TrainSequence
+
+LIMIT_S = 1.5
+ROWS = [TrainSequence([True, False, False], [3, 4, 5])] * 4
+TP_SIZE = {"dp": 1, "tp": 2}
+reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the state of processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def started(folder: Path, workers: str = "spawn", **settings: Any) -> Iterator[Engine]:
+    """An engine that has a short limit from the end of its start on, and leaves no process behind."""
+    with Engine(spec(folder, **settings), workers) as engine:
+        engine._workers.watchdog.limit_s = LIMIT_S
+        old = [] if workers == "inline" else pids(engine)
+        yield engine
+    for pid in old:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def sleeps(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    time.sleep(60)
+    return sft_loss_fn(pack, logprobs_N)
+
+
+def sleeps_on_rank_1(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    return sft_loss_fn(pack, logprobs_N)
+
+
+@reads_proc
+@pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("busy", ["decoding", pytest.param("train", marks=pytest.mark.slow)])
+def test_a_stopped_rank_is_told_and_ended(folder: Path, form: str, busy: str, caplog: Any) -> None:
+    with started(folder, devices=2, tp_size=TP_SIZE[form]) as engine:
+        if busy == "decoding":
+            engine.begin_rollout(ROLLOUT)
+            engine.submit([request(i, n_samples=8, max_new_tokens=90, ignore_eos=True) for i in range(40)])
+        os.kill(pids(engine)[1], signal.SIGSTOP)
+        with pytest.raises(
+            WorkerLost, match=r"worker 1 \(cpu\) made no progress for \d s in \w+, since it is stopped \(SIGSTOP\),"
+        ):
+            engine.train(ROWS, sft_loss_fn) if busy == "train" else wait(engine)
+        text = caplog.text
+        assert "worker 1 (cpu): no progress for" in text
+        assert "it is stopped (SIGSTOP)\n    (a stopped process shows no stack)" in text
+        assert "driver:\n    Thread MainThread:" in text
+        with pytest.raises(WorkerLost, match="made no progress"):
+            scored(engine, "actor", [[3, 4]])
+        if form == "dp" and busy == "train":
+            engine.restart()
+            assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
+
+
+def wait(engine: Engine) -> None:
+    while True:
+        engine.poll(10.0)
+
+
+@pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, form: str, caplog: Any) -> None:
+    with started(folder, devices=2, tp_size=TP_SIZE[form]) as engine:
+        with pytest.raises(WorkerLost, match=r"^worker 1 \(cpu\) made no progress for \d s in train and was ended"):
+            engine.train(ROWS, sleeps_on_rank_1)
+        text = caplog.text
+        assert "in sleeps_on_rank_1" in text, "where rank 1 is"
+        assert "in all_reduce" in text, "where rank 0 is"
+        assert "Collective under way: gloo:all_reduce number" in text
+
+
+def test_a_worker_that_gets_on_is_left_alone(folder: Path) -> None:
+    def slow(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        time.sleep(0.6 * 1.5)
+        return sft_loss_fn(pack, logprobs_N)
+
+    from areno.config.models import MicroBatchSpec
+    from areno.engine.spec import UpdateSpec
+
+    with started(folder) as engine:
+        began = time.monotonic()
+        engine.train(ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
+        assert time.monotonic() - began > 2 * LIMIT_S
+        time.sleep(1.5 * LIMIT_S)  # with nothing to do
+        assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("hangs", ["sleeping", "computing"])
+def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, caplog: Any) -> None:
+    def computes(*_: Any) -> Any:
+        while True:
+            pass
+
+    with started(folder, "inline") as engine:
+        with pytest.raises(
+            WorkerLost, match=r"^worker 0, which lives in the driver \(train\), made no progress for 1.5 s"
+        ):
+            engine.train(ROWS, sleeps if hangs == "sleeping" else computes)
+        assert ("in sleeps" if hangs == "sleeping" else "in computes") in caplog.text
+        engine.restart()
+        assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
+
+
+def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any) -> None:
+    with started(folder, "inline"):
+        time.sleep(1.5 * LIMIT_S)  # not called work
+        with (
+            pytest.raises(
+                EngineError, match=r"^the driver made no progress for 1.5 s in the run > reward; raise engine"
+            ),
+            heartbeat.working("the run"),
+            heartbeat.working("reward"),
+        ):
+            threading.Event().wait()
+        assert 'test_watchdog.py", line' in caplog.text
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any, folder: Path) -> None:
+    now = [0.0]
+    looked: list[float] = []
+
+    class Once(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            now[0] += 3600.0 if len(looked) == 1 else float(timeout or 0)
+            return len(looked) == 3
+
+    class Dog(watchdog.Watchdog):
+        def look(self, elapsed: float) -> None:
+            looked.append(elapsed)
+
+    dog = Dog(None, None)  # type: ignore[arg-type]
+    dog.limit_s = 10.0
+    import weakref
+
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    watchdog._watch(weakref.ref(dog), Once())
+    assert looked == [1.0, 2.0, 1.0]
