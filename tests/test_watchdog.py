@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +19,10 @@ from tiny_engine import ROLLOUT, model_folder, request, scored, spec
 from torch import Tensor
 
 from areno import heartbeat
+from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.processes import watchdog
+from areno.engine.spec import UpdateSpec
 from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
@@ -37,14 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def started(folder: Path, workers: str = "spawn", **settings: Any) -> Iterator[Engine]:
-    """An engine that has a short limit from the end of its start on, and leaves no process behind."""
+    """An engine that has trained once and leaves no process behind."""
     with Engine(spec(folder, **settings), workers) as engine:
-        engine._workers.watchdog.limit_s = LIMIT_S
+        engine.train(ROWS, sft_loss_fn)
         old = [] if workers == "inline" else pids(engine)
         yield engine
     for pid in old:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def be_strict(engine: Engine, limit_s: float = LIMIT_S) -> None:
+    engine._workers.watchdog.limit_s = limit_s
 
 
 def sleeps(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,6 +77,7 @@ def test_a_stopped_rank_is_told_and_ended(folder: Path, form: str, busy: str, ca
             engine.begin_rollout(ROLLOUT)
             engine.submit([request(i, n_samples=8, max_new_tokens=90, ignore_eos=True) for i in range(40)])
         os.kill(pids(engine)[1], signal.SIGSTOP)
+        be_strict(engine)
         with pytest.raises(
             WorkerLost, match=r"worker 1 \(cpu\) made no progress for \d s in \w+, since it is stopped \(SIGSTOP\),"
         ):
@@ -92,6 +101,7 @@ def wait(engine: Engine) -> None:
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, form: str, caplog: Any) -> None:
     with started(folder, devices=2, tp_size=TP_SIZE[form]) as engine:
+        be_strict(engine)
         with pytest.raises(WorkerLost, match=r"^worker 1 \(cpu\) made no progress for \d s in train and was ended"):
             engine.train(ROWS, sleeps_on_rank_1)
         text = caplog.text
@@ -102,17 +112,15 @@ def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, f
 
 def test_a_worker_that_gets_on_is_left_alone(folder: Path) -> None:
     def slow(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        time.sleep(0.6 * 1.5)
+        time.sleep(1.0)
         return sft_loss_fn(pack, logprobs_N)
 
-    from areno.config.models import MicroBatchSpec
-    from areno.engine.spec import UpdateSpec
-
     with started(folder) as engine:
+        be_strict(engine, 2.5)
         began = time.monotonic()
         engine.train(ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
-        assert time.monotonic() - began > 2 * LIMIT_S
-        time.sleep(1.5 * LIMIT_S)  # with nothing to do
+        assert time.monotonic() - began > 4.0
+        time.sleep(3.0)  # with nothing to do
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 
@@ -123,6 +131,7 @@ def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, ca
             pass
 
     with started(folder, "inline") as engine:
+        be_strict(engine)
         with pytest.raises(
             WorkerLost, match=r"^worker 0, which lives in the driver \(train\), made no progress for 1.5 s"
         ):
@@ -133,7 +142,8 @@ def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, ca
 
 
 def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any) -> None:
-    with started(folder, "inline"):
+    with started(folder, "inline") as engine:
+        be_strict(engine)
         time.sleep(1.5 * LIMIT_S)  # not called work
         with (
             pytest.raises(
@@ -146,11 +156,24 @@ def test_work_of_the_driver_that_hangs_is_interrupted(folder: Path, caplog: Any)
         assert 'test_watchdog.py", line' in caplog.text
 
 
+@pytest.mark.slow
+def test_the_stacks_are_shown_where_c_code_keeps_the_lock_of_the_interpreter(folder: Path, capfd: Any) -> None:
+    def keeps_the_lock(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        time.sleep(1.2)  # the watchdog looks once a second
+        ctypes.PyDLL(None).sleep(6)
+        return sft_loss_fn(pack, logprobs_N)
+
+    with started(folder, "inline") as engine:
+        be_strict(engine, 2.0)
+        engine.train(ROWS, keeps_the_lock)
+    assert "in keeps_the_lock" in capfd.readouterr().err
+
+
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any, folder: Path) -> None:
     now = [0.0]
     looked: list[float] = []
 
-    class Once(threading.Event):
+    class Steps(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             now[0] += 3600.0 if len(looked) == 1 else float(timeout or 0)
             return len(looked) == 3
@@ -161,8 +184,6 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any,
 
     dog = Dog(None, None)  # type: ignore[arg-type]
     dog.limit_s = 10.0
-    import weakref
-
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    watchdog._watch(weakref.ref(dog), Once())
+    watchdog._watch(weakref.ref(dog), Steps())
     assert looked == [1.0, 2.0, 1.0]

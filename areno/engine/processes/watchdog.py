@@ -8,6 +8,7 @@ thread that does not take it ends with the process.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ logger = logging.getLogger("areno")
 _LOOK_S = 1.0
 _RAISE_S = 5.0  # for the main thread to take an exception
 _TELL_S = 10.0  # for the log, whose disk or pipe may be what hangs
+_LOCKED_S = 2.0  # later than this thread would notice, if it could
 _INTERRUPT = signal.SIGUSR2
 _DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
 _KEY = Key("engine.stall_timeout_s")
@@ -77,11 +79,15 @@ class Watchdog:
     def stop(self) -> None:
         """The group ends, or has ended."""
         self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
 
     def look(self, elapsed: float) -> None:
         """Once in a while. elapsed: seconds since the last time."""
         assert self.limit_s is not None
-        due = self._due(elapsed)
+        due, work = self._due(elapsed), heartbeat.work()
+        if work:
+            # Where C code keeps the interpreter's lock, this thread hangs as well. Then at least the stacks are shown.
+            faulthandler.dump_traceback_later(self.limit_s + _LOCKED_S, file=2)
         if due:
             self._driver_quiet = 0.0
             quiet = [self._quiet[rank] for rank in due]
@@ -90,7 +96,7 @@ class Watchdog:
             if (min if self._group.pulses.together else max)(quiet) >= self.limit_s:
                 self._lose_workers(due)
             return
-        beats, work = heartbeat.count(), heartbeat.work()
+        beats = heartbeat.count()
         if beats != self._driver_seen or not work or _is_debugged(work[-1][1]):
             self._driver_seen, self._driver_quiet = beats, 0.0
             return
@@ -158,6 +164,7 @@ class Watchdog:
 
     def _tell(self, what: str, looks: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
         """Log what every process does. looks: of the workers. notes: more about some of them."""
+        faulthandler.cancel_dump_traceback_later()
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at one place
         for rank, (state, shown) in looks.items():
             title = "; ".join(word for word in (notes.get(rank), state and f"it {state}") if word)

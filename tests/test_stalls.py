@@ -1,0 +1,120 @@
+"""Runs of the real command that hang: each ends by itself with a line that says where, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bad_input import ROOT, Driver, children, is_running, reads_proc, run
+
+from areno.recipes.gspo import GSPOConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@reads_proc
+@pytest.mark.parametrize("phase", ["rollout", "train"])
+def test_a_stopped_worker_ends_the_run(phase: str) -> None:
+    driver = Driver(phase, "engine.workers=spawn", "engine.stall_timeout_s=25")
+    os.kill(driver.worker(), signal.SIGSTOP)
+    code, line = driver.end(60)
+    assert code == 1
+    assert re.search(
+        r"^error: worker 0 \(cpu\) made no progress for 25 s in \w+, since it is stopped \(SIGSTOP\)", line
+    )
+    command = "train" if phase == "train" else "(decoding|submit|begin_rollout)"
+    text = "".join(driver.lines)
+    assert re.search(f"command {command} in the run > {phase}\n", text)
+    assert "a stopped process shows no stack" in text
+    assert "Thread MainThread:" in text
+    for log in Path("out").rglob("run.log"):  # where the rollout was recorded
+        assert "Thread MainThread:" in log.read_text()
+
+
+def test_a_loss_that_never_returns_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def never(*_: Any) -> Any:
+        time.sleep(600)
+
+    monkeypatch.setattr(GSPOConfig, "loss_fn", lambda self: never)
+    before = children()
+    assert run("engine.stall_timeout_s=2") == 1
+    error = capsys.readouterr().err
+    assert "in never\n" in error
+    assert error.rstrip().endswith(
+        "error: worker 0, which lives in the driver (train), made no progress for 2 s in the run > train; "
+        "raise engine.stall_timeout_s if this can take longer"
+    )
+    assert set(children()) <= set(before)
+
+
+def test_a_reward_that_never_returns_is_ended_by_its_own_limit(capsys: Any) -> None:
+    Path("mine.py").write_text("import time\ndef reward_fn(record):\n    time.sleep(600)\n")
+    before = children()
+    assert run("reward.fn=mine.py", "reward.timeout_s=3", "engine.stall_timeout_s=1.5") == 1
+    error = capsys.readouterr().err
+    assert "no progress" not in error
+    assert re.search(r"rewards: \d of 4 samples wait after \d+ s \(\d timeouts\), for at most", error)
+    assert "error: reward.fn: no reward could be computed for any of the 4 samples; the first: timeout: no ans" in error
+    assert set(children()) <= set(before)
+
+
+STUBBORN = """
+    import sys, time
+    from areno.recipes import gspo
+    from areno.launch import command
+
+    def never(*_):
+        while True:
+            try:
+                time.sleep(600)
+            except BaseException:
+                print("not me", file=sys.stderr, flush=True)
+
+    gspo.GSPOConfig.loss_fn = lambda self: never
+    command.run_algorithm(gspo.ALGORITHM)
+"""
+
+
+@reads_proc
+def test_a_driver_that_cannot_be_interrupted_ends(tmp_path: Path) -> None:
+    Path("stubborn.py").write_text(textwrap.dedent(STUBBORN))
+    quick = ["total_train_steps=1", "train_dataset.batch_size=2", "gconfig.n_samples=2", "reward.workers=1"]
+    process = subprocess.Popen(
+        [sys.executable, "stubborn.py", *quick, "engine.device=cpu", "cluster.fileroot=out", "valid_dataset=null",
+         "engine.stall_timeout_s=6"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines, started = [], []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if line == "not me\n":
+                started = children(process.pid)
+        process.wait(10)
+    finally:
+        process.kill()
+    error = "".join(lines)
+    assert process.returncode == 1
+    assert error.count("not me") == 1
+    assert error.count("in never\n") == 2, "before the interrupt, and before the end"
+    assert "error: worker 0, which lives in the driver (train), made no progress" in error.splitlines()[-1]
+    assert error.rstrip().endswith("; the process ends")
+    assert started, "the reward process and its keeper"
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
