@@ -273,11 +273,16 @@ class RewardRecord:
 
 @dataclass(slots=True, frozen=True)
 class RewardOutcome:
-    """What came of scoring one sample. `value` is None unless status is "ok"; `message` then says why."""
+    """What came of scoring one sample. `value` is None unless status is "ok"; `message` then says why.
+
+    not_finite: the reward is NaN, infinite, or too large for float32. parts: what the value is the sum of, by name;
+    empty if it is not a sum.
+    """
 
     value: float | None
-    status: Literal["ok", "timeout", "error"] = "ok"
+    status: Literal["ok", "timeout", "error", "not_finite"] = "ok"
     message: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)

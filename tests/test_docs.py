@@ -35,7 +35,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
-GUIDES = ["quickstart.md", "recipes.md", "data.md", "runs.md"]
+GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md"]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
 
 
@@ -153,7 +153,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     runs = {
         "gspo": ("gspo", "quickstart", []),
         "sapo": ("grpo", "quickstart", ["variant=sapo"]),
-        "dapo": ("grpo", "quickstart", ["variant=dapo"]),
+        "dapo": ("grpo", "quickstart", ["variant=dapo", "eval_gconfig.greedy=false", "eval_gconfig.n_samples=4"]),
         "ppo": ("ppo", "quickstart_ppo", ["critic.warmup_steps=0", *decoupled]),
         "dpo": ("dpo", "quickstart_dpo", []),
         "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),

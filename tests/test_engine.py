@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from areno.engine.worker import Worker
 from areno.errors import CheckpointError, DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.types import GenerationOutput, TrainSequence
+from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 AT_TEMPERATURE_1 = [item for item in MIXED if item.params.temperature == 1]
 LONG = 300  # tokens: enough for the driver to do something meanwhile, on a busy machine too
@@ -58,6 +58,34 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
 @pytest.fixture(params=["inline", "spawned"])
 def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
     return engines[request.param]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 9])
+def test_no_more_requests_are_under_way_than_asked_for(engine: Engine, at_once: int) -> None:
+    expected = tokens_of(rollout(engine))
+    left = {item.request_id: item.n_samples for item in MIXED}
+    submitted: list[int] = []
+    under_way: list[int] = []
+    submit = engine.submit
+
+    def spy(requests: Iterable[GenerationRequest]) -> None:
+        requests = list(requests)
+        submitted.extend(item.request_id for item in requests)
+        submit(requests)
+
+    def watch(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+        for output in outputs:
+            left[output.request_id] -= 1
+        under_way.append(sum(left[request_id] > 0 for request_id in submitted))
+
+    engine.begin_rollout(ROLLOUT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "submit", spy)
+        outputs = engine.generate(MIXED, watch, at_once)
+    engine.end_rollout()
+    assert tokens_of(outputs) == expected
+    assert max(under_way) <= at_once
+    assert submitted == [item.request_id for item in MIXED]
 
 
 def test_both_forms_sample_and_train_alike(engines: dict[str, Engine]) -> None:

@@ -50,6 +50,7 @@ def test_rollout_metrics():
         "truncated": 1 / 5,
         "reward_timeouts": 1,
         "reward_errors": 1,
+        "reward_not_finite": 0,
         "skipped_long": 2,
         "total_skipped_long": 7,
     }
@@ -78,7 +79,7 @@ def test_rows_tell_the_same_as_samples():
         for s, advantage in zip(samples, advantages, strict=True)
     ]
     expected = rollout_metrics(samples, advantages)
-    of_samples_only = {"truncated", "reward_timeouts", "reward_errors", "skipped_long"}
+    of_samples_only = {"truncated", "reward_timeouts", "reward_errors", "reward_not_finite", "skipped_long"}
     expected = {k: v for k, v in expected.items() if k.split("/")[1] not in of_samples_only}
     assert row_metrics(rows) == pytest.approx(expected)
 

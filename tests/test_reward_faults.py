@@ -246,21 +246,23 @@ def test_a_number_beyond_float32_is_no_reward(reward_file, caplog, value, messag
     with pool_of(path) as pool:
         outcomes = pool.score(records("good", "bad"))
     assert outcomes[0].value == 3.4e38
-    assert outcomes[1] == RewardOutcome(None, "error", message)
+    assert outcomes[1] == RewardOutcome(None, "error" if "convert" in message else "not_finite", message)
     assert "completion='bad'" in caplog.text
 
 
 def test_a_sum_with_the_reward_model_that_is_no_reward(caplog):
     given = [RewardOutcome(1.0), RewardOutcome(None, "timeout", "slow"), RewardOutcome(3e38), RewardOutcome(0.0)]
     found = add_scores(records("a", "b", "c", "d"), given, [0.5, 1.0, 3e38, math.nan])
-    assert [outcome.value for outcome in found] == [1.5, None, None, None]
+    assert found[0] == RewardOutcome(1.5, parts={"fn": 1.0, "model": 0.5})
+    assert [(outcome.value, outcome.status) for outcome in found[2:]] == [(None, "not_finite")] * 2
     assert found[1] == given[1]
     assert found[2].message == "with the reward model: 6e+38; a reward is at most 3.4e+38 (float32)"
     assert found[3].message == "with the reward model: nan; a reward is a finite number"
     assert "completion='c'" in caplog.text
     assert "completion='b'" not in caplog.text
     with pytest.raises(ArenoError, match=r"reward\.path: no reward could be computed for any of the 2 samples; .*nan"):
-        add_scores(records("a", "b"), [RewardOutcome(0.0)] * 2, [math.nan, math.nan])
+        add_scores(records("a", "b"), None, [math.nan, math.nan])
+    assert add_scores(records("a"), None, [0.5]) == [RewardOutcome(0.5)]
 
 
 @pytest.mark.parametrize(

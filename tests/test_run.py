@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
 from areno.config.models import ModelConfig
 from areno.config.run import DatasetConfig, EvaluatorConfig, SaverConfig
@@ -36,7 +37,8 @@ def start(folder: Path, n_rows: int = 2, evaluate: Any = None, data: dict[str, A
         **{"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings},
     )
     rows = loader(n_rows, **(data or {}))
-    return Run(config, folder, rows, save=lambda at: (at / "x").write_text("x"), evaluate=evaluate)
+    evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
+    return Run(config, folder, rows, save=lambda at: (at / "x").write_text("x"), evaluator=evaluator)
 
 
 @pytest.mark.parametrize(

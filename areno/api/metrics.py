@@ -1,4 +1,4 @@
-"""The rollout/* numbers of a step, from its samples or its rows.
+"""The rollout/* numbers of a step, from its samples or its rows, and the eval/* numbers of a policy.
 
 rollout/accuracy is the share of scored samples whose reward is at least 1.0, the value that stands for a right answer;
 partial credit below it does not count.
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from areno.config.experiments import pass_sizes
 from areno.tracking.stopwatch import Stopwatch
 from areno.types import ScoredSample, TrainSequence
 
@@ -43,12 +44,45 @@ def rollout_metrics(
         stats |= {
             "truncated": float(np.mean([sample.sequence.finish_reason == "length" for sample in samples])),
             "reward_timeouts": sum(sample.outcome.status == "timeout" for sample in samples),
-            "reward_errors": sum(sample.outcome.status == "error" for sample in samples),
+            "reward_errors": sum(sample.outcome.status in ("error", "not_finite") for sample in samples),
+            "reward_not_finite": sum(sample.outcome.status == "not_finite" for sample in samples),
         }
     stats["skipped_long"] = skipped_long
     if total_skipped_long is not None:
         stats["total_skipped_long"] = total_skipped_long
     return with_prefix("rollout", stats)
+
+
+def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[str, float]:
+    """The metrics of one evaluation set, without a namespace. n_samples: of each prompt.
+
+    With several samples also pass@k and avg@n_samples. Both are means over the prompts and take a sample for passed as
+    `accuracy` does. Samples without a reward do not count; a prompt with fewer than k others has no pass@k.
+    """
+    metrics = rollout_metrics(samples, np.zeros(len(samples)))
+    names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
+    found = {name: metrics[f"rollout/{name}"] for name in names if f"rollout/{name}" in metrics}
+    if n_samples == 1:
+        return found
+    passed: dict[int, list[bool]] = {}  # by group
+    for sample in samples:
+        if sample.outcome.value is not None:
+            passed.setdefault(sample.group, []).append(sample.outcome.value >= _RIGHT)
+    counts = [(len(group), sum(group)) for group in passed.values()]
+    for k in pass_sizes(n_samples):
+        if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
+            found[f"pass@{k}"] = float(np.mean(estimates))
+    if counts:
+        found[f"avg@{n_samples}"] = float(np.mean([c / n for n, c in counts]))
+    return found
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k samples passes, estimated without bias from n >= k samples of which c passed.
+
+    1 - C(n - c, k) / C(n, k): Codex, arXiv 2107.03374 eq. 1.
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:

@@ -96,8 +96,12 @@ class RolloutSession:
         params: SamplingParams,
         seed: int,
         on_progress: OnProgress,
+        at_once: int | None = None,
     ) -> list[RolloutResult]:
-        """Sample every prompt `n_samples` times; results in prompt order. Ends early where the task is cancelled."""
+        """Sample every prompt `n_samples` times; results in prompt order. Ends early where the task is cancelled.
+
+        at_once: prompts under way at the same time; None: all.
+        """
         engine = self._sessions.engine
         requests = [
             GenerationRequest(
@@ -118,7 +122,7 @@ class RolloutSession:
             raise_if_cancelled()
             on_progress(outputs, stats)
 
-        outputs = engine.generate(requests, progress_unless_cancelled)
+        outputs = engine.generate(requests, progress_unless_cancelled, at_once)
         sequences = [[_rollout_sequence(output) for output in outputs[request.request_id]] for request in requests]
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]

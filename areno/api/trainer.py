@@ -232,17 +232,21 @@ class Trainer:
         *,
         seed: int | None = None,
         on_progress: OnProgress | None = None,
+        at_once: int | None = None,
     ) -> list[RolloutResult]:
         """Sample every prompt `n_samples` times; results in prompt order. Raises EngineError outside a session.
 
         What is drawn depends on `seed`, the prompt's place in the list, the sample's number and the weights; not on
         batching. Without a seed each call has its own, and a script that is run again draws the same. on_progress:
-        called with what finished and each rank's counters; None logs these every decode_progress_interval_s.
+        called with what finished and each rank's counters; None logs these every decode_progress_interval_s. at_once:
+        prompts under way at the same time; when one is done, the next one follows. None: all of them.
         """
         engine = self.engine
         session = self._sessions.need("rollout_token_batch")
         check_sampling(n_samples, sampling_params)
         check_token_rows(prompt_tokens, "prompt_tokens", engine.info.vocab_size)
+        if at_once is not None:
+            check_count("at_once", at_once)
         if seed is not None:
             check_count("seed", seed, least=None)
         else:
@@ -253,7 +257,7 @@ class Trainer:
             copies, interval_s = engine.spec.dp_size, self._plan.progress_interval_s
             report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
         with self._named(), self.clock.phase("rollout"), report as say:
-            results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say)
+            results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
         self._temperature = sampling_params.temperature or 1.0  # 0 is greedy, with log-probabilities at 1
         return results
 

@@ -44,6 +44,8 @@ def with_defaults(
 ) -> dict[Any, Any]:
     """`data` in the order of the fields, with the defaults that it leaves out; keys that do not belong come last.
 
+    A section that has a name (Setting.sections) takes what it leaves out from the section around it.
+
     section: the default of this section, where there is one. required: stands for a required value that is left out.
     """
     values: dict[Any, Any] = {}
@@ -54,6 +56,12 @@ def with_defaults(
         if setting.section and isinstance(value, Mapping):
             inner = default if isinstance(default, Section) else None
             value = with_defaults(setting.section, value, inner, required)
+        if setting.sections and isinstance(value, Mapping):
+            around = {key: values[key] for key in settings(setting.sections) if key in values}
+            value = {
+                key: with_defaults(setting.sections, around | dict(given)) if isinstance(given, Mapping) else given
+                for key, given in value.items()
+            }
         values[name] = required if value is REQUIRED else value
     return values | {key: value for key, value in data.items() if key not in values}
 
@@ -80,18 +88,43 @@ def _examine(
             problems.append(Missing(key, f"missing ({setting.help})"))
         elif setting.section and isinstance(value, Mapping):
             known[name] = _examine(setting.section, value, f"{key}.", problems, explain)
+        elif setting.sections and isinstance(value, Mapping):
+            reported_now = {problem.key for problem in problems}
+            wrong = {field: data[field] for field in fields if prefix + field in reported_now}
+            known[name] = {
+                inner: _examine_named(setting.sections, given, f"{key}.{inner}", wrong, problems, explain)
+                for inner, given in value.items()
+            }
         else:
             try:
                 known[name] = setting.convert(value)
             except InvalidValue as error:
                 text = str(error)
-                if setting.section:
-                    text = f"is {show(value)}; a section is expected, with keys {', '.join(settings(setting.section))}"
-                problems.append(Problem(key, text))
+                problems.append(Problem(key, _expects(value, setting.section) if setting.section else text))
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
     return section if len(problems) > before or len(known) < len(fields) else cls(**known)
+
+
+def _examine_named(
+    cls: type[Section],
+    given: Any,
+    key: str,
+    wrong: Mapping[str, Any],
+    problems: list[Problem],
+    explain: Callable[..., str],
+) -> Section | None:
+    """A section that has a name. wrong: values of the section around it that were reported there."""
+    if not isinstance(given, Mapping):
+        problems.append(Problem(key, _expects(given, cls)))
+        return None
+    problems += [Consequence(f"{key}.{name}", "") for name, value in wrong.items() if given.get(name) == value]
+    return _examine(cls, given, f"{key}.", problems, explain)
+
+
+def _expects(value: Any, cls: type[Section]) -> str:
+    return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:

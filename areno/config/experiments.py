@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from areno.config import models, run
 from areno.config.fields import Section, build_check, check, forbid, setting
 from areno.config.values import show
-from areno.errors import ConfigError, Problem
+from areno.errors import ConfigError, Problem, did_you_mean
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
 NEEDS = {"evaluator": "valid_dataset", "eval_gconfig": "valid_dataset"}
@@ -49,6 +49,10 @@ class ExperimentConfig(Section):
             for name in (name for name in vars(self.evaluator) if not self.evaluator.is_default(name)):
                 yield Problem(f"evaluator.{name}", f"is {show(vars(self.evaluator)[name])}, but {_NO_EVALUATION}")
 
+    @build_check
+    def metric_of_the_evaluator(self) -> Iterator[Problem]:
+        return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
+
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:
         for key in ("experiment_name", "trial_name"):
@@ -60,14 +64,35 @@ class ExperimentConfig(Section):
             elif (size := len(name.encode())) > LONGEST_NAME:
                 yield Problem(key, f"has {size} bytes; a folder name has at most {LONGEST_NAME}")
 
+    def eval_metrics(self) -> tuple[str, ...]:
+        """What an evaluation measures of a set, the default of evaluator.metric first."""
+        return ()
+
     def loss_fn(self) -> LossFn:
         """The loss function that the settings describe. Raises ConfigError if the class defines none."""
         raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
 
 
+def pass_sizes(n_samples: int) -> list[int]:
+    """The k of pass@k: 1, 2, 4, ... below n_samples, and n_samples."""
+    return [*(1 << i for i in range((n_samples - 1).bit_length())), n_samples]
+
+
+def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[Problem]:
+    """What is wrong with evaluator.metric. sets: the names of the evaluation sets."""
+    metrics, metric = config.eval_metrics(), config.evaluator.metric
+    names = [*metrics, *(f"{name}/{of_set}" for name in sets if name for of_set in metrics)]
+    if metric is not None and metric not in names:
+        known = did_you_mean(metric, names, otherwise=f"; there are {', '.join(names)}")
+        yield Problem("evaluator.metric", f"is {metric}, which is not measured{known}")
+
+
 @dataclass(kw_only=True)
 class SupervisedExperimentConfig(ExperimentConfig):
     """Training on demonstrations."""
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        return ("loss",)
 
 
 @dataclass(kw_only=True)
@@ -77,6 +102,9 @@ class PreferenceExperimentConfig(ExperimentConfig):
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        return ("loss", "accuracy", "margin", "ranking_accuracy")
 
 
 @dataclass(kw_only=True)
@@ -94,6 +122,11 @@ class PolicyExperimentConfig(ExperimentConfig):
     dynamic_bs: bool = setting(
         False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
     )
+
+    def eval_metrics(self) -> tuple[str, ...]:
+        n_samples = (self.eval_gconfig or self.gconfig).n_samples
+        of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
+        return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
 
     @build_check
     def samples_for_no_evaluation(self) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from areno.config.values import InvalidValue, convert, show, spelling
 from areno.errors import ConfigError, Problem
@@ -87,7 +87,10 @@ def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known about one field. section: the dataclass that the field holds, where it is a nested section."""
+    """What is known about one field. section: the dataclass that the field holds, where it is a nested section.
+
+    sections: where it maps names to nested sections, the dataclass of these. It has fields of the section around it.
+    """
 
     name: str
     hint: Any
@@ -96,6 +99,7 @@ class Setting:
     default: Callable[[], Any]
     bounds: dict[str, float]
     section: type[Section] | None
+    sections: type[Section] | None
     optional: bool
 
     @property
@@ -126,6 +130,10 @@ class Setting:
         return value
 
 
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
 @cache
 def settings(cls: type[Section]) -> dict[str, Setting]:
     """The fields of a section in the order they are declared."""
@@ -142,7 +150,8 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             required=metadata["required_in_build"] or field.default is factory is REQUIRED,
             default=(lambda field=field: field.default) if factory is REQUIRED else factory,
             bounds=metadata["bounds"],
-            section=next((arm for arm in arms if isinstance(arm, type) and issubclass(arm, Section)), None),
+            section=next(filter(_is_section, arms), None),
+            sections=next(filter(_is_section, (get_args(arm)[1] for arm in arms if get_origin(arm) is dict)), None),
             optional=type(None) in arms,
         )
     return found

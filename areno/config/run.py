@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areno.config.fields import Missing, Section, build_check, check, forbid, setting, settings
 from areno.errors import Key, Problem
@@ -45,17 +45,54 @@ class DatasetConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ValidDatasetConfig(DatasetConfig):
+class ValidSetConfig(DatasetConfig):
     """Rows for evaluation. By default all of them are read, in order."""
 
     split: str = setting("test", help="Split to read, if the source has several")
+    batch_size: int = setting(
+        32, help="Prompts that are sampled at the same time (RL), or rows per forward call (SFT, DPO)", gt=0
+    )
     shuffle: bool = setting(False, help="Use a new order in every evaluation, drawn with seed")
     drop_last: bool = setting(False, help="Skip the last batch if it is not full")
+    max_rows: int | None = setting(None, help="Use only the first rows of the data, this many. null: all", gt=0)
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
         for problem in super().something_to_read():
             yield Missing(problem.key, f"{problem.message}; for a run without evaluation, use valid_dataset=null")
+
+
+def set_name_problems(names: Collection[Any]) -> Iterator[str]:
+    """What is wrong with the names of evaluation sets, which are parts of metrics and files."""
+    if not names:
+        yield "is empty; at least one set is expected"
+    for name in names:
+        if not isinstance(name, str) or not name.isascii() or not name.replace("-", "_").isidentifier():
+            yield f"has the name {name!r}; a letter and then letters, digits, '-' and '_' are expected"
+
+
+@dataclass(kw_only=True)
+class ValidDatasetConfig(ValidSetConfig):
+    """Rows for evaluation: one set of them, or several sets that have names."""
+
+    sets: dict[str, ValidSetConfig] | None = setting(
+        None,
+        help="Several evaluation sets: name -> the settings of this section that are different for it. With sets, the "
+        "settings of this section itself are only their defaults",
+    )
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        return super().something_to_read() if self.sets is None else iter(())
+
+    @check
+    def names_of_sets(self) -> Iterator[Problem]:
+        if self.sets is not None:
+            yield from (Problem("sets", text) for text in set_name_problems(self.sets))
+
+    def by_name(self) -> dict[str, ValidSetConfig]:
+        """The sets by their names. The name of a single set is ""."""
+        return {"": self} if self.sets is None else self.sets
 
 
 @dataclass(kw_only=True)
@@ -229,6 +266,34 @@ class EvaluatorConfig(FrequencyConfig):
     """When the model is evaluated on valid_dataset. A run with a valid_dataset always evaluates at its end."""
 
     eval_before_train: bool = setting(False, help="Also evaluate before the first step")
+    patience: int | None = setting(
+        None,
+        help="End the run after this many evaluations in a row without an improvement of metric (early stopping). "
+        "null: never",
+        gt=0,
+    )
+    metric: str | None = setting(
+        None,
+        help="What has to improve: the name of an eval/ metric, such as accuracy, or gsm8k/accuracy for one of several "
+        "sets. null: rewards_mean (RL) or loss (SFT, DPO)",
+    )
+    mode: Literal["max", "min"] | None = setting(
+        None, help="Whether more or less of metric is better. null: less of a loss, more of anything else"
+    )
+    min_delta: float = setting(0.0, help="A smaller change of metric than this is no improvement", ge=0)
+
+    @check
+    def settings_of_no_patience(self) -> Iterator[Problem]:
+        for name in ("metric", "mode", "min_delta"):
+            if self.patience is None and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but patience is null, so the run is not ended early")
+
+    @forbid(
+        "patience",
+        "is {self.patience}, but nothing is evaluated during training; set freq_steps, freq_epochs or freq_secs",
+    )
+    def patience_without_evaluations(self) -> bool:
+        return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
 
 
 @dataclass(kw_only=True)

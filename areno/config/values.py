@@ -14,7 +14,7 @@ class InvalidValue(Exception):
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list[...], or a union of them.
+    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list, dict[str, ...] or a union of them.
 
     An int is taken where a float or a str is meant, and text that reads as a number where a float is (YAML takes
     1e-6 for text). Nothing else is guessed. Raises InvalidValue.
@@ -31,6 +31,10 @@ def convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             raise InvalidValue(f"is {show(value)}; a list is expected: [{show(value)}]")
         return [_convert_element(element, position, arms[0]) for position, element in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise InvalidValue(f"is {show(value)}; a mapping of names is expected")
+        return {str(name): _convert_element(element, name, arms[1]) for name, element in value.items()}
     if hint is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
         try:
             number = float(value)
@@ -72,7 +76,7 @@ def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
     raise InvalidValue(f"{messages[0]}, or null" if type(None) in arms else messages[0])
 
 
-def _convert_element(element: Any, position: int, hint: Any) -> Any:
+def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
     try:
         return convert(element, hint)
     except InvalidValue as error:
@@ -107,6 +111,8 @@ def spelling(hint: Any, bounds: str = "") -> str:
         return " | ".join(str(choice) for choice in arms)
     if origin is list:
         return f"list of {spelling(arms[0])}"
+    if origin is dict:
+        return "mapping of names to sections"
     if hint is type(None):  # a setting that a subclass takes away
         return "null"
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__

@@ -18,13 +18,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.config.run import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, describe_value, row_problem, rows_problem
-from areno.errors import ArenoError, ConfigError, DataError, Key, Problem
+from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import check_file, describe_error, load_function, split_spec
 
@@ -48,16 +49,53 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
     """(rows, section to go on with) of a run: the rows `given` by a script or, without these, the configured ones."""
     if given is None:
-        return load_rows(config, kind, key), config
-    return check_dataset(given, kind, key), replace(config, path=None, loader=None)  # messages should not mention them
+        rows = load_rows(config, kind, key)
+    else:
+        rows, config = check_dataset(given, kind, key), replace(config, path=None, loader=None)  # not for messages
+    if isinstance(config, ValidSetConfig) and config.max_rows is not None and config.max_rows < len(rows):
+        rows = [rows[index] for index in range(config.max_rows)]
+    return rows, config
 
 
-def valid_section(config: ExperimentConfig, given: Any) -> ValidDatasetConfig | None:
-    """The section valid_dataset, or one for the rows `given` by a script. None if the run does not evaluate."""
-    if config.valid_dataset is not None or given is None:
-        return config.valid_dataset
-    train = config.train_dataset
-    return ValidDatasetConfig(batch_size=train.batch_size, max_length=train.max_length)
+class ValidSet(NamedTuple):
+    """One set of rows for evaluation. name: "" for a single set. rows: of a script; None: read them as config says.
+
+    key: the setting that the set comes from, for messages.
+    """
+
+    name: str
+    config: ValidSetConfig
+    rows: Any
+
+    @property
+    def key(self) -> str:
+        return f"valid_dataset.sets.{self.name}" if self.name else "valid_dataset"
+
+
+def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
+    """The configured sets or, of a script, the rows `given`: one set, or a mapping of names to sets.
+
+    None at all where the run does not evaluate. Raises ConfigError if sets are configured, but rows of others given.
+    """
+    train, section = config.train_dataset, config.valid_dataset
+    if given is None:
+        return [ValidSet(name, of, None) for name, of in (section.by_name() if section else {}).items()]
+    if not isinstance(given, Mapping):
+        given = {"": given}
+    elif problems := [Problem("valid_dataset", text) for text in set_name_problems(given)]:
+        raise ConfigError(problems)
+    default = section or ValidSetConfig(batch_size=train.batch_size, max_length=train.max_length)
+    configured = (section.sets if section else None) or {}
+    if configured and configured.keys() != given.keys():
+        text = "has the sets {}; give the trainer a mapping of these names to rows"
+        raise ConfigError(Problem("valid_dataset.sets", text, ", ".join(configured)))
+    return [ValidSet(name, configured.get(name, default), rows) for name, rows in given.items()]
+
+
+def check_valid_sources(config: ValidDatasetConfig | None) -> None:
+    """check_source for every set."""
+    sets = config.by_name() if config is not None else {}
+    all_of(*(partial(check_source, of, ValidSet(name, of, None).key) for name, of in sets.items()))
 
 
 def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:

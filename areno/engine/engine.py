@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -235,10 +236,18 @@ class Engine(AbstractContextManager["Engine"]):
                     self.abort(request.request_id)
 
     def generate(
-        self, requests: Sequence[GenerationRequest], on_progress: OnProgress | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_progress: OnProgress | None = None,
+        at_once: int | None = None,
     ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests and wait for all of them: request id -> finished samples in order."""
-        self.submit(requests)
+        """Submit requests and wait for all of them: request id -> finished samples in order.
+
+        at_once: requests under way at the same time; when one is done, the next one is submitted. None: all.
+        """
+        waiting = iter(requests)
+        self.submit(itertools.islice(waiting, at_once))
+        n_samples = {request.request_id: request.n_samples for request in requests}
         done: dict[int, list[GenerationOutput]] = {request.request_id: [] for request in requests}
         left = sum(request.n_samples for request in requests)
         while left:
@@ -246,6 +255,9 @@ class Engine(AbstractContextManager["Engine"]):
             for output in outputs:
                 done[output.request_id].append(output)
             left -= len(outputs)
+            if at_once is not None:
+                ended = [id for id in {output.request_id for output in outputs} if len(done[id]) == n_samples[id]]
+                self.submit(itertools.islice(waiting, len(ended)))
             if on_progress is not None:
                 on_progress(outputs, self._workers.stats())
         for outputs in done.values():

@@ -155,7 +155,7 @@ def _verdict(result: Any) -> Answer:
     except Exception as error:  # __float__ may raise anything
         return "error", None, (str(error) or type(error).__name__)[:500]
     problem = reward_problem(value)
-    return ("error", None, f"returned {problem}") if problem else ("ok", value, "")
+    return ("not_finite", None, f"returned {problem}") if problem else ("ok", value, "")
 
 
 def reward_problem(value: float) -> str:

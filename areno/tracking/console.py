@@ -11,8 +11,8 @@ from areno.tracking.tracker import Tracker
 logger = logging.getLogger("areno")
 
 _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
-# They describe the answers, not how good they are.
-_EVAL_WITHOUT_LINE = {"eval/response_len_mean", "eval/truncated", "eval/num_sequences"}
+# Of evaluations; they describe the answers, not how good they are.
+_WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
 
 # How the lines begin that say how a run stands; RunReader.status looks for them.
 STARTED, DONE, STOPPED = "epoch=", "done: ", "stopped in step "
@@ -60,7 +60,7 @@ class Console(Tracker):
             self._step, self._scalars = step, {}
         self._scalars |= scalars
         for name, value in scalars.items():
-            if name in _LABELS or (name.startswith("eval/") and name not in _EVAL_WITHOUT_LINE):
+            if name in _LABELS or (name.startswith("eval/") and name.rpartition("/")[2] not in _WITHOUT_LINE):
                 logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}
         if stats:

@@ -114,6 +114,22 @@ class RunReader:
         names = (path.stem for path in self.path.glob("rollouts/*.jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
+        """The answers of the evaluation after a step, with their rewards: of the set `name`, or of all sets."""
+        found = [path for at, path in self._evaluations(name) if at == step]
+        if not found:
+            raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
+        return [line for path in found for line in _parsed(path, path.read_bytes().splitlines())]
+
+    def evaluated_steps(self) -> list[int]:
+        """The steps that `eval_samples` has."""
+        return sorted({step for step, _ in self._evaluations()})
+
+    def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
+        for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
+            if path.stem.isdecimal():
+                yield int(path.stem), path
+
     def checkpoints(self) -> dict[int, Path]:
         """Step -> folder, in order of steps."""
         folder = self.config.get("saver", {}).get("path") or self.path / "checkpoints"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.tracking.console import Console
-from areno.tracking.samples import SampleFiles, SampleLog
+from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 
@@ -26,7 +26,7 @@ def open_trackers(
         Jsonl(run_dir / "logs" / "metrics.jsonl"),
     ]
     if isinstance(config, PolicyExperimentConfig):
-        trackers.append(SampleLog())
+        trackers += [SampleLog(), EvalFiles(run_dir / "eval")]
         if config.rollout.dump_to_file:
             trackers.append(SampleFiles(run_dir / "rollouts"))
     return Trackers(trackers)

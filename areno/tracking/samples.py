@@ -1,4 +1,7 @@
-"""Samples for people to read: a few in the log (ARENO_LOG_COMPLETIONS), all of them in rollouts/<step>.jsonl."""
+"""Samples for people to read: a few in the log (ARENO_LOG_COMPLETIONS), all of them in files.
+
+rollouts/<step>.jsonl has those of training, eval/<step>.jsonl or eval/<set>/<step>.jsonl those of evaluation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from areno.errors import ArenoError, ConfigError, Problem
@@ -47,29 +51,50 @@ class SampleFiles(Tracker):
         self.folder = Path(folder)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        path = self.folder / f"{step}.jsonl"
-        unfinished = path.with_suffix(".tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("w", encoding="utf-8") as file:
-                for sample in samples:
-                    # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
-                    file.write(json.dumps(_line(sample), ensure_ascii=False, default=str) + "\n")
-            unfinished.replace(path)
-        except OSError as error:
-            text = "{} cannot be written: {}; free space there, or set it to false"
-            raise ArenoError(Problem("rollout.dump_to_file", text, path, error.strerror)) from error
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+        _write(self.folder / f"{step}.jsonl", map(_line, samples), "rollout.dump_to_file", "set it to false")
+
+
+class EvalFiles(Tracker):
+    """Writes all samples of an evaluation set to <folder>/<name>/<step>.jsonl, one line each; whole or absent."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+
+    def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        numbers: Counter[int] = Counter()  # of the samples of each group so far
+        lines = []
+        for sample in samples:
+            lines.append({"step": step, "set": name or None, "sample": numbers[sample.group], **_line(sample)})
+            numbers[sample.group] += 1
+        _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
+    """Write a file, whole or not at all. An ArenoError names the setting `key` and what to do with it."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for line in lines:
+                # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        text = "{} cannot be written: {}; free space there, or {}"
+        raise ArenoError(Problem(key, text, path, error.strerror, advice)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _line(sample: ScoredSample) -> dict[str, object]:
+    parts = sample.outcome.parts
     return {
         "row": sample.item.index,
         "prompt": sample.item.text,
         "completion": sample.completion,
         "reward": sample.outcome.value,
+        **({"reward_parts": dict(parts)} if parts else {}),
         "status": sample.outcome.status,
         "message": sample.outcome.message,
         "solutions": sample.item.solutions,

@@ -20,6 +20,9 @@ class Tracker:
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
         """Take all samples of a step, with their rewards."""
 
+    def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        """Take all samples of an evaluation set after a step. name: of the set; "" if there is only one."""
+
     def finish(self) -> None:
         """Close what is open. Nothing is logged after this. A second call does nothing."""
 
@@ -37,6 +40,10 @@ class Trackers(Tracker):
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
         for tracker in self._trackers:
             tracker.samples(step, samples)
+
+    def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        for tracker in self._trackers:
+            tracker.eval_samples(step, samples, name)
 
     def finish(self) -> None:
         """Finish all of them, also where one raises. What is logged after this goes nowhere."""

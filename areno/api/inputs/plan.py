@@ -228,7 +228,8 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     """Tokens of the longest prompt plus completion, in training and in evaluation, so that both use one KV cache."""
     uses = [(config.gconfig, config.train_dataset.max_length)]
     if config.valid_dataset is not None:
-        uses.append((config.eval_gconfig or config.gconfig, config.valid_dataset.max_length))
+        sampled = config.eval_gconfig or config.gconfig
+        uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
     return max(
         min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
         for gconfig, max_prompt in uses

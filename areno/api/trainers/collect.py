@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areno.api.inputs.plan import sampling_params
-from areno.api.metrics import rollout_metrics
+from areno.api.metrics import evaluation_metrics
 from areno.api.trainers.setup import PolicySetup
 from areno.config.run import GenerationConfig
+from areno.data.loader import BatchLoader
 from areno.rewards.pool import report_failures
 from areno.rewards.process import reward_problem
 from areno.tracking.console import log_stage
@@ -93,8 +94,12 @@ def sample_and_score(
     seed: int,
     title: str = "rollout",
     first_group: int = 0,
+    at_once: int | None = None,
 ) -> list[ScoredSample]:
-    """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on."""
+    """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on.
+
+    at_once: see Trainer.rollout_token_batch.
+    """
     trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
     with clock.phase("rollout"):
         log_stage(f"{title}_start")
@@ -102,7 +107,9 @@ def sample_and_score(
         progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
         params, prompts = sampling_params(gconfig), [item.tokens for item in items]
         with trainer.rollout_session(sampling_params=params, proxy=False), progress:
-            results = trainer.rollout_token_batch(prompts, gconfig.n_samples, params, seed=seed, on_progress=progress)
+            results = trainer.rollout_token_batch(
+                prompts, gconfig.n_samples, params, seed=seed, on_progress=progress, at_once=at_once
+            )
         log_stage(f"{title}_end")
     with clock.phase("reward"):
         return score(setup, items, results, gconfig, first_group)
@@ -124,10 +131,8 @@ def score(
         texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
     described = zip(pairs, texts, rendered, strict=True)
     records = [RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described]
-    outcomes = [RewardOutcome(0.0)] * len(pairs)
-    if setup.rewards is not None:
-        outcomes = setup.rewards.score(records)
-    if setup.config.reward.path is not None:
+    outcomes = None if setup.rewards is None else setup.rewards.score(records)
+    if outcomes is None or setup.config.reward.path is not None:
         scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
         outcomes = add_scores(records, outcomes, scores)
     return [
@@ -137,25 +142,33 @@ def score(
 
 
 def add_scores(
-    records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome], scores: Sequence[float]
+    records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
 ) -> list[RewardOutcome]:
-    """The outcomes with the scores of a reward model added. A sum that is no reward is a reward error of its sample."""
-    scored = [index for index, outcome in enumerate(outcomes) if outcome.value is not None]
-    out = list(outcomes)
+    """The outcomes of a function with the scores of a reward model added. None: there is no function.
+
+    A sum that is no reward is a reward error of its sample.
+    """
+    out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
+    scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
     for index in scored:
-        value = (outcomes[index].value or 0.0) + scores[index]
-        problem = reward_problem(value)
-        out[index] = (
-            RewardOutcome(None, "error", f"with the reward model: {problem}") if problem else RewardOutcome(value)
-        )
+        parts = {"fn": out[index].value or 0.0, "model": scores[index]}
+        value = sum(parts.values())
+        if problem := reward_problem(value):
+            out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}")
+        else:
+            out[index] = RewardOutcome(value, parts={} if outcomes is None else parts)
     report_failures([records[index] for index in scored], [out[index] for index in scored], "reward.path")
     return out
 
 
-def evaluate_policy(setup: PolicySetup, batches: Iterator[Batch[PromptItem]]) -> dict[str, float]:
-    """Sample and score the whole of valid_dataset; the eval/* scalars by name."""
+def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
+    """Sample and score a whole validation set; its metrics by name. The answers go to the trackers.
+
+    batch_size prompts are sampled at a time: as soon as one is done, the next one follows.
+    """
     gconfig = setup.config.eval_gconfig or setup.config.gconfig
-    samples = [one for of in batches for one in sample_and_score(setup, of.items, gconfig, setup.config.seed, "eval")]
-    metrics = rollout_metrics(samples, np.zeros(len(samples)))
-    kept = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
-    return {name: metrics[f"rollout/{name}"] for name in kept}
+    items = [item for batch in loader.batches() for item in batch.items]
+    at_once = loader.config.batch_size
+    samples = sample_and_score(setup, items, gconfig, setup.config.seed, "eval", at_once=at_once)
+    setup.run.trackers.eval_samples(setup.run.step, samples, name)
+    return evaluation_metrics(samples, gconfig.n_samples)

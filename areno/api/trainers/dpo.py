@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from areno import heartbeat
-from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
@@ -44,7 +44,8 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         valid_dataset: Any = None,
     ):
         self.setup = Setup(
-            config, "DPOTrainer", PreferenceExperimentConfig, "dpo", HEADLINE, lambda _, batches: self.measure(batches),
+            config, "DPOTrainer", PreferenceExperimentConfig, "dpo", HEADLINE,
+            lambda _, name, loader: self.measure(name, loader.batches()),
             run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
         )  # fmt: skip
         self.run = self.setup.run
@@ -72,17 +73,18 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         if self._has_reference:
             return
         self.ref_scores: Scores = {}
-        self.valid_ref_scores: Scores = {}
+        self.valid_ref_scores: dict[str, Scores] = {}  # by set
         role = "ref" if self.setup.roles else "actor"
         if self.setup.roles:
             self.setup.trainer.ensure_roles(self.setup.roles)
         started = time.monotonic()
         log_stage("score_start", role="ref")
         self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
-        if (valid := self.setup.valid_loader) is not None:
-            self._score(role, (batch.items for batch in valid.batches()), len(valid.rows), self.valid_ref_scores)
+        for name, valid in self.setup.valid_loaders.items():
+            scores = self.valid_ref_scores[name] = {}
+            self._score(role, _batched(valid.items(), valid.config.batch_size), len(valid.rows), scores)
         log_stage("score_end", role="ref")
-        n_pairs = len(self.ref_scores) + len(self.valid_ref_scores)
+        n_pairs = len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))
         logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
         if self.setup.roles:
             self.setup.trainer.release_role(role)
@@ -103,8 +105,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         loader.load_state_dict(before)
         if goes_on:  # another epoch, in another order, leaves out other rows at its end
             left = (item for item in loader.items() if item.index not in seen)
-            while items := list(itertools.islice(left, config.train_dataset.batch_size)):
-                yield items
+            yield from _batched(left, config.train_dataset.batch_size)
 
     def _score(self, role: str, batches: Iterable[Sequence[PairItem]], n_rows: int, out: Scores) -> None:
         with Progress("reference", n_rows, unit="pairs") as progress:
@@ -121,18 +122,17 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
         return zip(items, scored[0::2], scored[1::2], strict=True)
 
-    def measure(self, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
-        """loss, accuracy and margin over all pairs, as in training (see dpo_loss_fn).
+    def measure(self, name: str, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
+        """loss, accuracy and margin over all pairs of the validation set `name`, as in training (see dpo_loss_fn).
 
         Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
         at the reference.
         """
-        self.score_reference()
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []
         for batch in batches:
             for item, *scored in self._logprobs("actor", batch.items):
-                rows += _with_scores(item, self.valid_ref_scores[item.index])
+                rows += _with_scores(item, self.valid_ref_scores[name][item.index])
                 logprobs += scored
         measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
         pairs = zip(rows, logprobs, strict=True)
@@ -143,6 +143,8 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
 
     def evaluate(self) -> dict[str, float]:
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        if self.setup.valid_loaders:
+            self.score_reference()
         return self.run.evaluate()
 
     def close(self) -> None:
@@ -151,6 +153,11 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch
 
 
 def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from areno.api.inputs.arguments import check_folder
 from areno.api.metrics import step_scalars, step_times, with_prefix
+from areno.api.trainers.evaluator import Evaluator
 from areno.checkpoint.saver import Saver
-from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError, Key
@@ -33,8 +33,8 @@ class Run:
     """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
 
     run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/ and checkpoints/; None makes a new one under
-    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint. evaluate: returns eval/*
-    scalars by name; None where nothing is evaluated. headline: see open_trackers.
+    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint. evaluator: None where
+    nothing is evaluated. headline: see open_trackers.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Run:
         loader: BatchLoader[Any],
         *,
         save: Callable[[Path], object],
-        evaluate: Callable[[], dict[str, float]] | None = None,
+        evaluator: Evaluator | None = None,
         headline: Sequence[str] = (),
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
         self.config, self.loader = config, loader
-        self._save, self._evaluate = save, evaluate
+        self._save = save
         self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
         self.saver = Saver(config.saver, self.folder / "checkpoints")
         with ExitStack() as stack:
@@ -60,17 +60,16 @@ class Run:
             self.trackers = open_trackers(config, self.folder, headline, lambda: self.total_steps)
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
-        self.evaluator = Trigger(config.evaluator)
+        self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.clock = Stopwatch()  # of the step under way
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
         self.step = 0  # the step under way; the first is 1
         self._rows_left = config.total_train_n_seqs
         self._batches_taken = 0
-        self._evaluated_step: int | None = None
         self._n_skipped = 0  # steps in a row without an update, since something was not finite
         self._n_applied = 0  # steps with one
         self._epoch: int | None = None  # under way
-        self._epoch_ended = self._ended = False
+        self._epoch_ended = self._ended = self._stopped_early = False
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
 
@@ -80,7 +79,7 @@ class Run:
         return self.config.seed * 1_000_003 + self.step
 
     def steps(self) -> Iterator[Batch[Any]]:
-        """The batch of each step, until the run has had its epochs, steps or rows.
+        """The batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
         Evaluates before the first step where evaluator.eval_before_train asks for it. Raises ConfigError if an earlier
         run with the same folder has left checkpoints and this one does not go on from its `state_dict`.
@@ -91,7 +90,7 @@ class Run:
                 self.evaluate()
         self._batches = self._through_epochs()
         total = self.config.total_train_steps
-        while total is None or self.step < total:
+        while (total is None or self.step < total) and not self.evaluator.is_exhausted:
             self._epoch_ended = False
             batch = self.next_batch()
             if batch is None:
@@ -99,6 +98,9 @@ class Run:
             self.step += 1
             self.clock.reset()
             yield batch
+        if self.evaluator.is_exhausted and self.step < self.total_steps:
+            self._stopped_early = True
+            logger.info("early stopping: %s; see evaluator.patience", self.evaluator.describe())
         if self._epoch is not None:
             log_epoch(self._epoch, "end")
 
@@ -190,12 +192,10 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
-        if self._evaluate is None:
-            return {}
-        scalars = self._evaluate()
-        self.log(with_prefix("eval", scalars))
-        self.keep(**{f"eval_{name}": value for name, value in scalars.items()})
-        self._evaluated_step = self.step
+        scalars = self.evaluator.evaluate(self.step)
+        if scalars:
+            self.log(with_prefix("eval", scalars))
+            self.keep(**{f"eval_{name}": value for name, value in scalars.items()})
         return scalars
 
     def finish(self, told: Mapping[str, int]) -> None:
@@ -208,13 +208,15 @@ class Run:
             self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
         if self.saver.saved_step != self.step:
             self.saver.save(self._save, self.step)
-        if self._evaluated_step != self.step:
+        if self.evaluator.evaluated_step != self.step:
             self.evaluate()
         changes = [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
             for name, n in told.items()
             if len(values := self.history.get(name, [])) > name.startswith("eval_")
         ]
+        if self._stopped_early:
+            changes.append(f"stopped early: {self.evaluator.describe()}")
         log_done(self.step, self._seconds, ", ".join(changes), self.folder)
         self._ended = True
 
@@ -235,7 +237,6 @@ class Run:
             "loader": self.loader.state_dict(),
             "rows_left": self._rows_left,
             "batches_taken": self._batches_taken,
-            "evaluated_step": self._evaluated_step,
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
             "saver": self.saver.state_dict(),
@@ -250,8 +251,7 @@ class Run:
         self.loader.load_state_dict(state["loader"])
         self._rows_left = state["rows_left"]
         self._batches_taken = state["batches_taken"]
-        self._evaluated_step, self._n_skipped = state["evaluated_step"], state["n_skipped"]
-        self._n_applied = state["n_applied"]
+        self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
         self.history = {name: list(values) for name, values in state["history"].items()}

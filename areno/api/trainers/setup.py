@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.trainer import Trainer
+from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.run import DatasetConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
-from areno.data.sources import check_source, open_rows, valid_section
+from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.errors import ConfigError, all_of
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
-from areno.types import Batch, RewardRecord
+from areno.types import RewardRecord
 
 RewardFn = Callable[[RewardRecord], Any]
 Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
@@ -29,8 +31,8 @@ class Setup(Generic[Config]):
     """Models, data, rewards and the run of one experiment. Construction checks everything and makes the run's folder.
 
     trainer_name, needed: the loop, and the configuration that it reads. headline: see open_trackers. measure: (setup,
-    batches of valid_dataset) -> the eval/* scalars. save: fills the folder of a checkpoint; None saves the actor alone.
-    The other arguments are those of the loops.
+    name of a validation set, its loader) -> its metrics by name. save: fills the folder of a checkpoint; None saves the
+    actor alone. The other arguments are those of the loops.
     roles: the models beside the actor. rewards: the reward processes; None where a reward model is the only reward, or
     where rows are given.
     """
@@ -42,7 +44,7 @@ class Setup(Generic[Config]):
         needed: type[ExperimentConfig],
         kind: RowKind,
         headline: tuple[str, ...],
-        measure: Callable[[Any, Iterator[Batch[Any]]], dict[str, float]],
+        measure: Callable[[Any, str, BatchLoader[Any]], dict[str, float]],
         *,
         loss_fn: LossFn | None = None,
         run_dir: str | Path | None = None,
@@ -66,18 +68,21 @@ class Setup(Generic[Config]):
                 lambda: plan_of_experiment(config),
                 lambda: experiment_roles(config),
                 lambda: train_dataset is not None or check_source(config.train_dataset, "train_dataset"),
-                lambda: valid_dataset is not None or check_source(config.valid_dataset, "valid_dataset"),
+                lambda: valid_dataset is not None or check_valid_sources(config.valid_dataset),
             )
             self.tokenizer = plan.tokenizer
             self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
             self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
-            valid = valid_section(config, valid_dataset)
-            self.valid_loader = valid and self._open_loader(plan, valid, valid_dataset, "valid_dataset")
+            self.valid_loaders = {
+                valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
+                for valid in valid_sets(config, valid_dataset)
+            }
+            evaluator = Evaluator(config, self.valid_loaders, partial(measure, self))
             if self.rewards is not None:
                 self.rewards.wait_ready()
             self.run = Run(
                 config, run_dir, self.loader, save=save or (lambda folder: self.trainer.write_checkpoint(folder)),
-                evaluate=(lambda: measure(self, self.valid_batches())) if valid else None, headline=headline,
+                evaluator=evaluator, headline=headline,
             )  # fmt: skip
             stack.callback(self.run.close)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
@@ -101,7 +106,7 @@ class Setup(Generic[Config]):
         rows, section = open_rows(section, given, self._kind, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
-            if key == "valid_dataset" and config.eval_gconfig is not None:
+            if key != "train_dataset" and config.eval_gconfig is not None:
                 name, gconfig = "eval_gconfig", config.eval_gconfig
             if gconfig.max_tokens:
                 limit, limit_key = gconfig.max_tokens, f"{name}.max_tokens"
@@ -109,11 +114,6 @@ class Setup(Generic[Config]):
             self._kind, rows, plan.tokenizer, section, context_len=limit, context_key=limit_key,
             enable_thinking=thinking, seed=config.seed, key=key,
         )  # fmt: skip
-
-    def valid_batches(self) -> Iterator[Batch[Any]]:
-        """All of valid_dataset."""
-        assert self.valid_loader is not None
-        return self.valid_loader.batches()
 
     def close(self) -> None:
         """End the reward processes and the workers, close the logs."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areno import heartbeat
-from areno.api.trainers.evaluate import measure_loss
+from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
@@ -37,7 +37,8 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         valid_dataset: Any = None,
     ):
         self.setup = Setup(
-            config, "SFTTrainer", SupervisedExperimentConfig, "sft", HEADLINE, lambda _, batches: self.measure(batches),
+            config, "SFTTrainer", SupervisedExperimentConfig, "sft", HEADLINE,
+            lambda _, name, loader: self.measure(loader.batches()),
             run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
         )  # fmt: skip
         self.run = self.setup.run
@@ -56,8 +57,10 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
 
     def measure(self, batches: Iterator[Batch[TrainSequence]]) -> dict[str, float]:
         """loss: mean negative log-likelihood of the response tokens of all rows."""
-        rows = [row for batch in batches for row in batch.items]
-        logprobs = self.setup.trainer.score_logprobs("actor", token_rows(rows), 1.0)
+        rows, logprobs = [], []
+        for batch in batches:
+            rows += batch.items
+            logprobs += self.setup.trainer.score_logprobs("actor", token_rows(batch.items), 1.0)
         return {"loss": measure_loss(self.setup.loss_fn, rows, logprobs)["loss"]}
 
     def evaluate(self) -> dict[str, float]:

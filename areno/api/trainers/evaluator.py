@@ -1,0 +1,97 @@
+"""Evaluation of a run: its validation sets, when it is due, and whether the run still improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areno.checkpoint.trigger import Trigger
+from areno.config.experiments import ExperimentConfig, metric_problems
+from areno.data.loader import BatchLoader
+from areno.errors import ConfigError
+
+Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
+"""(name of a set, its rows) -> its metrics by name."""
+
+
+class Evaluator:
+    """Measures the validation sets of a run, and remembers the best value of evaluator.metric.
+
+    loaders: the sets by name; a single set may have the name "". Without any, nothing is evaluated. Raises ConfigError
+    if evaluator.metric is not measured.
+    """
+
+    def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
+        if loaders and (problems := list(metric_problems(config, loaders))):
+            raise ConfigError(problems)
+        self.config, self._loaders, self._measure = config.evaluator, loaders, measure
+        self.trigger = Trigger(config.evaluator)
+        self.due = self.trigger.due  # whether to evaluate after a step
+        self.metric = config.evaluator.metric or next(iter(config.eval_metrics()), "")
+        self.evaluated_step: int | None = None
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.n_without = 0  # evaluations in a row without an improvement
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Measure every set. The metrics by name: <set>/<metric>, and <metric> for the mean over the sets.
+
+        The metrics of a single set without a name are as they are. {} where nothing is evaluated.
+        """
+        if not self._loaders:
+            return {}
+        found = {name: self._measure(name, loader) for name, loader in self._loaders.items()}
+        scalars = found[""] if found.keys() == {""} else over_sets(found)
+        self.evaluated_step = step
+        self._compare(step, scalars.get(self.metric, math.nan))
+        return scalars
+
+    def _compare(self, step: int, value: float) -> None:
+        less_is_better = self.config.mode == "min" or (self.config.mode is None and self.metric.endswith("loss"))
+        gain = math.inf if self.best is None else (self.best - value if less_is_better else value - self.best)
+        if not math.isnan(value) and gain > self.config.min_delta:
+            self.best, self.best_step, self.n_without = value, step, 0
+        else:
+            self.n_without += 1
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the run should end, since evaluator.patience evaluations have brought no improvement."""
+        return self.config.patience is not None and self.n_without >= self.config.patience
+
+    def describe(self) -> str:
+        """How long nothing has improved."""
+        best = "" if self.best is None else f" (best {self.best:.6g}, step {self.best_step})"
+        return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to evaluate and to end when this one would have."""
+        return {
+            "trigger": self.trigger.state_dict(),
+            "evaluated_step": self.evaluated_step,
+            "best": self.best,
+            "best_step": self.best_step,
+            "n_without": self.n_without,
+            "loaders": {name: loader.state_dict() for name, loader in self._loaders.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`. What is known of a set that is new or gone is left out."""
+        self.trigger.load_state_dict(state["trigger"])
+        self.evaluated_step, self.n_without = state["evaluated_step"], state["n_without"]
+        self.best, self.best_step = state["best"], state["best_step"]
+        for name in self._loaders.keys() & state["loaders"].keys():
+            self._loaders[name].load_state_dict(state["loaders"][name])
+
+
+def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of each set as <set>/<metric>, after <metric>: the mean over the sets that have it.
+
+    Every set counts the same, whatever its size. num_sequences is a sum.
+    """
+    scalars: dict[str, float] = {}
+    for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):
+        values = [metrics[metric] for metrics in found.values() if metric in metrics]
+        scalars[metric] = sum(values) / (1 if metric == "num_sequences" else len(values))
+    return scalars | {f"{name}/{metric}": value for name, metrics in found.items() for metric, value in metrics.items()}
