@@ -61,12 +61,13 @@ class RewardPool:
     """`config.workers` processes that call the reward function. Start it early: they import it beside other work.
 
     function: a script's own reward function, in place of config.fn. It is sent to the processes by value.
+    name: of the function, for messages.
     """
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any] | None = None):
         self.config = config
         self._function = function
-        self._name = config.fn if function is None else getattr(function, "__name__", type(function).__name__)
+        self.name = config.fn if function is None else getattr(function, "__name__", type(function).__name__)
         self._spec: str | bytes = ""
         self._workers: list[Worker] = []
         self._has_answered = False
@@ -99,7 +100,7 @@ class RewardPool:
             raise ConfigError(
                 "reward_fn {} cannot be sent to the reward processes ({}: {}); make what it holds inside of it, "
                 "or put it into a file and set {}",
-                self._name, type(error).__name__, error, Key(_KEY),
+                self.name, type(error).__name__, error, Key(_KEY),
             ) from error  # fmt: skip
 
     def wait_ready(self) -> None:
@@ -108,7 +109,7 @@ class RewardPool:
         while any(worker.is_starting for worker in self._workers):
             self._wait([worker for worker in self._workers if worker.is_starting], slow)
             if slow.is_due():
-                logger.info("%s: importing %s takes %.0f s so far", _KEY, self._name, slow.seconds)
+                logger.info("%s: importing %s takes %.0f s so far", _KEY, self.name, slow.seconds)
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """The outcome of every record, in order. Raises ArenoError if none could be scored, or if every call hangs."""
@@ -214,7 +215,7 @@ class RewardPool:
         if worker.is_starting:
             hangs = status == "timeout"
             text = f"importing it took more than {IMPORT_LIMIT_S:g} s" if hangs else f"importing it {text}"
-            raise ConfigError(Problem(_KEY, f"{self._name}: {text}"))
+            raise ConfigError(Problem(_KEY, f"{self.name}: {text}"))
         chunk = list(worker.chunk)
         self._replace(worker)
         if scoring is None:

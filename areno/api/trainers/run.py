@@ -21,6 +21,7 @@ from areno.data.loader import BatchLoader
 from areno.errors import EngineError, Key
 from areno.tracking import new_run
 from areno.tracking.console import log_done, log_epoch, log_stopped
+from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
@@ -34,7 +35,7 @@ class Run:
 
     run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/ and checkpoints/; None makes a new one under
     cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint. evaluator: None where
-    nothing is evaluated. headline: see open_trackers.
+    nothing is evaluated. headline: see open_trackers. reward: what gives the rewards, for messages.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Run:
         save: Callable[[Path], object],
         evaluator: Evaluator | None = None,
         headline: Sequence[str] = (),
+        reward: str = "",
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
@@ -61,6 +63,8 @@ class Run:
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
+        self.divergence = Divergence(reward)
+        self._scalars: dict[str, float] = {}  # of the step under way
         self.clock = Stopwatch()  # of the step under way
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
         self.step = 0  # the step under way; the first is 1
@@ -97,6 +101,7 @@ class Run:
                 break
             self.step += 1
             self.clock.reset()
+            self._scalars = {}
             yield batch
         if self.evaluator.is_exhausted and self.step < self.total_steps:
             self._stopped_early = True
@@ -139,6 +144,7 @@ class Run:
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
+        self._scalars |= scalars
         self.trackers.log(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
@@ -160,8 +166,10 @@ class Run:
         return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step; then save and evaluate where that is due."""
+        """Log train/* and time/* of the step, warn of what looks wrong, and save and evaluate where that is due."""
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
+        for text in self.divergence.look(self._scalars):
+            logger.warning("step %d: %s", self.step, text)
         if self.saver.due(self.step, self._epoch_ended):
             self.saver.save(self._save, self.step)
         if self.evaluator.due(self.step, self._epoch_ended):
@@ -241,6 +249,7 @@ class Run:
             "n_applied": self._n_applied,
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
+            "divergence": self.divergence.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "seconds": self._seconds,
         }
@@ -254,5 +263,6 @@ class Run:
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
+        self.divergence.load_state_dict(state["divergence"])
         self.history = {name: list(values) for name, values in state["history"].items()}
         self._seconds_before, self._started = state["seconds"], time.monotonic()

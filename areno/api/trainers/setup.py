@@ -82,7 +82,7 @@ class Setup(Generic[Config]):
                 self.rewards.wait_ready()
             self.run = Run(
                 config, run_dir, self.loader, save=save or (lambda folder: self.trainer.write_checkpoint(folder)),
-                evaluator=evaluator, headline=headline,
+                evaluator=evaluator, headline=headline, reward=self._reward_name(),
             )  # fmt: skip
             stack.callback(self.run.close)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
@@ -99,6 +99,11 @@ class Setup(Generic[Config]):
         if reward_fn is None and config.reward.fn is None and config.reward.path is not None:
             return None
         return stack.enter_context(RewardPool(config.reward, reward_fn))
+
+    def _reward_name(self) -> str:
+        """The function and the model that give the rewards."""
+        path = self.config.reward.path if isinstance(self.config, PolicyExperimentConfig) else None
+        return " plus ".join(name for name in (self.rewards and self.rewards.name, path) if name)
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""

@@ -1,0 +1,146 @@
+"""Signs that a run goes wrong: found in made-up series, told once, and not where nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+
+import areno
+from areno.launch.compose import load
+from areno.recipes.gspo import GSPOConfig
+from areno.tracking.divergence import FIRST, LAST, N_FLAT, Divergence, History, mean
+from areno.tracking.reader import RunReader
+
+FINE = {
+    "rollout/rewards_mean": 0.5,
+    "rollout/rewards_max": 1.0,
+    "rollout/rewards_min": 0.0,
+    "rollout/accuracy": 0.5,
+    "rollout/advantages_mean": 0.0,
+    "rollout/advantages_std": 1.0,
+    "rollout/num_sequences": 64.0,
+    "rollout/reward_not_finite": 0.0,
+    "train/entropy": 0.6,
+    "train/logp_abs_diff_mean": 0.004,
+}
+FLAT = {"rollout/rewards_min": 1.0}
+NO_ADVANTAGE = {"rollout/advantages_std": 0.0}
+
+
+def told(steps, divergence=None):
+    """(step, the beginning of what is told) for steps that differ from FINE; steps count from 1."""
+    divergence = divergence or Divergence("reward.py:near")
+    found = [(step, text) for step, changes in enumerate(steps, 1) for text in divergence.look({**FINE, **changes})]
+    return [(step, " ".join(text.split()[:4])) for step, text in found]
+
+
+def entropies(*values):
+    return [{"train/entropy": value} for value in values]
+
+
+def test_nothing_is_told_of_a_run_that_learns():
+    learning = [
+        {
+            "train/entropy": 0.6 * 0.985**step + 0.02,
+            "rollout/accuracy": 1 - 0.9**step,
+            "train/logp_abs_diff_mean": 0.004 * 1.01**step,
+            "rollout/advantages_std": 1 - step / 250,
+        }
+        for step in range(200)
+    ]
+    assert told(learning) == []
+
+
+def test_entropy_collapse_is_told_when_the_mean_of_the_last_steps_is_low():
+    low = 0.6 * 0.1 * 0.5  # and below 0.05
+    assert told(entropies(*[0.6] * FIRST, *[low] * (LAST - 1), 0.6, 0.6)) == []
+    steps = entropies(*[0.6] * FIRST, *[low] * 3 * LAST)
+    assert told(steps) == [(FIRST + LAST, "the entropy of the")]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "accuracy"),
+    [
+        (0.6, 0.07, 0.5),  # more than a tenth
+        (2.0, 0.1, 0.5),  # a tenth of much is still something
+        (0.3, 0.001, 0.97),  # it is right: nothing is left to explore
+        (0.3, math.nan, 0.5),
+    ],
+)
+def test_an_entropy_that_is_no_collapse(first, last, accuracy):
+    steps = [*entropies(*[first] * FIRST), *({"train/entropy": last, "rollout/accuracy": accuracy},) * 20]
+    assert told(steps) == []
+
+
+@pytest.mark.parametrize("flat", [FLAT, NO_ADVANTAGE])
+def test_rewards_without_a_difference_are_told_after_a_while(flat):
+    assert told([flat] * (N_FLAT - 1) + [{}] + [flat] * (N_FLAT - 1)) == []
+    assert told([{}, *[flat] * 3 * N_FLAT]) == [(N_FLAT + 1, f"for {N_FLAT} steps no")]
+
+
+def test_advantages_that_only_cancel_out_are_not_flat():
+    assert told([{"rollout/advantages_mean": 0.0, "rollout/advantages_std": 1e-9}] * 3 * N_FLAT) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "is_told"),
+    [(3e-7, 2e-6, False), (3e-7, 0.2, True), (0.004, 0.09, False), (0.004, 0.11, True), (0.05, 0.4, False)],
+)
+def test_log_probabilities_that_drift_apart(first, then, is_told):
+    steps = [{"train/logp_abs_diff_mean": value} for value in [first] * FIRST + [then] * LAST]
+    assert [text for _, text in told(steps)] == ["log-probabilities of rollout and"] * is_told
+
+
+def test_rewards_that_are_not_finite_are_told_with_their_number_and_their_function():
+    divergence = Divergence("reward.py:near")
+    assert divergence.look(FINE) == []
+    [text] = divergence.look({**FINE, "rollout/reward_not_finite": 3.0})
+    assert text.startswith("3 of 64 rewards of reward.py:near are NaN, infinite or too large for float32")
+    assert divergence.look({**FINE, "rollout/reward_not_finite": 4.0}) == []
+
+
+def test_steps_without_rewards_or_updates_are_passed_over():
+    divergence = Divergence()
+    assert divergence.look({"train/entropy": 0.0, "train/loss": 1.0}) == []
+    warmup = {name: value for name, value in FINE.items() if not name.startswith("train/")}
+    for _ in range(20):  # a critic's: no update of the policy
+        assert divergence.look(warmup) == []
+    assert told(entropies(*[0.6] * FIRST, *[0.01] * LAST), divergence) == [(FIRST + LAST, "the entropy of the")]
+
+
+@pytest.mark.parametrize("cut", range(1, 30, 3))
+def test_a_resumed_run_is_told_the_same(cut):
+    steps = [*entropies(*[0.5] * 6, *[0.01] * 10), *[FLAT] * 14, *[{"rollout/reward_not_finite": 1.0}] * 2]
+    whole = told(steps)
+    assert len(whole) == 3
+    before, after = Divergence(), Divergence()
+    first = told(steps[:cut], before)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert first + [(step + cut, text) for step, text in told(steps[cut:], after)] == whole
+
+
+def test_what_is_kept_of_a_scalar():
+    history = History([], [])
+    assert math.isnan(history.was)
+    for value in range(100):
+        history.add(float(value))
+    assert (history.was, history.is_now) == (mean(range(FIRST)), mean(range(100 - LAST, 100)))
+    assert len(history.first) + len(history.last) < 20
+
+
+def test_a_run_tells_how_many_rewards_were_not_finite_and_whose(tmp_path, caplog):
+    def near(record):
+        return math.inf if int(record.solutions) % 2 else float(len(record.completion))
+
+    overrides = ["total_train_steps=3", "train_dataset.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=4"]
+    config = load(GSPOConfig, "quickstart", [*overrides, "valid_dataset=null", "reward.workers=1", "engine.device=cpu"])
+    with areno.PolicyOnlyTrainer(config, run_dir=tmp_path / "run", reward_fn=near) as trainer:
+        trainer.fit()
+        counts = RunReader(tmp_path / "run").series("rollout/reward_not_finite").values
+    assert sum(counts) > max(counts) > 0
+    told = re.findall(r"step (\d): (\d+) of 16 rewards of (\S+) are NaN, infinite", caplog.text)
+    first = next(step for step, count in enumerate(counts, 1) if count)
+    assert told == [(str(first), f"{counts[first - 1]:.0f}", "near")]
