@@ -26,6 +26,7 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "gsm8k": (["grpo", "gspo", "ppo"], []),
     "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "prompts": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=rows.jsonl", "reward.fn=math"]),
     "quickstart": (["grpo", "gspo", "ppo"], []),
     "quickstart_base": (["sft"], ["actor.path=folder"]),
     "quickstart_dpo": (["dpo"], []),

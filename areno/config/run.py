@@ -17,6 +17,23 @@ def is_no_folder(path: str | None) -> bool:
 
 
 @dataclass(kw_only=True)
+class ColumnsConfig(Section):
+    """The columns of a dataset that hold the fields of a row. null: the column is called like the field."""
+
+    prompt: str | None = setting(None, help="Column of the prompt, text or messages")
+    solutions: str | None = setting(None, help="Column of what the reward function compares with")
+    response: str | None = setting(None, help="Column of the answer to train on (SFT)")
+    messages: str | None = setting(None, help="Column of the conversation to train on (SFT)")
+    chosen: str | None = setting(None, help="Column of the better answer (DPO)")
+    rejected: str | None = setting(None, help="Column of the worse answer (DPO)")
+    tools: str | None = setting(None, help="Column of the tools that the chat template is given")
+
+    def given(self) -> dict[str, str]:
+        """Field -> column, for those that are set."""
+        return {field: column for field, column in vars(self).items() if column is not None}
+
+
+@dataclass(kw_only=True)
 class DatasetConfig(Section):
     """Where rows come from, and how many a step uses."""
 
@@ -30,6 +47,9 @@ class DatasetConfig(Section):
         help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows, or "
         "load_dataset(split) if it reads no path",
     )
+    columns: ColumnsConfig = setting(
+        factory=ColumnsConfig, help="Names of the columns, where they differ from the fields of a row"
+    )
     split: str = setting("train", help="Split to read, if the source has several")
     batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0)
     shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
@@ -42,6 +62,12 @@ class DatasetConfig(Section):
     def something_to_read(self) -> Iterator[Problem]:
         if self.path is None and self.loader is None:
             yield Missing("path", f"missing ({settings(DatasetConfig)['path'].help})")
+
+    @check
+    def columns_of_a_loader(self) -> Iterator[Problem]:
+        if self.loader is not None and self.columns.given():
+            text = "is set, but {} makes the rows and does not read it; set {} to null to read the file itself"
+            yield Problem("columns", text, self.loader, Key("loader"))
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
-from areno.data.row_schema import prompt_and_answers
+from areno.data.row_schema import prompt_and_answers, with_text
 from areno.errors import DataError, Key
 from areno.types import PairItem, PromptItem, TrainSequence
 
@@ -37,14 +37,14 @@ def prompt_item(
     solutions_key: str = "solutions",
 ) -> PromptItem:
     """One RL row, encoded."""
-    prompt = row[prompt_key]
+    prompt = _prompt(row[prompt_key])
     text = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
     plain = isinstance(prompt, str)
     return PromptItem(
         prompt=prompt if plain else text,
         text=text,
         tokens=tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None),
-        messages=None if plain else [dict(message) for message in prompt],
+        messages=None if plain else prompt,
         solutions=row.get(solutions_key),
         record=row,
         index=index,
@@ -54,8 +54,8 @@ def prompt_item(
 def sft_sequence(tokenizer: Any, row: Mapping[str, Any], enable_thinking: bool | None = None) -> TrainSequence:
     """One supervised row: {prompt, response} trains on the response and its end, {messages} on every assistant turn."""
     if row.get("response") is not None:
-        return _answer(tokenizer, row["prompt"], row["response"], enable_thinking, _tools(row))
-    return _conversation(tokenizer, list(row["messages"]), 0, enable_thinking, _tools(row))
+        return _answer(tokenizer, _prompt(row["prompt"]), row["response"], enable_thinking, _tools(row))
+    return _conversation(tokenizer, with_text(row["messages"]), 0, enable_thinking, _tools(row))
 
 
 def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
@@ -63,13 +63,17 @@ def pair_item(tokenizer: Any, row: Mapping[str, Any], index: int) -> PairItem:
     prompt, *answers = prompt_and_answers(row)
     tools = _tools(row)
     if isinstance(answers[0], str):
-        pair = [_answer(tokenizer, prompt, answer, None, tools) for answer in answers]
+        pair = [_answer(tokenizer, _prompt(prompt), answer, None, tools) for answer in answers]
     else:
         pair = [_conversation(tokenizer, [*prompt, *answer], len(prompt), None, tools) for answer in answers]
     for name, sequence in zip(("chosen", "rejected"), pair, strict=True):
         if all((sequence.prompt_mask or [])[1:]):
             raise DataError(f"the answer in field {name} has no token to train on")
     return PairItem(chosen=pair[0], rejected=pair[1], index=index)
+
+
+def _prompt(prompt: Any) -> Any:
+    return prompt if isinstance(prompt, str) else with_text(prompt)
 
 
 def _answer(tokenizer: Any, prompt: Prompt, answer: str, thinking: bool | None, tools: Any) -> TrainSequence:

@@ -32,12 +32,13 @@ EXPECTED = {
     "dpo": "{prompt, chosen, rejected}, or {chosen, rejected} as messages that begin alike",
 }
 FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo": ("prompt", "chosen", "rejected")}
+SHARED_FIELDS = ("solutions", "tools")  # optional ones
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
     """Why a row is not of `kind`, or None if it is. prompt_key: the name of its field prompt."""
     problem = _form_problem(row, kind, prompt_key)
-    fields = (prompt_key, *FIELDS[kind], "tools", "solutions") if problem is None else ()
+    fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS) if problem is None else ()
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
 
 
@@ -106,7 +107,20 @@ def messages_problem(messages: Any) -> str | None:
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f"[{number}].content is {describe_value(content, 'content' in message)}, not text"
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                return f"[{number}].content[{place}] is {describe_value(part)}, not a part {{type: text, text}}"
     return None
+
+
+def with_text(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages with the text of their parts, where the content of one is a list of parts {type: text, text}."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
@@ -130,7 +144,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
     for name, answer in answers.items():
         if problem := messages_problem(answer):
             raise DataError(f"field {name} {problem}")
-    prompt, chosen, rejected = _split_conversations(row.get("prompt"), list(chosen), list(rejected))
+    prompt, chosen, rejected = _split_conversations(row.get("prompt"), with_text(chosen), with_text(rejected))
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise DataError(f"field {name} has nothing after the {len(prompt)} messages that both begin with")
@@ -147,7 +161,7 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
             return chosen[:n], chosen[n:], rejected[n:]
         said = "field prompt is missing, and chosen and rejected begin with different messages"
         raise DataError(f"{said}; give a prompt, or conversations that share their first messages")
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else with_text(prompt)
     n = len(asked) if chosen[: len(asked)] == rejected[: len(asked)] == asked else 0
     return asked, chosen[n:], rejected[n:]
 

@@ -16,7 +16,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.run import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
-from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, describe_value, row_problem, rows_problem
+from areno.data.checked import SHOWN, fitting
+from areno.data.row_schema import FIELDS, SHARED_FIELDS, Row, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import check_file, describe_error, load_function, split_spec
@@ -39,11 +40,20 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
     """
     if config.loader is not None:
         rows = _rows_from_loader(config, config.loader, key)
-        return _checked(rows, kind, f"{key}.loader", config.path or config.loader)
+        return fitting(rows, kind, f"{key}.loader", config.path or config.loader)
     if config.path is None:
         raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
     _check_split(config, config.path, key)
-    return _checked(read_rows(config.path, config.split, key), kind, f"{key}.path", config.path, f"{key}.loader")
+    rows, columns = read_rows(config.path, config.split, key), config.columns.given()
+    if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
+        has = ", ".join((*FIELDS[kind], *SHARED_FIELDS))
+        raise ConfigError(
+            [
+                Problem(f"{key}.columns.{name}", f"is set, but the rows of this training have the fields {has}")
+                for name in wrong
+            ]
+        )
+    return fitting(rows, kind, f"{key}.path", config.path, columns=columns, key=key)
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
@@ -102,7 +112,7 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
     """`rows` that a script passes in as argument `key`. Raises DataError unless they are rows, and all of `kind`."""
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
-    return _checked(rows, kind, "", Key(key))
+    return fitting(rows, kind, "", Key(key))
 
 
 def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:
@@ -153,38 +163,6 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
     if not config.is_default("split") and (own or (file is not None and file.is_file() and file.suffix != ".json")):
         why = "names one itself" if own else "has no splits"
         raise DataError(Problem(f"{key}.split", "is {!r}, but {} {}; leave it out", config.split, path, why))
-
-
-def _checked(rows: Rows, kind: RowKind, setting: str, name: str | Key, loader_key: str | None = None) -> Rows:
-    """`rows`, unless there are none or one is not of `kind`, which is a DataError. name: what it calls the rows."""
-    if len(rows) == 0:
-        raise DataError(Problem(setting, "{} has no rows", name))
-    for number, row in enumerate(_iter_fields(rows, FIELDS[kind])):
-        if (problem := row_problem(row, kind)) is None:
-            continue
-        has = f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}" if isinstance(row, Mapping) else ""
-        said = f"row {number}: {problem}; expected {EXPECTED[kind]}{has}"
-        if loader_key is None:
-            raise DataError(Problem(setting, "{} {}", name, said))
-        text = "{} {}; set {} to a file.py that makes such rows"
-        raise DataError(Problem(setting, text, name, said, Key(loader_key)))
-    return rows
-
-
-def _iter_fields(rows: Rows, fields: Sequence[str]) -> Iterator[Row]:
-    """Every row, reduced to `fields` where that is cheaper: columns of an Arrow table are read in batches."""
-    columns = getattr(rows, "column_names", None)
-    if columns is None:
-        yield from (rows[number] for number in range(len(rows)))
-        return
-    table: Any = rows
-    present = [name for name in fields if name in columns]
-    if not present:  # one row is enough to report that the fields are missing
-        yield {}
-        return
-    for batch in table.select_columns(present).with_format(None).iter(1000):
-        for values in zip(*(batch[name] for name in present), strict=True):
-            yield dict(zip(present, values, strict=True))
 
 
 # Sources -------------------------------------------------------------------------------------------------------------
@@ -253,13 +231,17 @@ def _read_json(file: Path, shown: str, split: str) -> list[Row]:
 
 def _read_jsonl(file: Path, shown: str) -> list[Row]:
     rows = []
+    faults = []
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 if line.strip():
                     rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise DataError(f"{shown} line {number}: not JSON: {error.msg}") from error
+                faults.append(f"line {number}: not JSON: {error.msg}")
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
+        raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)
     return rows
 
 

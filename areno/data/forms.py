@@ -1,0 +1,233 @@
+"""Rows of other tools in our form: which form a dataset has is read from its columns.
+
+Our own form (see row_schema.py) comes first: a dataset that has it is left as it is. Else these are known, for the
+training that can use them:
+
+questions    a question (question, problem, query or instruction) and its answer (answer, solution, ...)
+alpaca       instruction, input, output                                                    (Stanford Alpaca)
+completion   prompt, completion: text or messages                                          (TRL)
+conversation messages [{role, content}]                                                    (OpenAI)
+sharegpt     conversations [{from, value}], with system and tools; chosen and rejected     (ShareGPT, LLaMA-Factory)
+verl         prompt as messages, reward_model {ground_truth}                               (verl)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.data.row_schema import Row, RowKind, Rows, describe_value
+from areno.errors import DataError
+
+_QUESTIONS = ("question", "problem", "query", "instruction")
+_ANSWERS = ("answer", "solution", "ground_truth", "target", "output")
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant", "tool_call": "assistant",
+}  # fmt: skip
+_CALLS = {"function_call", "tool_call"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows of other tools are turned into ours. said: in words, for the log."""
+
+    name: str
+    said: str
+    convert: Callable[[Row], Mapping[str, Any]]  # a row -> the fields of ours, which are added to it
+
+
+class Converted:
+    """Rows in our form, each made when it is asked for. It keeps its other fields."""
+
+    def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]]):
+        self.rows, self._convert = rows, convert
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.converted(self.rows[index])
+
+    def converted(self, row: Any) -> Any:
+        """One row of `rows`. DataError if it is not of the form."""
+        return {**row, **self._convert(row)} if isinstance(row, Mapping) else row
+
+
+def renamed(rows: Rows, columns: Mapping[str, str]) -> Converted:
+    """Rows whose fields have other names. columns: our field -> the column. DataError if no row has a column."""
+    there = column_names(rows)
+    if missing := [name for name in columns.values() if name not in there]:
+        has = ", ".join(there) or "none"
+        raise DataError(f"there is no column {', '.join(map(repr, missing))}; the data has {has}")
+    return Converted(rows, lambda row: {field: row.get(column) for field, column in columns.items()})
+
+
+def column_names(rows: Rows) -> list[str]:
+    """The columns of a dataset. Rows of a list may differ, so its first hundred are looked at."""
+    names = getattr(rows, "column_names", None)
+    if names is not None:
+        return list(names)
+    first = (rows[index] for index in range(min(100, len(rows))))
+    return list(dict.fromkeys(str(name) for row in first if isinstance(row, Mapping) for name in row))
+
+
+def recognised(rows: Rows, kind: RowKind) -> Form | None:
+    """The form of rows that are not of ours; None if they are, or if no form is known."""
+    first: Any = rows[0]
+    if not isinstance(first, Mapping):
+        return None
+    return {"prompt": _for_prompts, "sft": _for_answers, "dpo": _for_pairs}[kind](set(first))
+
+
+def _for_prompts(there: set[str]) -> Form | None:
+    if "prompt" in there:
+        if "reward_model" in there and "solutions" not in there:
+            return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
+        return _questions(there, "prompt") if "solutions" not in there else None
+    if {"instruction", "output"} <= there:
+        return Form("alpaca", "prompt from instruction and input, solutions from output", _alpaca("solutions"))
+    if "conversations" in there:
+        said = "prompt from conversations up to its last answer, solutions from that answer"
+        return Form("sharegpt", said, lambda row: _question_of(sharegpt_messages(row)))
+    if "messages" in there:
+        said = "prompt from messages up to the last answer, solutions from that answer"
+        return Form("conversation", said, lambda row: _question_of(_listed(row, "messages")))
+    question = next((name for name in _QUESTIONS if name in there), None)
+    return None if question is None else _questions(there, question)
+
+
+def _questions(there: set[str], question: str) -> Form | None:
+    """A column with the question, which may be called prompt, and one with the answer, where there is one."""
+    answer = next((name for name in _ANSWERS if name in there), None)
+    if answer is None and question == "prompt":
+        return None
+    columns = {"prompt": question} | ({"solutions": answer} if answer else {})
+    said = ", ".join(f"{field} from {column}" for field, column in columns.items() if field != column)
+    return Form("questions", said, lambda row: {field: row.get(column) for field, column in columns.items()})
+
+
+def _for_answers(there: set[str]) -> Form | None:
+    if "messages" in there or {"prompt", "response"} <= there:
+        return None
+    if {"prompt", "completion"} <= there:
+        return Form("completion", "the answer from completion", _completion)
+    if "conversations" in there:
+        said = "messages from conversations"
+        return Form("sharegpt", said, lambda row: {"messages": sharegpt_messages(row)})
+    if {"instruction", "output"} <= there:
+        return Form("alpaca", "prompt from instruction and input, response from output", _alpaca("response"))
+    question = next((name for name in ("prompt", *_QUESTIONS) if name in there), None)
+    answer = next((name for name in ("response", *_ANSWERS) if name in there), None)
+    if question is None or answer is None:
+        return None
+    said = f"prompt from {question}, response from {answer}"
+    return Form("questions", said, lambda row: {"prompt": row.get(question), "response": row.get(answer)})
+
+
+def _for_pairs(there: set[str]) -> Form | None:
+    if {"conversations", "chosen", "rejected"} <= there:
+        said = "prompt from conversations, answers from chosen and rejected"
+        return Form("sharegpt", said, _sharegpt_pair)
+    question = next((name for name in _QUESTIONS if name in there), None)
+    if "prompt" in there or question is None or not {"chosen", "rejected"} <= there:
+        return None
+    return Form("questions", f"prompt from {question}", lambda row: {"prompt": row.get(question)})
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def _ground_truth(row: Row) -> dict[str, Any]:
+    model = row.get("reward_model")
+    return {"solutions": model.get("ground_truth") if isinstance(model, Mapping) else None}
+
+
+def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
+    def convert(row: Row) -> dict[str, Any]:
+        asked = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
+        if not row.get("system") and not row.get("history"):
+            return {"prompt": asked, answer: row.get("output")}
+        earlier = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        for question, reply in row.get("history") or ():
+            earlier += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        return {"prompt": [*earlier, {"role": "user", "content": asked}], answer: row.get("output")}
+
+    return convert
+
+
+def _completion(row: Row) -> dict[str, Any]:
+    """TRL's prompt and completion: two texts, or two lists of messages."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(completion, str):
+        return {"response": completion}
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(row, "prompt")
+    return {"messages": [*prompt, *_listed(row, "completion")]}
+
+
+def _question_of(messages: list[Any]) -> dict[str, Any]:
+    """The messages up to the last answer as the prompt, and the text of that answer as the solution."""
+    if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
+        return {"prompt": messages}
+    return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
+
+
+def _sharegpt_pair(row: Row) -> dict[str, Any]:
+    return {"prompt": sharegpt_messages(row)} | {
+        name: [_sharegpt_message(row[name], name)] if isinstance(row.get(name), Mapping) else row.get(name)
+        for name in ("chosen", "rejected")
+    }
+
+
+def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
+    """The messages {role, content} of a ShareGPT row. DataError for a turn that is none."""
+    turns = _listed(row, "conversations")
+    messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+    system = row.get("system")
+    return [{"role": "system", "content": system}, *messages] if system else messages
+
+
+def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
+    if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
+        return dict(turn)
+    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise DataError(
+            f"field {where} is {describe_value(turn)}, not a turn {{from, value}} whose from is one of {known}"
+        )
+    role, value = _ROLES[turn["from"]], turn.get("value")
+    if turn["from"] in _CALLS:
+        return {"role": role, "content": "", "tool_calls": tool_calls(value, where)}
+    return {"role": role, "content": value}
+
+
+def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """JSON text of one call {name, arguments}, or of several, in the form of OpenAI's messages."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise DataError(f"field {where} is a tool call, but not JSON: {error.msg}") from error
+    calls = calls if isinstance(calls, list) else [calls]
+    if any(not isinstance(call, Mapping) or not isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"field {where} is {describe_value(value)}, not a tool call {{name, arguments}}")
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
+
+
+def _text(row: Row, name: str) -> str:
+    value = row.get(name)
+    if value is not None and not isinstance(value, str):
+        raise DataError(f"field {name} is {describe_value(value)}, not text")
+    return value or ""
+
+
+def _listed(row: Row, name: str) -> list[Any]:
+    value = row.get(name)
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
+    return list(value)
