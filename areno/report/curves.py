@@ -1,0 +1,81 @@
+"""Which curves a report shows, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MOST_POINTS = 4_000  # of one curve; a screen shows fewer
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture: the scalars that it shows and how it is called. stacked: the scalars are parts of a whole."""
+
+    title: str
+    names: tuple[str, ...]
+    stacked: bool = False
+
+
+# What is read first comes first. Of each chart, the scalars that a run has are shown.
+_CHARTS = {
+    "Learning": [
+        Chart("Reward", ("rollout/rewards_mean",)),
+        Chart("Accuracy", ("rollout/accuracy", "eval/accuracy")),
+        Chart("Evaluation: reward", ("eval/rewards_mean",)),
+        Chart("Loss", ("train/loss", "eval/loss")),
+        Chart("Groups without a difference", ("rollout/frac_groups_zero_std",)),
+    ],
+    "Answers": [
+        Chart("Response length (tokens)", ("rollout/response_len_mean", "eval/response_len_mean")),
+        Chart("Truncated answers (share)", ("rollout/truncated", "eval/truncated")),
+        Chart("Rewards that failed", ("rollout/reward_errors", "rollout/reward_timeouts")),
+    ],
+    "Policy": [
+        Chart("Entropy", ("train/entropy",)),
+        Chart("KL to the reference", ("train/kl", "train/ref_kl", "train/kl_loss")),
+        Chart("Clipped (share)", ("train/clip_ratio", "train/clipfrac", "train/clip_frac")),
+        Chart("Gradient norm", ("train/grad_norm",)),
+        Chart("Learning rate", ("train/lr",)),
+        Chart("Rollout against training: difference of log-probabilities", ("train/logp_abs_diff_mean",)),
+    ],
+    "Speed and memory": [
+        Chart("Seconds of a step, by phase", (), stacked=True),
+        Chart("Tokens per second", ("rollout/tokens_per_second", "train/tokens_per_second")),
+        Chart("Peak device memory (GiB)", ("train/memory_gib",)),
+    ],
+}
+_TIMES = "time/"
+
+
+def charts(names: Iterable[str]) -> dict[str, list[Chart]]:
+    """Heading -> charts for runs that have recorded these scalars. What no other chart shows is under "More"."""
+    there = set(names)
+    phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != "time/step"))
+    found: dict[str, list[Chart]] = {}
+    for heading, known in _CHARTS.items():
+        kept = [
+            Chart(chart.title, tuple(name for name in (chart.names or phases) if name in there), chart.stacked)
+            for chart in known
+        ]
+        found[heading] = [chart for chart in kept if chart.names]
+    shown = {name for of in found.values() for chart in of for name in chart.names}
+    rest = sorted(there - shown - {"time/step"})
+    found["More"] = [Chart(name, (name,)) for name in rest]
+    return {heading: kept for heading, kept in found.items() if kept}
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """At most about `most` points of a curve: of each stretch of steps its lowest and its highest, so no peak is lost.
+
+    values: NaN where a value was not finite; such points are never among the lowest or highest of a stretch with others.
+    """
+    if len(steps) <= most:
+        return list(steps), list(values)
+    stretch = -(-2 * len(steps) // most)
+    kept: list[int] = []
+    for start in range(0, len(steps), stretch):
+        places = range(start, min(start + stretch, len(steps)))
+        finite = [place for place in places if values[place] == values[place]] or [start]
+        kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+    return [steps[place] for place in kept], [values[place] for place in kept]
