@@ -138,9 +138,7 @@ def test_columns_that_cannot_be(tmp_path):
     )
     with pytest.raises(ConfigError, match=expected):
         load_rows(of_pairs, "prompt")
-    with pytest.raises(
-        ConfigError, match=r"columns: is set, but l\.py makes the rows and does not read it; set"
-    ):
+    with pytest.raises(ConfigError, match=r"columns: is set, but l\.py makes the rows and does not read it; set"):
         DatasetConfig(path=str(path), loader="l.py", columns=ColumnsConfig(prompt="question"))
 
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.report.curves import charts, thinned
-from areno.report.differences import differing, flat
-from areno.tracking.reader import RunReader
+from areno.report.differences import differing, flat, short_names
+from areno.report.headlines import NAMES, headlines
+from areno.tracking.reader import RunReader, Series
 
-SAMPLE_BYTES = 7 * 2**20  # of all samples in the page, compressed
+SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed
 SHOWN_CHARS = 80  # of prompt and completion in the table of samples
 _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
@@ -23,9 +24,10 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     """Everything that the page shows. sample_bytes: how much of the page the samples may be, compressed and encoded.
 
     {"runs": [{"name", "path", "status", "steps", "versions", "settings", "overrides", "series", "samples"}],
-    "charts": {heading: [{"title", "names", "stacked"}]}, "differences": {key: [value of each run]}}
+    "headlines": [[title, number of the run, first, best, last]], "charts": {heading: [{"title", "names", "stacked"}]},
+    "differences": {key: [value of each run]}}
     """
-    names = _names(runs)
+    names = short_names([run.path for run in runs])
     metrics = [run.metrics() for run in runs]
     shown = charts(name for of_run in metrics for name in of_run)
     described = []
@@ -46,19 +48,20 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
         )
     return {
         "runs": described,
+        "headlines": _headlines(metrics),
         "charts": {heading: [vars(chart) for chart in of] for heading, of in shown.items()},
         "differences": differing([run.config for run in runs]) if len(runs) > 1 else {},
     }
 
 
-def _names(runs: Sequence[RunReader]) -> list[str]:
-    """The last parts of the paths, as many as tell the runs apart."""
-    paths = [run.path.absolute().parts for run in runs]
-    for length in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-length:]) for parts in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[list[Any]]:
+    found = [headlines(of_run) for of_run in metrics]
+    return [
+        [title, number, *of_run[name][1:4]]
+        for name, (title, _) in NAMES.items()
+        for number, of_run in enumerate(found)
+        if name in of_run
+    ]
 
 
 def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:

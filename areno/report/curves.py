@@ -68,7 +68,7 @@ def charts(names: Iterable[str]) -> dict[str, list[Chart]]:
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
     """At most about `most` points of a curve: of each stretch of steps its lowest and its highest, so no peak is lost.
 
-    values: NaN where a value was not finite; such points are never among the lowest or highest of a stretch with others.
+    values: NaN where a value was not finite. It is kept only where a whole stretch has no other value.
     """
     if len(steps) <= most:
         return list(steps), list(values)

@@ -1,8 +1,9 @@
-"""What differs between the settings of runs."""
+"""What differs between runs: their names, their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
@@ -25,3 +26,14 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for one in settings for key in one if key not in NAMES)
     values = {key: [one.get(key) for one in settings] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    names = [str(path) for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(of[-length:]) for of in parts]
+        if len(set(names)) == len(names):
+            break
+    return names

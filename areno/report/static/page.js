@@ -34,23 +34,8 @@ const named = (run) => el("span", {}, el("span", { class: "swatch", style: `back
 
 // -- summary ---------------------------------------------------------------------------------------------------------
 
-const HEADLINES = [
-  ["reward", "rollout/rewards_mean", Math.max], ["evaluation: accuracy", "eval/accuracy", Math.max],
-  ["evaluation: reward", "eval/rewards_mean", Math.max], ["evaluation: loss", "eval/loss", Math.min],
-  ["loss", "train/loss", null], ["response length", "rollout/response_len_mean", null], ["entropy", "train/entropy", null],
-  ["seconds of a step", "time/step", Math.min],
-];
-
 function summary() {
-  const rows = [];
-  for (const [title, name, best] of HEADLINES) {
-    DATA.runs.forEach((run, index) => {
-      const values = (run.series[name] || [[], []])[1].filter((value) => value !== null);
-      if (!values.length) return;
-      const top = best ? values.reduce((one, other) => best(one, other)) : null;
-      rows.push([title, named(index), number(values[0]), best ? number(top) : number(null), number(values.at(-1))]);
-    });
-  }
+  const rows = DATA.headlines.map(([title, run, first, best, last]) => [title, named(run), number(first), number(best), number(last)]);
   const states = DATA.runs.map((run, index) => [
     named(index), el("span", { class: run.status || "" }, shown(run.status)), number(run.steps), el("code", {}, run.path),
     el("code", {}, run.overrides.join(" ")),

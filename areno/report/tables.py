@@ -1,0 +1,79 @@
+"""Runs as tables in a terminal: `areno runs` and `areno compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Column, Table
+
+from areno.errors import ArenoError
+from areno.report.differences import differing, short_names
+from areno.report.headlines import headlines, seconds
+from areno.tracking.reader import RunReader, list_runs
+
+_COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
+
+
+def runs_table(root: str | Path) -> Table:
+    """The runs below a folder: state, steps, best number, duration. ArenoError if there is none."""
+    runs = list_runs(root)
+    if not runs:
+        raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
+    table = Table("run", "state", right("steps"), "best", right("duration"), title=f"runs in {root}")
+    for run in runs:
+        try:
+            table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_row(run))
+        except ArenoError as error:  # a damaged one does not hide the others
+            table.add_row(str(run.path), "[red]damaged[/]", "", escape(str(error)), "")
+    return table
+
+
+def _row(run: RunReader) -> list[str]:
+    metrics, status = run.metrics(), run.status()
+    best = next((line for line in headlines(metrics).values() if line.best is not None), None)
+    told = "" if best is None else f"{best.title} {best.best:.4g} at step {best.step}"
+    steps = max((series.steps[-1] for series in metrics.values()), default=0)
+    state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
+    return [state, str(steps), told, duration(seconds(run))]
+
+
+def duration(taken: float | None) -> str:
+    """`1:02:03`, or `2:03` below an hour."""
+    if taken is None:
+        return "-"
+    minutes, rest = divmod(round(taken), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def compare_tables(paths: Sequence[str | Path]) -> list[Table]:
+    """What differs between the settings of runs, and between their results. Raises ArenoError for what is no run."""
+    runs = [RunReader(path) for path in paths]
+    names = short_names([run.path for run in runs])
+    changed = Table("setting", *names, title="settings that differ")
+    for key, values in differing([run.config for run in runs]).items():
+        changed.add_row(key, *map(_text, values))
+    results = Table("result", "", *map(right, names), title="results")
+    found = [headlines(run.metrics()) for run in runs]
+    for name in dict.fromkeys(name for of_run in found for name in of_run):
+        lines = [of_run.get(name) for of_run in found]
+        title = next(line.title for line in lines if line)
+        for kind in ("first", "best", "last"):
+            values = [None if line is None else line._asdict()[kind] for line in lines]
+            if any(value is not None for value in values):
+                results.add_row(title if kind == "first" else "", kind, *map(_text, values))
+    return [changed, results]
+
+
+def right(title: str) -> Column:
+    """The heading of a column of numbers."""
+    return Column(title, justify="right")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

@@ -1,0 +1,229 @@
+"""Reports and tables of runs say what the runs left. The page works in a real browser, without a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areno.errors import ArenoError
+from areno.report.contents import contents, pack, packed_samples
+from areno.report.curves import charts, thinned
+from areno.report.differences import differing, short_names
+from areno.report.headlines import headlines
+from areno.report.page import write_report
+from areno.report.tables import compare_tables, duration, runs_table
+from areno.tracking.reader import RunReader, Series
+
+SETTINGS = "seed: {seed}\nactor:\n  optimizer:\n    lr: 0.1\ntrial_name: {name}\n"
+
+
+def make_run(folder: Path, name: str, seed: int, n_steps: int, n_samples: int = 0) -> Path:
+    """A run of made-up numbers."""
+    run = folder / name
+    (run / "logs").mkdir(parents=True)
+    (run / "config.yaml").write_text(SETTINGS.format(seed=seed, name=name))
+    (run / "versions.json").write_text('{"areno": "1"}')
+    lines = []
+    for step in range(1, n_steps + 1):
+        scalars = {"rollout/rewards_mean": step / 10, "train/loss": math.sin(step), "time/step": 2.0, "time/train": 1.5}
+        lines.append(json.dumps({"step": step, "time": 1000.0 + 2 * step, **scalars, "odd/number": seed}) + "\n")
+    (run / "logs" / "metrics.jsonl").write_text("".join(lines))
+    if n_samples:
+        (run / "rollouts").mkdir()
+    for step in range(1, n_steps + 1) if n_samples else ():
+        samples = [sample(step, number) for number in range(n_samples)]
+        (run / "rollouts" / f"{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    return run
+
+
+def sample(step: int, number: int) -> dict[str, object]:
+    tokens = [f"{step}", "+", f"{number}", "</script><b>", "é"]
+    return {
+        "row": number // 2, "prompt": f"prompt {number // 2} <i>", "completion": "".join(tokens), "reward": number % 2,
+        "status": "ok", "message": "", "solutions": ["4"], "prompt_tokens": 3, "response_tokens": 5,
+        "finish_reason": "stop", "advantage": 0.5, "tokens": tokens, "logprobs": [-0.1, -5.0, math.nan, -1.0, 0.0],
+    }  # fmt: skip
+
+
+def unpacked(text: str):
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def told(table) -> str:
+    console = Console(width=160, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_contents_are_what_the_runs_left(tmp_path):
+    runs = [RunReader(make_run(tmp_path, name, seed, 5)) for seed, name in enumerate("ab")]
+    found = contents(runs)
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert found["runs"][0]["series"]["rollout/rewards_mean"] == [[1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5]]
+    assert found["runs"][0]["settings"]["actor.optimizer.lr"] == 0.1
+    assert found["differences"] == {"seed": [0, 1]}
+    assert ["reward", 1, 0.1, 0.5, 0.5] in found["headlines"]
+    assert [chart["title"] for chart in found["charts"]["Learning"]] == ["Reward", "Loss"]
+    assert [chart["names"] for chart in found["charts"]["More"]] == [("odd/number",)]
+
+
+def test_a_chart_for_every_scalar():
+    names = {"time/step", "time/rollout", "time/train", "train/kl_loss", "train/never_heard_of", "eval/pass@8"}
+    shown = [name for of in charts(names).values() for chart in of for name in chart.names]
+    assert sorted(shown) == sorted(names - {"time/step"})
+
+
+def test_a_long_curve_keeps_its_peaks():
+    steps = list(range(100_000))
+    values = [math.sin(step / 500) for step in steps]
+    values[31_415], values[50_000] = 9.0, math.nan
+    kept_steps, kept = thinned(steps, values)
+    assert len(kept) <= 4_000
+    assert kept_steps == sorted(set(kept_steps))
+    assert (max(kept), kept_steps[kept.index(9.0)]) == (9.0, 31_415)
+    assert not any(map(math.isnan, kept))
+    assert thinned([1, 2], [0.0, 1.0]) == ([1, 2], [0.0, 1.0])
+
+
+def test_all_samples_can_be_read_back(tmp_path):
+    packed = packed_samples(RunReader(make_run(tmp_path, "a", 0, 3, n_samples=4)), 2**20)
+    assert packed["left_out"] == ""
+    assert sorted(packed["steps"]) == [1, 2, 3]
+    assert unpacked(packed["steps"][2])[3]["completion"] == "2+3</script><b>é"
+    assert unpacked(packed["steps"][2])[3]["logprobs"] == [-0.1, -5.0, None, -1.0, 0.0]
+    index = unpacked(packed["index"])
+    assert len(index) == 12
+    assert index[5][:4] == [2, 1, 0, 1]
+
+
+def test_a_report_that_is_too_big_says_what_is_missing(tmp_path):
+    run = RunReader(make_run(tmp_path, "a", 0, 40, n_samples=10))
+    whole = packed_samples(run, 2**30)
+    size = sum(map(len, whole["steps"].values()))
+    less = packed_samples(run, len(whole["index"]) + int(0.9 * size))
+    assert len(less["steps"]) == 40
+    assert less["left_out"].startswith("0 of 40 steps are without samples and ")
+    least = packed_samples(run, len(whole["index"]) + size // 4)
+    assert {1, 40} <= least["steps"].keys()
+    assert sum(map(len, least["steps"].values())) <= size // 4
+    assert {line[0] for line in unpacked(least["index"])} == set(least["steps"])
+
+
+def test_differences():
+    assert differing([{"a": {"b": 1, "c": [1]}}, {"a": {"b": 2, "c": [1]}, "d": None}]) == {"a.b": [1, 2]}
+    assert short_names([Path("/x/one/0"), Path("/x/two/0")]) == ["one/0", "two/0"]
+
+
+def test_headlines():
+    found = headlines(
+        {"rollout/rewards_mean": Series([1, 2, 3, 4], [math.nan, 0.2, 0.6, 0.4]), "train/loss": Series([1], [math.nan])}
+    )
+    assert found == {"rollout/rewards_mean": ("reward", 0.2, 0.6, 0.4, 3)}
+
+
+def test_tables(tmp_path):
+    runs = [make_run(tmp_path, name, seed, 5 + seed) for seed, name in enumerate("ab")]
+    listed = told(runs_table(tmp_path))
+    assert "reward 0.6 at step 6" in listed
+    assert "0:12" in listed
+    settings, results = map(told, compare_tables(runs))
+    assert "seed" in settings
+    assert "actor" not in settings
+    assert "0.6" in results
+    assert duration(3723.4) == "1:02:03"
+    with pytest.raises(ArenoError, match="there is no run below"):
+        runs_table(tmp_path / "a" / "logs")
+
+
+def test_a_report_that_cannot_be_made(tmp_path):
+    with pytest.raises(ArenoError, match="is not the folder of a run"):
+        write_report([tmp_path], tmp_path / "report.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(ArenoError, match="cannot be written"):
+        write_report([make_run(tmp_path, "a", 0, 1)], tmp_path / "file" / "report.html")
+    assert not list(tmp_path.glob("*.html*"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("there is no Chromium to open a report in")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def opened(browser, path: Path):
+    """The page, and what its console and the network said."""
+    page, said = browser.new_page(), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "request",
+        lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:", "blob:")) else None,
+    )
+    page.goto(path.as_uri())
+    page.wait_for_selector("tr.sample")
+    return page, said
+
+
+def test_the_page_in_a_browser(tmp_path, browser):
+    runs = [make_run(tmp_path, name, seed, 6, n_samples=4) for seed, name in enumerate("ab")]
+    page, said = opened(browser, write_report(runs, tmp_path / "out" / "report.html"))
+    page.locator("#curves").scroll_into_view_if_needed()
+    page.wait_for_selector("#curves .js-plotly-plot")
+    assert page.locator("tr.sample").count() == 4  # the last step
+    page.select_option("#step", "")
+    assert page.locator("tr.sample").count() == 24
+    page.fill("#low", "1")
+    assert page.locator("tr.sample").count() == 12
+    page.fill("#find", "3+3</SCRIPT>")
+    page.wait_for_function("document.querySelectorAll('tr.sample').length === 1")
+    page.click("tr.sample")
+    chosen = page.locator(".card.chosen .text-block")
+    assert chosen.inner_text() == "3+3</script><b>é"
+    assert page.locator(".group .card").count() == 3  # the prompt and the two samples of its group
+    colours = chosen.locator("span").evaluate_all("spans => spans.map(one => one.style.background)")
+    assert len(set(colours)) > 2
+    page.select_option("#run", "1")
+    page.wait_for_function("document.querySelector('#count').textContent.endsWith('of 24 samples')")
+    assert "seed" in page.locator("#settings").inner_text()
+    assert said == []
+
+
+@pytest.mark.slow
+def test_a_large_report_opens_fast_enough(tmp_path, browser):
+    run = make_run(tmp_path, "large", 0, 2000, n_samples=10)
+    path = write_report([run], tmp_path / "report.html")
+    assert path.stat().st_size < 15 * 2**20
+    page, said = opened(browser, path)
+    taken = page.evaluate("performance.now()")
+    assert taken < 30_000  # a bound for a busy machine; areno.bench measures
+    assert said == []
+
+
+def test_the_extra_is_named(tmp_path):
+    run = make_run(tmp_path, "a", 0, 1)
+    code = "import sys; sys.modules['plotly'] = None\nfrom areno.report.page import write_report\n"
+    code += f"write_report(['{run}'], 'x.html')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert "pip install 'areno[report]'" in done.stderr
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_packing_keeps_odd_text():
+    assert unpacked(pack({"a": "\ud800 </script>"}))
