@@ -26,7 +26,7 @@ from areno.models.registry import build_model
 from areno.models.transformer import Transformer
 
 # One worker alone is no mistake of ours.
-warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
+warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialized, assuming the intent")
 
 
 def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: Callable[[], None], group: Any) -> None:
