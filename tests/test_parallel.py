@@ -13,8 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_engine import MIXED, finish, logprobs_of, model_folder, request, rollout, scored, spec, tokens_of, train_rows
+from tiny_engine import (
+    MIXED,
+    finish,
+    logprobs_of,
+    model_folder,
+    request,
+    rollout,
+    saved_tensors,
+    scored,
+    spec,
+    tokens_of,
+    train_rows,
+)
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
@@ -71,7 +82,7 @@ def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path)
         for engine, name in ((one, "one"), (two, "two")):
             engine.save(str(tmp_path / name))
         assert tokens_of(rollout(two)) == tokens_of(rollout(one))
-    start, *saved = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "one", "two"))
+    start, *saved = (saved_tensors(tmp_path / name) for name in ("start", "one", "two"))
     assert saved[0].keys() == saved[1].keys()
     for name, weight in saved[0].items():
         torch.testing.assert_close(saved[1][name], weight, atol=1e-3, rtol=0.0)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -45,6 +49,20 @@ def model_folder(folder: Path, vocab_size: int = VOCAB) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a saved model, each from one file."""
+    files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    assert len(tensors) == sum(len(file) for file in files)
+    return tensors
+
+
+def wait_saved(engine: Engine) -> None:
+    """Until what is saved in the background is on the disk."""
+    while not engine.saved():
+        time.sleep(0.01)
 
 
 def spec(folder: Path, devices: int = 1, **settings: Any) -> EngineSpec:

@@ -410,11 +410,19 @@ class Trainer:
         logger.info("checkpoint saved: %s", path)
         return str(path)
 
-    def write_checkpoint(self, folder: str | Path, role: str = "actor") -> None:
-        """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole."""
+    def write_checkpoint(self, folder: str | Path, role: str = "actor", background: bool = False) -> None:
+        """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole.
+
+        background: return as soon as a copy of the weights is in host memory; see checkpoint_written.
+        """
         engine = self._outside_rollout("save_checkpoint")
         with self._named():
-            engine.save(str(folder), role)
+            engine.save(str(folder), role, background)
+
+    def checkpoint_written(self) -> bool:
+        """Whether all that write_checkpoint began in the background is on the disk. CheckpointError if it cannot be."""
+        with self._named():
+            return self.engine.saved()
 
     def close(self) -> None:
         """Free the devices, end the workers, close the metrics. Calling it again does nothing."""

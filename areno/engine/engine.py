@@ -323,10 +323,18 @@ class Engine(AbstractContextManager["Engine"]):
             scored = self._workers.call_each("score", args)
         return [scored[index % size][index // size] for index in range(len(checked))]
 
-    def save(self, folder: str, role: str = "actor") -> None:
-        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification."""
+    def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
+        """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
+
+        background: return as soon as a copy of the weights is in host memory. What changes them afterwards does not
+        change the files, and `saved` says when these are there.
+        """
         self._role(role)
-        self._call("save", folder, role)
+        self._call("save", folder, role, background)
+
+    def saved(self) -> bool:
+        """Whether all that `save` began in the background is on the disk. CheckpointError, once, where it cannot be."""
+        return all(self._call("saved"))
 
     # -- state -----------------------------------------------------------------------------------------------------
 

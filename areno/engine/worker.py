@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from areno.engine.train.micro_batches import StepShare
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.cost import kv_bytes
-from areno.models.weights import checkpoint_table, save_weights
+from areno.models.weights import checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
@@ -46,6 +47,8 @@ class Worker:
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._states = StateKeeper(self.roles, context)
+        self._writer = ThreadPoolExecutor(1, "areno-writer")
+        self._saving: list[Future[None]] = []
 
     def _set_threads(self) -> None:
         """Set the threads of a CPU rank. Threads of a tiny model would wait for each other longer than they work."""
@@ -207,12 +210,38 @@ class Worker:
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, *settings)
 
-    def save(self, folder: str, role: str) -> None:
-        """Write a role as a Hugging Face folder (every rank of the first model copy takes part)."""
-        if self.context.dp.rank == 0:
-            paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
-            with self.roles[role].on_device() as backend:
-                save_weights(backend.model, Path(folder), source=[path for path in paths if path])
+    def save(self, folder: str, role: str, background: bool = False) -> None:
+        """Write this rank's share of a role as a Hugging Face folder. A collective call over all ranks.
+
+        background: only copy the weights to host memory; see `saved`.
+        """
+        paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
+        with self.roles[role].on_device() as backend:
+            writes = file_writes(
+                backend.model,
+                folder,
+                source=[path for path in paths if path],
+                dp=self.context.dp,
+                pin_memory=background and self.context.device.type == "cuda",
+            )
+            if background:
+                self._saving.append(self._writer.submit(write_all, folder, list(writes)))
+            else:
+                write_all(folder, writes)
+
+    def saved(self) -> bool:
+        """Whether every rank has written what `save` left to the background. A collective call over all ranks.
+
+        CheckpointError where this rank could not. It is raised once, when nothing is being written any more.
+        """
+        unfinished = any(not future.done() for future in self._saving)
+        n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
+        if self.context.dp.all_reduce(self.context.tp.all_reduce(n_unfinished)).item():
+            return False
+        futures, self._saving = self._saving, []
+        for future in futures:
+            future.result()
+        return True
 
     def save_state(self, folder: str) -> None:
         """Begin to write the state of all trained roles into a folder; see StateKeeper."""
@@ -227,8 +256,9 @@ class Worker:
         self._states.load(Path(folder))
 
     def close(self) -> None:
-        """End what this worker does in the background."""
+        """End what this worker does in the background: give up what has not begun, and wait for what has."""
         self._states.close()
+        self._writer.shutdown(cancel_futures=True)
 
     def memory_gib(self) -> float:
         """Peak device memory in GiB since the last call (CUDA), or of the process so far (CPU)."""

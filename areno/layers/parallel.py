@@ -54,6 +54,14 @@ class ParallelGroup:
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return torch.cat(pieces, dim=dim)
 
+    def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
+        """The ranks' pieces, which have one shape, on one rank; an empty list on the others."""
+        if self.size == 1:
+            return [x]
+        pieces = [torch.empty_like(x) for _ in range(self.size)] if self.rank == rank else []
+        dist.gather(x.contiguous(), pieces or None, group=self.group, group_dst=rank)
+        return pieces
+
 
 class _CopyIn(torch.autograd.Function):
     @staticmethod

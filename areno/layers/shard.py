@@ -5,6 +5,7 @@ A parameter may hold several checkpoint tensors one below the other (fused q, k,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from areno.layers.parallel import ParallelGroup
+
+GATHERED_BYTES = 2**26  # that each rank sends at once when a tensor is gathered
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,34 @@ class Part:
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
 
-    def gather(self, parameter: Tensor, tp: ParallelGroup) -> Tensor:
-        """The full checkpoint tensor, on every rank. A collective call when `dim` is not None."""
+    def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
+        """Copy the full checkpoint tensor to `out` on the rank `owner`; the other ranks pass None.
+
+        A collective call where `dim` is not None, which sends GATHERED_BYTES at a time: no device holds more beside its
+        own piece. A copy to pinned memory is under way when this returns.
+        """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
-            return piece
-        total, padded_shape = self.full_shape[self.dim], list(self.full_shape)
-        padded_shape[self.dim] = -(-total // tp.size)
-        padded = piece.new_zeros(padded_shape)
-        padded.narrow(self.dim, 0, piece.shape[self.dim]).copy_(piece)
-        return tp.gather(padded, self.dim).narrow(self.dim, 0, total)
+            if out is not None:
+                out.copy_(piece, non_blocking=True)
+            return
+        total = self.full_shape[self.dim]
+        share = -(-total // tp.size)  # of a rank along `dim`
+        n_rows = share if self.dim == 0 else piece.shape[0]
+        step = max(1, GATHERED_BYTES // (piece.element_size() * math.prod(piece.shape[1:])))
+        for row in range(0, n_rows, step):
+            rows = piece[row : row + step]
+            sent = piece.new_zeros(min(step, n_rows - row), *piece.shape[1:])  # the last rank may have fewer
+            sent[: len(rows)].copy_(rows)
+            received = tp.gather_to(sent, owner)
+            if out is None:
+                continue
+            for rank, block in enumerate(received):
+                if self.dim == 0:
+                    place = out[rank * share + row :][: len(sent)]  # fewer at the end of a padded vocabulary
+                else:
+                    place = out[row : row + len(sent), rank * share : (rank + 1) * share]
+                place.copy_(block[: len(place)], non_blocking=True)
 
 
 Layout = dict[str, tuple[Part, ...]]  # parameter name inside its layer -> its parts, from the first row down

@@ -22,8 +22,12 @@ TOKENIZER = (
 GENERATION = ("generation_config.json",)
 
 
-def copy_companions(sources: Sequence[Path], folder: Path) -> None:
-    """Copy them to `folder`. A set is taken from the first source that has any file of it, never mixed from several."""
+def copy_companions(sources: Sequence[Path], folder: Path) -> list[Path]:
+    """Copy them to `folder`. A set is taken from the first source that has any file of it, never mixed from several.
+
+    Returns the copies: files and folders in `folder`.
+    """
+    copies = []
     for names in (TOKENIZER, GENERATION):
         for source in sources:
             found = [source / name for name in names if (source / name).exists()]
@@ -33,8 +37,10 @@ def copy_companions(sources: Sequence[Path], folder: Path) -> None:
                 else:
                     # Content only: a read-only source or a link into a download cache must not make the copy so.
                     shutil.copyfile(path, folder / path.name)
+                copies.append(folder / path.name)
             if found:
                 break
+    return copies
 
 
 def is_replaceable(folder: Path) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.errors import CheckpointError, Key
-from areno.files.durable import sync_tree
+from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
 from areno.models.companions import copy_companions
 from areno.models.hub import resolve
@@ -30,6 +33,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SHOWN = 5  # names listed in an error
+MAX_SHARD_BYTES = 2**32  # of a file, unless a single tensor is larger; a power of two fills pinned memory
 
 # Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
 NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",), "score": ("score",)}
@@ -112,48 +116,138 @@ def save_weights(
     *,
     source: str | Path | Sequence[str | Path] = (),
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dp: ParallelGroup | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: config.json, safetensors files, and the companions of `source`.
 
-    Every tensor-parallel rank calls it; rank 0 writes, and all files are on the disk when it returns. `folder` is made
+    Every rank calls it and writes its share of the files, which are on the disk when it returns there. `folder` is made
     if need be; to make it appear whole or not at all is the caller's task.
     source: folders or hub ids whose tokenizer, chat template and generation settings are carried along; the first that
     has them counts.
     dtype: of the written weights; None keeps the model's. max_shard_bytes: weights beyond it go into several files.
-    CheckpointError, on every rank, where the folder cannot be written.
+    dp: the ranks with equal copies of the model, which share the work; None where only the model's `tp` calls.
+    CheckpointError, on the rank that cannot write its files.
     """
-    folder = Path(folder)
+    write_all(folder, file_writes(model, folder, source=source, dtype=dtype, max_shard_bytes=max_shard_bytes, dp=dp))
+
+
+def file_writes(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    source: str | Path | Sequence[str | Path] = (),
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dp: ParallelGroup | None = None,
+    pin_memory: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """The work of save_weights on this rank, as functions for `write_all`.
+
+    To take one is a collective call and copies the weights of one file to host memory. To call it writes them. So a
+    caller that takes all at once, before the next update, may write them at any time and in any thread.
+    """
+    folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
     table = {entry.name: entry for entry in checkpoint_table(model)}
+    sizes = {name: math.prod(entry.part.full_shape) * dtype.itemsize for name, entry in table.items()}
+    n_ranks = dp.size * model.tp.size
     plan = split_state_dict_into_shards_factory(
-        table,
-        get_storage_size=lambda entry: math.prod(entry.part.full_shape) * dtype.itemsize,
+        sizes,
+        get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
+        max_shard_size=min(max_shard_bytes, -(-sum(sizes.values()) // n_ranks)),
     )
-    with _written_by_rank_0(model, folder) as writes:
-        if writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            sources = [source] if isinstance(source, str | Path) else source
-            copy_companions([resolve(path) for path in sources], folder)
-            _write_json(folder / "config.json", _saved_config(model, dtype))
-            if plan.is_sharded:
-                _write_json(folder / INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-    for file_name, names in plan.filename_to_tensors.items():
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            full = table[name].part.gather(table[name].parameter, model.tp)
-            if model.tp.rank == 0:
-                tensors[name] = full.to(device="cpu", dtype=dtype, copy=True).contiguous()
-        with _written_by_rank_0(model, folder) as writes:
-            if writes:
-                save_file(tensors, folder / file_name, metadata={"format": "pt"})
-                # safetensors makes its files readable by their owner only; give them what config.json got
-                (folder / file_name).chmod((folder / "config.json").stat().st_mode & 0o777)
-    with _written_by_rank_0(model, folder) as writes:
-        if writes:
-            sync_tree(folder)
+    if dp.rank == model.tp.rank == 0:
+        yield partial(_write_companions, model, folder, source, dtype, plan)
+    shares = _shares({file: sum(sizes[n] for n in names) for file, names in plan.filename_to_tensors.items()}, n_ranks)
+    # Each copy of the model gathers its own files, one for each of its ranks at a time, so that these write together.
+    for files in zip_longest(*shares[dp.rank * model.tp.size :][: model.tp.size]):
+        write = None
+        for owner, file in enumerate(files):
+            if file is not None:
+                entries = [table[name] for name in plan.filename_to_tensors[file]]
+                tensors = _gathered(entries, model, owner, dtype, pin_memory)
+                heartbeat.beat()
+                if owner == model.tp.rank:
+                    write = partial(_write_tensors, tensors, folder / file, _reached(model.device))
+        if write is not None:
+            yield write
+
+
+def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
+    """Call the functions of `file_writes`. CheckpointError where one of them cannot write."""
+    failure: Exception | None = None
+    for write in writes:  # to the end also after a failure: other ranks count on this one to take them
+        try:
+            if failure is None:
+                write()
+        except (OSError, SafetensorError) as error:
+            failure = error
+        del write  # the weights that it holds, before the next are gathered
+    if failure is not None:
+        raise CheckpointError(
+            "cannot write the model to {}: {}; free some space or choose another folder with {}",
+            folder, failure, Key("saver.path"),
+        ) from failure  # fmt: skip
+
+
+def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
+    """Files dealt out to `n` ranks, the largest first, each to the rank with the fewest bytes so far."""
+    shares: list[list[str]] = [[] for _ in range(n)]
+    loads = [0] * n
+    for file in sorted(sizes, key=lambda file: -sizes[file]):
+        rank = loads.index(min(loads))
+        shares[rank].append(file)
+        loads[rank] += sizes[file]
+    return shares
+
+
+def _gathered(
+    entries: Sequence[Entry], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
+) -> dict[str, Tensor]:
+    """The tensors in host memory, on the rank `owner`; nothing on the others."""
+    shapes = [entry.part.full_shape for entry in entries]
+    outs: Sequence[Tensor | None] = [None] * len(entries)
+    if owner == model.tp.rank:
+        counts = [math.prod(shape) for shape in shapes]
+        # One buffer for the file: pinned memory is given out in powers of two.
+        buffer = torch.empty(sum(counts), dtype=dtype, pin_memory=pin_memory)
+        outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
+    for entry, out in zip(entries, outs, strict=True):
+        entry.part.gather(entry.parameter, model.tp, owner, out)
+    return {entry.name: out for entry, out in zip(entries, outs, strict=True) if out is not None}
+
+
+def _reached(device: torch.device) -> Any:
+    """A mark behind what the device has been given to do. None for a CPU, which has done it."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def _write_tensors(tensors: dict[str, Tensor], file: Path, copied: Any) -> None:
+    if copied is not None:
+        copied.synchronize()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+    sync(file)
+    sync(file.parent)
+
+
+def _write_companions(
+    model: Transformer, folder: Path, source: str | Path | Sequence[str | Path], dtype: torch.dtype, plan: Any
+) -> None:
+    """All but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = [source] if isinstance(source, str | Path) else source
+    written = copy_companions([resolve(path) for path in sources], folder)
+    written.append(_write_json(folder / "config.json", _saved_config(model, dtype)))
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        written.append(_write_json(folder / INDEX, index))
+    for path in written:
+        sync_tree(path) if path.is_dir() else sync(path)
+    sync(folder)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -247,23 +341,6 @@ def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
     return values
 
 
-def _write_json(file: Path, values: dict[str, Any]) -> None:
+def _write_json(file: Path, values: dict[str, Any]) -> Path:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _written_by_rank_0(model: Transformer, folder: Path) -> Iterator[bool]:
-    """Yields whether this rank writes. If that fails, every rank raises: none waits in the next collective call."""
-    failure: Exception | None = None
-    try:
-        yield model.tp.rank == 0
-    except (OSError, SafetensorError) as error:
-        failure = error
-    heartbeat.beat()
-    failed = torch.tensor(float(failure is not None), device=model.device)
-    if model.tp.all_reduce(failed).item():
-        reason = f": {failure}" if failure else ""
-        raise CheckpointError(
-            "cannot write the model to {}{}; free some space or choose another folder with {}",
-            folder, reason, Key("saver.path"),
-        ) from failure  # fmt: skip
+    return file

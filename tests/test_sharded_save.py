@@ -1,0 +1,169 @@
+"""Four ranks (two copies of a model, each on two ranks, gloo) write a checkpoint together: as one rank alone does."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from safetensors import safe_open
+from tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
+
+from areno.engine.engine import Engine
+from areno.engine.processes.process_groups import ParallelContext
+from areno.engine.worker import Worker
+from areno.errors import CheckpointError
+from areno.layers import shard
+from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.sft import sft_loss_fn
+from areno.models.registry import build_model, load_config
+from areno.models.weights import save_weights
+from areno.types import TrainSequence
+
+ROW = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=65)  # which two ranks do not divide
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Iterator[Engine]:
+    with Engine(spec(folder, devices=4, tp_size=2)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    with Engine(spec(folder), "inline") as one:
+        path = tmp_path_factory.mktemp("one")
+        one.save(str(path))
+    assert [file.name for file in path.glob("*.safetensors*")] == ["model.safetensors"]
+    return saved_tensors(path)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_four_ranks_save_what_one_does(four: Engine, expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    four.save(str(tmp_path))
+    assert same(saved_tensors(tmp_path), expected)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) >= 4, "every rank has one to write"
+    total = sum(tensor.nbytes for tensor in expected.values())
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            sizes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]  # noqa: SIM118
+        assert sum(sizes) <= -(-total // 4) or len(sizes) == 1
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total
+    assert index["weight_map"].keys() == expected.keys()
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+
+
+def test_it_is_read_back_by_transformers_and_by_us(four: Engine, tmp_path: Path) -> None:
+    four.save(str(tmp_path))
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        table = model(torch.tensor([ROW])).logits[0].log_softmax(-1)
+    theirs = [table[t - 1, ROW[t]].item() for t in range(1, len(ROW))]
+    with Engine(spec(tmp_path, random_init=False), "inline") as one:
+        for engine in (four, one):
+            assert scored(engine, "actor", [ROW])[0][1:] == pytest.approx(theirs, abs=1e-4)
+
+
+def test_an_update_behind_the_save_does_not_change_what_is_written(
+    four: Engine, expected: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):  # one after the other, as the models of a checkpoint
+        four.save(str(tmp_path / name), background=True)
+    four.train([TrainSequence([True, False, False], [3, 4, 5])] * 4, sft_loss_fn)
+    four.save(str(tmp_path / "after"))
+    wait_saved(four)
+    for name in ("first", "second"):
+        assert same(saved_tensors(tmp_path / name), expected)
+    assert not same(saved_tensors(tmp_path / "after"), expected)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_one_rank_whose_disk_is_full_is_told_and_no_rank_waits(four: Engine, tmp_path: Path, background: bool) -> None:
+    pid = four._workers._processes[3].pid  # type: ignore[attr-defined]
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (2000, limits[1]))  # in the place of a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the model to .*full: .*saver\.path"):
+            four.save(str(tmp_path / "full"), background=background) or wait_saved(four)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+    four.save(str(tmp_path / "whole"), background=background)
+    wait_saved(four)
+    assert saved_tensors(tmp_path / "whole")
+
+
+def _rank_main(rank: int, rendezvous: str, source: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
+    model = build_model(load_config(source), dtype=torch.float32, device="cpu", tp=tp)
+    model.init_weights(0)
+    shard.GATHERED_BYTES = 500  # a few rows of a matrix
+    gather_to, largest = ParallelGroup.gather_to, 0
+
+    def counted(self: ParallelGroup, x: torch.Tensor, to: int) -> Any:
+        nonlocal largest
+        largest = max(largest, x.nbytes)
+        return gather_to(self, x, to)
+
+    ParallelGroup.gather_to = counted  # type: ignore[method-assign]
+    save_weights(model, out, max_shard_bytes=9000)
+    assert 0 < largest <= 500
+    _agree_on_the_end(tp)
+    dist.barrier()
+    os._exit(0)  # as workers end: gloo's threads may abort a regular exit
+
+
+def _agree_on_the_end(tp: ParallelGroup) -> None:
+    """Rank 0 has written its files when rank 1 has not; that one fails."""
+    future: Future[None] = Future()
+    context = ParallelContext(tp.rank, torch.device("cpu"), tp, ParallelGroup())
+    worker: Any = SimpleNamespace(_saving=[future], context=context)
+    if tp.rank == 0:
+        future.set_result(None)
+    assert not Worker.saved(worker)
+    if tp.rank == 0:
+        assert Worker.saved(worker)
+    else:
+        future.set_exception(CheckpointError("full"))
+        with pytest.raises(CheckpointError, match="full"):
+            Worker.saved(worker)
+    assert Worker.saved(worker)
+
+
+def test_tensors_travel_in_pieces_into_files_of_bounded_size(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no rank says that a checkpoint is written before all of them have written."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), folder, tmp_path / "two"), nprocs=2)
+    one = build_model(load_config(folder), dtype=torch.float32, device="cpu")
+    one.init_weights(0)
+    save_weights(one, tmp_path / "one", max_shard_bytes=9000)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 4
