@@ -103,7 +103,9 @@ def test_a_run_and_a_sweep_with_names_in_any_script(work):
 
 def test_runs_of_a_sweep_share_no_folder(work):
     main = Main()
-    assert run(main, "-m", "seed=1,2", "saver.path=ck", "stats_logger.tensorboard.path=tb", "trial_name=s") == 0
+    paths = ["saver.path=ck", "stats_logger.tensorboard.path=tb", "saver.push_to_hub=me/model"]
+    assert run(main, "-m", "seed=1,2", *paths, "trial_name=s") == 0
+    assert [config.saver.push_to_hub for config, _ in main.calls] == ["me/model-0", "me/model-1"]
     assert [config.saver.path for config, _ in main.calls] == ["ck/0", "ck/1"]
     assert [config.stats_logger.tensorboard.path for config, _ in main.calls] == ["tb/0", "tb/1"]
     assert RunReader(work / "outputs/test/s/1").config["saver"]["path"] == "ck/1"

@@ -31,14 +31,22 @@ def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
     )
 
 
-def start(folder: Path, n_rows: int = 2, evaluate: Any = None, data: dict[str, Any] | None = None, **settings) -> Run:
+def start(
+    folder: Path,
+    n_rows: int = 2,
+    evaluate: Any = None,
+    data: dict[str, Any] | None = None,
+    save: Any = lambda at: (at / "x").write_text("x"),
+    is_saved: Any = lambda: True,
+    **settings,
+) -> Run:
     config = SFTConfig(
         experiment_name="e",
         **{"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings},
     )
     rows = loader(n_rows, **(data or {}))
     evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
-    return Run(config, folder, rows, save=lambda at: (at / "x").write_text("x"), evaluator=evaluator)
+    return Run(config, folder, rows, save=save, is_saved=is_saved, evaluator=evaluator)
 
 
 @pytest.mark.parametrize(

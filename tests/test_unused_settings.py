@@ -43,6 +43,12 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         ),
         (
             "gspo",
+            "valid_dataset=null saver.best_metric=eval/accuracy",
+            "saver.best_metric: is eval/accuracy, but valid_dataset is null, so nothing is evaluated",
+        ),
+        ("gspo", "saver.keep=2 saver.keep_best=2", "saver.keep_best: is 2, but nothing says what is compared"),
+        (
+            "gspo",
             "valid_dataset=null eval_gconfig.top_k=5",
             "eval_gconfig.top_k: has no effect with valid_dataset=null",
         ),

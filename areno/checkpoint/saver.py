@@ -1,13 +1,17 @@
-"""The checkpoints of a run, each whole or absent: their names, the `latest` link, and the folder that they share."""
+"""The checkpoints of a run, each whole or absent: their names, their links, and the folder that they share."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areno.checkpoint.hub import HubUpload
+from areno.checkpoint.ranking import Ranking
 from areno.checkpoint.trigger import Trigger
 from areno.config.run import SaverConfig
 from areno.errors import ConfigError, Problem
@@ -19,25 +23,42 @@ from areno.files.durable import (
     make_folders,
     remove,
     remove_empty,
+    remove_whole,
     sync,
-    write_whole,
+    whole,
+    write_file_whole,
 )
 
 logger = logging.getLogger("areno.saver")
 
 _KEY = "saver.path"
+_POLL_S = 0.05
 OWNER = ".owner"  # a file beside the checkpoints: the folder of the run whose they are
 
 
-class Saver:
-    """Writes the checkpoints of one run. default_dir: their folder if saver.path is not set."""
+class _Dropped(Exception):
+    """Ends the work on a checkpoint that shall not stay."""
 
-    def __init__(self, config: SaverConfig, default_dir: str | Path):
+
+class Saver:
+    """Writes the checkpoints of one run, and keeps those that the settings ask for.
+
+    default_dir: their folder if saver.path is not set. is_written: whether what a `write` of `save` began is on the
+    disk, where saver.mode is async; it raises CheckpointError if that cannot be.
+    """
+
+    def __init__(self, config: SaverConfig, default_dir: str | Path, is_written: Callable[[], bool] = lambda: True):
+        self.config, self._is_written = config, is_written
         self.folder = Path(default_dir if config.path is None else config.path).expanduser()
         self._is_chosen = config.path is not None
         self.trigger = Trigger(config)
         self.due = self.trigger.due  # whether to save after a step
-        self.saved_step: int | None = None
+        self.saved_step: int | None = None  # of the newest checkpoint that is whole
+        self._step_under_way: int | None = None
+        self._under_way = ExitStack()  # leaving it names the folder of that step
+        self._owed: int | None = None  # a step whose checkpoint was under way when the state was taken
+        self.ranking = Ranking(config)
+        self._hub = HubUpload(config.push_to_hub, config.hub_private) if config.push_to_hub is not None else None
         self._claim = ExitStack()
 
     def claim(self, run_dir: Path) -> None:
@@ -48,7 +69,9 @@ class Saver:
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
-            if self._owner() != str(run_dir.absolute()):
+            # A folder inside that of the run is its own, also where both were copied from another place.
+            is_inside = self.folder.absolute().is_relative_to(run_dir.absolute())
+            if not is_inside and self._owner() != str(run_dir.absolute()):
                 self.refuse_checkpoints()
             try:
                 claim.enter_context(locked(self.folder / OWNER))
@@ -72,33 +95,134 @@ class Saver:
             raise self._belongs("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
-        """Leave the folder to other runs, unless there are checkpoints; without them nothing of the run stays in it."""
+        """Leave the folder to other runs, unless there are checkpoints; without them nothing of the run stays in it.
+
+        A checkpoint under way is dropped.
+        """
+        self._drop()
         self._claim.close()
 
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Let `write` fill a folder, and give it the name step-<n>. If it raises CheckpointError, nothing stays.
 
-        Ctrl-C and SIGTERM come before the folder has its name, or after `latest` and `saved_step` speak of it.
+        With saver.mode async, `write` only begins to: the folder gets its name in a later `poll` or `finish`. One that
+        is under way is waited for. Ctrl-C and SIGTERM come before the folder has its name, or after `latest` and
+        `saved_step` speak of it.
         """
-        final = self.folder / f"step-{step:06d}"
-
-        def then() -> None:
-            self.saved_step = step
-            self._link(final)
-
-        with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY):
-            write_whole(final, write, then)
-        logger.info("checkpoint saved: %s", final)
+        self.finish()
+        final = self._path(step)
+        with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), ExitStack() as stack:
+            write(stack.enter_context(whole(final, partial(self._saved, step))))
+            self._step_under_way, self._under_way = step, stack.pop_all()
+        self.ranking.add(step)
+        if self.config.mode == "sync":
+            self.finish()
         return final
 
+    def poll(self) -> bool:
+        """Name the checkpoint under way if all of it is written; whether there is none any more.
+
+        CheckpointError where it could not be written; nothing of it stays.
+        """
+        step, self._step_under_way = self._step_under_way, None
+        if step is None:
+            return True
+        with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), self._under_way as stack:
+            if not self._is_written():
+                self._step_under_way, self._under_way = step, stack.pop_all()
+                return False
+        logger.info("checkpoint saved: %s", self._path(step))
+        if self._hub is not None:
+            self._hub.push(self._path(step))
+        self._tidy()
+        return True
+
+    def finish(self) -> None:
+        """Return when no checkpoint is under way."""
+        while not self.poll():
+            time.sleep(_POLL_S)
+
+    def end(self) -> None:
+        """The end of the run: finish what is under way, uploads included."""
+        self.finish()
+        self.ranking.warn_of_wrong_name()
+        if self._hub is not None:
+            self._hub.wait()
+            self._tidy()
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is there or under way."""
+        return step in (self.saved_step, self._step_under_way)
+
+    def owes(self, step: int) -> bool:
+        """Whether a run that goes on behind `step` must save it again: it was lost while it was under way."""
+        return step == self._owed and not self.has(step)
+
+    @property
+    def needs_evaluation(self) -> bool:
+        """Whether every checkpoint has to be evaluated."""
+        return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
+
+    def note(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take the metric that checkpoints are ranked by from the scalars of a step."""
+        if self.ranking.note(step, scalars):
+            self._tidy()
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to save when this one would have."""
-        return {"saved_step": self.saved_step, "trigger": self.trigger.state_dict()}
+        """What a resumed run needs to save and to remove when and what this one would have."""
+        return {
+            "saved_step": self.saved_step,
+            "under_way": self._step_under_way,
+            "trigger": self.trigger.state_dict(),
+            "ranking": self.ranking.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self.saved_step = state["saved_step"]
+        """Go on from a `state_dict`. A checkpoint under way is dropped."""
+        self._drop()
+        self.saved_step, self._owed = state["saved_step"], state["under_way"]
+        if self._owed is not None and self._path(self._owed).exists():  # it was finished after the state was taken
+            self.saved_step = self._owed
         self.trigger.load_state_dict(state["trigger"])
+        self.ranking.load_state_dict(state["ranking"])
+
+    def _drop(self) -> None:
+        self._step_under_way = None
+        with suppress(_Dropped), self._under_way:
+            raise _Dropped
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
+
+    def _saved(self, step: int) -> None:
+        self.saved_step = step
+        self._link("latest", step)
+
+    def _tidy(self) -> None:
+        """Let `best` and metrics.json speak of the checkpoints that are there, and remove those that do not stay.
+
+        A checkpoint that the ranking does not know was saved behind the state from which the run goes on. It stays
+        until the run has passed its step.
+        """
+        newest = self.saved_step
+        if newest is None or (self.config.keep is None and self.config.best_metric is None):
+            return
+        found = (int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdecimal())
+        steps = {step for step in found if self._path(step).exists()}
+        best = next(iter(self.ranking.best(steps)), None)
+        kept = {self._path(step) for step in self.ranking.kept(steps)} | {self._path(newest)}
+        kept |= set() if self._hub is None else self._hub.needed
+        try:
+            if self.config.best_metric is not None:
+                write_file_whole(self.folder / "metrics.json", self.ranking.text(best))
+            if best is not None:
+                self._link("best", best)
+            for step in sorted(steps) if self.config.keep is not None else ():
+                if step <= newest and self._path(step) not in kept:
+                    remove_whole(self._path(step))
+                    logger.info("checkpoint removed: %s", self._path(step))
+        except OSError as error:  # the checkpoints themselves are there
+            logger.warning("%s could not be put in order: %s", self.folder, error.strerror)
 
     def _has_checkpoints(self) -> bool:
         steps = (path.name.removeprefix(REPLACED).removeprefix("step-") for path in self.folder.glob("*step-*"))
@@ -117,12 +241,12 @@ class Saver:
         if not self._has_checkpoints():
             (self.folder / OWNER).unlink(missing_ok=True)
 
-    def _link(self, final: Path) -> None:
-        link = self.folder / f"{UNFINISHED}latest"
+    def _link(self, name: str, step: int) -> None:
+        link, target = self.folder / f"{UNFINISHED}{name}", self._path(step).name
         try:
             remove(link)
-            link.symlink_to(final.name, target_is_directory=True)
-            link.replace(self.folder / "latest")
+            link.symlink_to(target, target_is_directory=True)
+            link.replace(self.folder / name)
         except OSError as error:  # some file systems have no links; the checkpoint itself is there
-            logger.warning("%s could not be linked to %s: %s", self.folder / "latest", final.name, error.strerror)
+            logger.warning("%s could not be linked to %s: %s", self.folder / name, target, error.strerror)
         sync(self.folder)

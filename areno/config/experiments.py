@@ -48,6 +48,8 @@ class ExperimentConfig(Section):
         if self.valid_dataset is None:
             for name in (name for name in vars(self.evaluator) if not self.evaluator.is_default(name)):
                 yield Problem(f"evaluator.{name}", f"is {show(vars(self.evaluator)[name])}, but {_NO_EVALUATION}")
+            if (metric := self.saver.best_metric or "").startswith("eval/"):
+                yield Problem("saver.best_metric", f"is {metric}, but {_NO_EVALUATION}")
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:

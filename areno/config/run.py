@@ -281,6 +281,42 @@ class SaverConfig(FrequencyConfig):
         "the run's folder",
     )
     freq_steps: int | None = setting(100, help="Every this many steps", gt=0)
+    mode: Literal["sync", "async"] = setting(
+        "sync",
+        help="sync: the step waits until its checkpoint is on the disk. async: it waits only until the weights are "
+        "copied to host memory; they are written during the next step",
+    )
+    keep: int | None = setting(
+        None, help="So many newest checkpoints stay, and older ones are removed. null: all stay", gt=0
+    )
+    best_metric: str | None = setting(
+        None,
+        help="Scalar that checkpoints are compared by, such as eval/rewards_mean. `best` links to the best one, which "
+        "is never removed. With an eval/* scalar, every checkpoint is evaluated. null: they are not compared",
+    )
+    best_mode: Literal["max", "min"] = setting("max", help="Whether a large or a small best_metric is good")
+    keep_best: int = setting(1, help="So many best checkpoints stay beside the newest", gt=0)
+    push_to_hub: str | None = setting(
+        None,
+        help="Model repository (owner/name) of the Hugging Face hub that every checkpoint is uploaded to, beside the "
+        "run. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its own, with its number at "
+        "the end of the name. null: none",
+    )
+    hub_private: bool = setting(True, help="Make the repository of push_to_hub private if it does not exist yet")
+
+    @check
+    def comparing_without_metric(self) -> Iterator[Problem]:
+        for name in ("best_mode", "keep_best"):
+            if self.best_metric is None and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but nothing says what is compared; set best_metric")
+
+    @forbid("keep_best", "is {self.keep_best}, but keep=null removes no checkpoint; set keep")
+    def keeping_the_best_of_all(self) -> bool:
+        return self.keep is None and not self.is_default("keep_best")
+
+    @forbid("hub_private", "is false, but nothing is uploaded; set push_to_hub")
+    def public_repository_of_nothing(self) -> bool:
+        return self.push_to_hub is None and not self.hub_private
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:

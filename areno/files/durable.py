@@ -19,8 +19,15 @@ UNFINISHED = ".tmp-"
 REPLACED = ".old-"
 
 
-def write_whole(final: Path, write: Callable[[Path], object], then: Callable[[], object] = lambda: None) -> None:
-    """Let `write` fill a folder and give it the name `final`. If anything goes wrong, nothing of it stays.
+def write_whole(final: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a folder and give it the name `final`: see `whole`."""
+    with whole(final) as folder:
+        write(folder)
+
+
+@contextmanager
+def whole(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
+    """A folder to fill, which gets the name `final` at the end. If anything goes wrong, nothing of it stays.
 
     A folder that had this name is kept until the new one is in place. Where the name is a link, the folder that it
     points to is replaced. then: called when the folder has its name; Ctrl-C and SIGTERM wait until it has returned.
@@ -38,7 +45,7 @@ def write_whole(final: Path, write: Callable[[Path], object], then: Callable[[],
         try:
             for left in unfinished.iterdir():  # by a crash
                 remove(left)
-            write(unfinished)
+            yield unfinished
             sync_tree(unfinished)
             with interrupts_held():
                 if final.exists():
@@ -54,6 +61,28 @@ def write_whole(final: Path, write: Callable[[Path], object], then: Callable[[],
                 if replaced.exists() and not final.exists():
                     replaced.rename(final)
             raise
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a folder so that a crash leaves all of it or nothing under its name. OSError where that cannot be."""
+    removed = folder.with_name(f"{UNFINISHED}{folder.name}")
+    remove(removed)
+    folder.rename(removed)
+    sync(folder.parent)
+    remove(removed)
+
+
+def write_file_whole(path: Path, text: str) -> None:
+    """Write a text file. A crash leaves the one that was there before, or the new one."""
+    unfinished = path.with_name(f"{UNFINISHED}{path.name}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        remove(unfinished)
+        raise
+    sync(path.parent)
 
 
 @contextmanager

@@ -204,10 +204,12 @@ def _run(algorithm: Algorithm, job: Job, folder: NewFolder) -> float:
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
-    """Give a run of a sweep a folder of its own in each folder that the settings name for all runs."""
+    """Give a run of a sweep a place of its own in each folder or hub account that the settings name for all runs."""
     for section in (config.saver, config.stats_logger.tensorboard):
         if section.path is not None:
             section.path = str(Path(section.path) / str(number))
+    if config.saver.push_to_hub is not None:
+        config.saver.push_to_hub += f"-{number}"
 
 
 def _report(error: ArenoError) -> int:

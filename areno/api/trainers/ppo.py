@@ -40,7 +40,7 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         self.setup = Setup(
             config, "PPOTrainer", CriticExperimentConfig, "prompt", HEADLINE, evaluate_policy,
             loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
-            reward_fn=reward_fn, save=self.write_checkpoint,
+            reward_fn=reward_fn, also_saved=["critic"],  # it can be loaded again as critic.path
         )  # fmt: skip
         self.run = self.setup.run
         self.advantages = config.advantages
@@ -93,11 +93,6 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
             log_stage("train_end", role="critic")
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """The actor, and in it the critic as a folder of its own, which can be loaded again as critic.path."""
-        self.setup.trainer.write_checkpoint(folder)
-        self.setup.trainer.write_checkpoint(folder / "critic", role="critic")
 
     def evaluate(self) -> dict[str, float]:
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""

@@ -34,8 +34,9 @@ class Run:
     """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
 
     run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/ and checkpoints/; None makes a new one under
-    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint. evaluator: None where
-    nothing is evaluated. headline: see open_trackers. reward: what gives the rewards, for messages.
+    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint; is_saved: see Saver.
+    evaluator: None where nothing is evaluated. headline: see open_trackers. reward: what gives the rewards, for
+    messages.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Run:
         loader: BatchLoader[Any],
         *,
         save: Callable[[Path], object],
+        is_saved: Callable[[], bool] = lambda: True,
         evaluator: Evaluator | None = None,
         headline: Sequence[str] = (),
         reward: str = "",
@@ -54,7 +56,7 @@ class Run:
         self.config, self.loader = config, loader
         self._save = save
         self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
-        self.saver = Saver(config.saver, self.folder / "checkpoints")
+        self.saver = Saver(config.saver, self.folder / "checkpoints", is_saved)
         with ExitStack() as stack:
             self.saver.claim(self.folder)
             stack.callback(self.saver.release)
@@ -92,6 +94,8 @@ class Run:
             self.saver.refuse_checkpoints()
             if self.config.evaluator.eval_before_train:
                 self.evaluate()
+        elif self.saver.owes(self.step):
+            self.saver.save(self._save, self.step)
         self._batches = self._through_epochs()
         total = self.config.total_train_steps
         while (total is None or self.step < total) and not self.evaluator.is_exhausted:
@@ -146,6 +150,7 @@ class Run:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
         self._scalars |= scalars
         self.trackers.log(self.step, scalars)
+        self.saver.note(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
         """Tell the trackers how many rows were too long."""
@@ -167,12 +172,15 @@ class Run:
 
     def end_step(self, stats: Mapping[str, float]) -> None:
         """Log train/* and time/* of the step, warn of what looks wrong, and save and evaluate where that is due."""
+        self.saver.poll()
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
         for text in self.divergence.look(self._scalars):
             logger.warning("step %d: %s", self.step, text)
         if self.saver.due(self.step, self._epoch_ended):
             self.saver.save(self._save, self.step)
-        if self.evaluator.due(self.step, self._epoch_ended):
+        if self.evaluator.due(self.step, self._epoch_ended) or (
+            self.saver.needs_evaluation and self.saver.has(self.step)
+        ):
             self.evaluate()
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
@@ -214,10 +222,11 @@ class Run:
         """
         if self._n_skipped and not self._n_applied:
             self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
-        if self.saver.saved_step != self.step:
+        if not self.saver.has(self.step):
             self.saver.save(self._save, self.step)
         if self.evaluator.evaluated_step != self.step:
             self.evaluate()
+        self.saver.end()
         changes = [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
             for name, n in told.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -31,8 +31,8 @@ class Setup(Generic[Config]):
     """Models, data, rewards and the run of one experiment. Construction checks everything and makes the run's folder.
 
     trainer_name, needed: the loop, and the configuration that it reads. headline: see open_trackers. measure: (setup,
-    name of a validation set, its loader) -> its metrics by name. save: fills the folder of a checkpoint; None saves the
-    actor alone. The other arguments are those of the loops.
+    name of a validation set, its loader) -> its metrics by name. also_saved: roles that a checkpoint has a folder of
+    beside the actor's files. The other arguments are those of the loops.
     roles: the models beside the actor. rewards: the reward processes; None where a reward model is the only reward, or
     where rows are given.
     """
@@ -51,7 +51,7 @@ class Setup(Generic[Config]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
         reward_fn: RewardFn | None = None,
-        save: Callable[[Path], None] | None = None,
+        also_saved: Sequence[str] = (),
     ):
         given = type(config).__name__
         if not isinstance(config, needed):
@@ -61,6 +61,7 @@ class Setup(Generic[Config]):
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self._kind: RowKind = kind
+        self._also_saved = also_saved
         with ExitStack() as stack:
             stack.enter_context(RunLog())
             self.rewards, plan, roles, *_ = all_of(
@@ -81,7 +82,8 @@ class Setup(Generic[Config]):
             if self.rewards is not None:
                 self.rewards.wait_ready()
             self.run = Run(
-                config, run_dir, self.loader, save=save or (lambda folder: self.trainer.write_checkpoint(folder)),
+                config, run_dir, self.loader, save=self._write_checkpoint,
+                is_saved=lambda: self.trainer.checkpoint_written(),
                 evaluator=evaluator, headline=headline, reward=self._reward_name(),
             )  # fmt: skip
             stack.callback(self.run.close)
@@ -119,6 +121,12 @@ class Setup(Generic[Config]):
             self._kind, rows, plan.tokenizer, section, context_len=limit, context_key=limit_key,
             enable_thinking=thinking, seed=config.seed, key=key,
         )  # fmt: skip
+
+    def _write_checkpoint(self, folder: Path) -> None:
+        background = self.config.saver.mode == "async"
+        self.trainer.write_checkpoint(folder, background=background)
+        for role in self._also_saved:
+            self.trainer.write_checkpoint(folder / role, role, background)
 
     def close(self) -> None:
         """End the reward processes and the workers, close the logs."""
