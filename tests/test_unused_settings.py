@@ -58,6 +58,7 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "valid_dataset=null valid_dataset.path=x",
             "valid_dataset.path: has no effect with valid_dataset=null",
         ),
+        ("gspo", "recover.mode=off recover.keep=5", "recover.keep: is 5, but recover.mode is off"),
         ("grpo", "ref=null ref.path=x", "ref.path: has no effect with ref=null; leave one of the two out"),
     ],
 )
@@ -92,7 +93,6 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
         ("gspo", "critic.warmup_steps=1", "critic: unknown key; it is a setting of ppo"),
         ("gspo", "actor.beta=1", "actor.beta: unknown key; it is a setting of dpo"),
         ("dpo", "gconfig.n_samples=1", "gconfig: unknown key; it is a setting of grpo, gspo and ppo"),
-        ("gspo", "recover.mode=auto", "recover: unknown key; a run cannot be resumed yet"),
         ("gspo", "stats_logger.wandb.mode=online", "stats_logger.wandb: unknown key; metrics go to the console, to"),
         ("gspo", "actor.use_lora=true", "actor.use_lora: unknown key; there are no LoRA adapters yet"),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),

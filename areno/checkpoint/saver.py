@@ -26,7 +26,7 @@ from areno.files.durable import (
     remove_whole,
     sync,
     whole,
-    write_file_whole,
+    write_text_whole,
 )
 
 logger = logging.getLogger("areno.saver")
@@ -168,6 +168,19 @@ class Saver:
         if self.ranking.note(step, scalars):
             self._tidy()
 
+    def drop_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which the run will write again, and link to the last that is left."""
+        steps = sorted(self._steps())
+        for later in (number for number in steps if number > step):
+            logger.warning(
+                "%s is removed: the run goes on from step %d, and will write it again", self._path(later), step
+            )
+            remove_whole(self._path(later))
+        if left := [number for number in steps if number <= step]:
+            self._link("latest", left[-1])
+        else:
+            remove(self.folder / "latest")
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to save and to remove when and what this one would have."""
         return {
@@ -207,14 +220,13 @@ class Saver:
         newest = self.saved_step
         if newest is None or (self.config.keep is None and self.config.best_metric is None):
             return
-        found = (int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdecimal())
-        steps = {step for step in found if self._path(step).exists()}
+        steps = {step for step in self._steps() if self._path(step).exists()}
         best = next(iter(self.ranking.best(steps)), None)
         kept = {self._path(step) for step in self.ranking.kept(steps)} | {self._path(newest)}
         kept |= set() if self._hub is None else self._hub.needed
         try:
             if self.config.best_metric is not None:
-                write_file_whole(self.folder / "metrics.json", self.ranking.text(best))
+                write_text_whole(self.folder / "metrics.json", self.ranking.text(best))
             if best is not None:
                 self._link("best", best)
             for step in sorted(steps) if self.config.keep is not None else ():
@@ -224,9 +236,12 @@ class Saver:
         except OSError as error:  # the checkpoints themselves are there
             logger.warning("%s could not be put in order: %s", self.folder, error.strerror)
 
+    def _steps(self) -> list[int]:
+        return [int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdecimal()]
+
     def _has_checkpoints(self) -> bool:
-        steps = (path.name.removeprefix(REPLACED).removeprefix("step-") for path in self.folder.glob("*step-*"))
-        return any(step.isdecimal() for step in steps)
+        replaced = (path.name.removeprefix(f"{REPLACED}step-") for path in self.folder.glob(f"{REPLACED}step-*"))
+        return bool(self._steps()) or any(step.isdecimal() for step in replaced)
 
     def _owner(self) -> str | None:
         owner = self.folder / OWNER

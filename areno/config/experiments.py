@@ -40,6 +40,7 @@ class ExperimentConfig(Section):
     valid_dataset: run.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
+    recover: run.RecoverConfig = setting(factory=run.RecoverConfig, help="Going on with a run that was interrupted")
     stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
 

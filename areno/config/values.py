@@ -23,6 +23,8 @@ def convert(value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, hint, arms)
     if origin is Literal:
+        if isinstance(value, bool) and (word := "on" if value else "off") in arms:
+            return word  # YAML takes the words on and off for true and false
         if any(type(value) is type(choice) and value == choice for choice in arms):
             return value
         hint = did_you_mean(str(value), map(str, arms))

@@ -72,15 +72,16 @@ def remove_whole(folder: Path) -> None:
     remove(removed)
 
 
-def write_file_whole(path: Path, text: str) -> None:
-    """Write a text file. A crash leaves the one that was there before, or the new one."""
+def write_text_whole(path: Path, text: str) -> None:
+    """Write a small file, which then holds this text, also after a crash, or what it held before."""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         unfinished.write_text(text, encoding="utf-8")
         sync(unfinished)
         unfinished.replace(path)
-    except OSError:
-        remove(unfinished)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
     sync(path.parent)
 
@@ -106,13 +107,15 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect at the end. Only the main thread gets them."""
+    """Ctrl-C, SIGTERM and SIGUSR1 take effect at the end. Only the main thread gets them."""
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    numbers = (
+        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
+    )
     before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     try:
         for number in before:

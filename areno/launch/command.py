@@ -3,8 +3,8 @@
 `compose` makes a configuration of the arguments, `help` prints what they can be; the runs are started here.
 
 Exit codes: 0 done, 1 the run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
-(SIGTERM). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The first
-combination of a sweep is checked before anything is written.
+(SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The
+first combination of a sweep is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from areno import __version__
 from areno.api.algorithms import Algorithm
 from areno.config.build import build, with_defaults
 from areno.config.fields import Missing
-from areno.errors import ArenoError, ConfigError, Problem
+from areno.errors import ArenoError, ConfigError, Key, Problem
+from areno.files.stopping import Terminated, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
 from areno.launch.elsewhere import RECIPES, hint, listed
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
     from areno.tracking.new_run import NewFolder
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM. It is a KeyboardInterrupt so that whatever handles Ctrl-C handles it too."""
 
 
 class JobFailed(Exception):
@@ -73,20 +70,28 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         if args.help:
             print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
             return 0
-        from areno.launch.compose import HydraSession  # --help does without it: the import of Hydra takes long
+        from areno.launch import resume  # --help does without it and Hydra, whose import takes long
+        from areno.launch.compose import HydraSession
 
         name = args.config_name or algorithm.default
+        if args.resume is not None:
+            if args.config_name or args.config_dir or args.multirun:
+                raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
+            name, config_dir = "config", resume.named_run(args.resume)
         options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
         session = HydraSession(algorithm.config, name, args.overrides, **options)
-        with _sigterm_interrupts(), _told_recipes(algorithm.name, name, config_dir), session:
+        with _signals_interrupt(), _told_recipes(algorithm.name, name, config_dir), session:
             if args.info:
                 session.show_info(args.info)
             elif args.cfg in ("hydra", "all"):
                 session.show_hydra(args.cfg, args.package, args.resolve)
             elif args.cfg:
                 _show(algorithm, session, args.package, args.resolve)
+            elif args.resume is not None:
+                assert config_dir is not None
+                _go_on(algorithm, command, session, config_dir)
             else:
-                return _train(algorithm, session)
+                return _train(algorithm, command, session)
         return 0
     except ArenoError as error:
         return _report(error)
@@ -109,6 +114,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"areno {__version__}")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--resume")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
     mode = parser.add_mutually_exclusive_group()
@@ -139,23 +145,32 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
             raise ConfigError(wrong) from None
 
 
-def _train(algorithm: Algorithm, session: HydraSession) -> int:
+def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
+    from areno.launch import resume
     from areno.tracking import new_run
 
     composition = session.compose()
-    build(algorithm.config, composition.data, composition.problems, hint)
+    config = build(algorithm.config, composition.data, composition.problems, hint)
     if composition.output_dir is None:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
-    output_dir = composition.output_dir
-    while (folder := new_run.make(output_dir, new=output_dir in session.named_by_time)) is None:
-        output_dir = session.rename(output_dir)
+    output_dir, is_new = composition.output_dir, composition.output_dir in session.named_by_time
+    if is_new and config.recover.mode == "resume":
+        text = "is resume, but {} is null, so a new run would begin; name the run to go on with, or use --resume"
+        raise ConfigError(Problem("recover.mode", text, Key("trial_name")))
+    if not is_new and resume.can_go_on(config, output_dir, session.sweep if session.multirun else None):
+        folder = resume.existing(output_dir)
+    else:
+        if is_new:
+            resume.tell_unfinished(command, output_dir.parent)
+        while (folder := new_run.make(output_dir, new=output_dir in session.named_by_time)) is None:
+            output_dir = session.rename(output_dir)
     if not session.multirun:
-        session.run(lambda job: _run(algorithm, job, folder))
+        session.run(lambda job: _run(algorithm, command, job, folder))
         return 0
 
     outcomes: list[tuple[Job, float | str]] = []
     with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
-        session.run(lambda job: _run_in_sweep(algorithm, job, folder, outcomes))
+        session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, outcomes))
     print(f"\n{len(outcomes)} runs in {output_dir}")
     for job, outcome in outcomes:
         result = f"{outcome:.6g}" if isinstance(outcome, float) else outcome
@@ -163,11 +178,23 @@ def _train(algorithm: Algorithm, session: HydraSession) -> int:
     return int(any(isinstance(outcome, str) for _, outcome in outcomes))
 
 
-def _run_in_sweep(algorithm: Algorithm, job: Job, folder: NewFolder, outcomes: list[tuple[Job, float | str]]) -> float:
+def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
+    """Go on with the run in a folder, which the session takes the settings of."""
+    from areno.launch import resume
+    from areno.launch.compose import Job
+
+    composition = session.compose()
+    build(algorithm.config, composition.data, composition.problems, hint)
+    _run(algorithm, command, Job(composition, folder, session.overrides, None), resume.existing(folder), explicit=True)
+
+
+def _run_in_sweep(
+    algorithm: Algorithm, command: str, job: Job, folder: NewFolder, outcomes: list[tuple[Job, float | str]]
+) -> float:
     """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
     try:
-        objective = _run(algorithm, job, folder)
+        objective = _run(algorithm, command, job, folder)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -177,22 +204,32 @@ def _run_in_sweep(algorithm: Algorithm, job: Job, folder: NewFolder, outcomes: l
     return objective
 
 
-def _run(algorithm: Algorithm, job: Job, folder: NewFolder) -> float:
+def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
     """Run one job. A failure is reported and becomes SystemExit, which Hydra passes on without a message of its own.
 
-    folder: of the run or of its sweep.
+    folder: of the run or of its sweep. explicit: the user has named it, to go on there.
     """
+    from areno.launch import resume
+
     try:
         config = build(algorithm.config, job.composition.data, job.composition.problems, hint)
         if job.number is not None:
             _separate(config, job.number)
-        folder = folder.of_run(job.run_dir)
-        folder.describe(config, job.overrides)
+        earlier = resume.earlier_run(config, job.run_dir)
+        if earlier is not None:
+            changed = resume.take_up(earlier, config, algorithm.name, job.overrides, explicit)
+            if (result := resume.told_result(earlier, changed, command)) is not None:
+                return result
+            folder = resume.existing(job.run_dir)
+        else:
+            folder = folder.of_run(job.run_dir)
+            folder.describe(config, job.overrides, algorithm.name)
         try:
             with RunLog(own_process=True):
                 return float(algorithm.run(config, job.run_dir))
         except BaseException as error:
             folder.discard()
+            resume.tell_how(command, job.run_dir, sweep=job.number is not None)
             if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
                 raise ArenoError(f"the run was ended by {describe_error(error)}") from error
             raise
@@ -239,17 +276,17 @@ def _told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Ite
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Unwind on SIGTERM as on Ctrl-C, so that workers and reward processes end and nothing half-written stays."""
+def _signals_interrupt() -> Iterator[None]:
+    """Unwind on SIGTERM and SIGUSR1 as on Ctrl-C: workers and reward processes end, nothing half-written stays.
+
+    Clusters send SIGUSR1 some time before they end a job.
+    """
     if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
         yield
         return
-
-    def terminate(number: int, frame: object) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -194,6 +194,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         except _HYDRA_ERRORS as error:
             raise ConfigError(explain(error)) from error
 
+    @property
+    def sweep(self) -> list[str]:
+        """The overrides of a sweep, as Hydra writes them into multirun.yaml."""
+        return [line for line in self._command_line.lines if not line.startswith("hydra")]
+
     def show_info(self, topic: str) -> None:
         """Print what Hydra reports on `topic`: all, config, defaults, defaults-tree, plugins, searchpath."""
         with _logging_kept():

@@ -12,7 +12,6 @@ _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and e
 _NO_LORA = "there are no LoRA adapters yet; all weights are trained"
 _NO_TRACKER = "metrics go to the console, to TensorBoard and to logs/metrics.jsonl"
 NOT_HERE = {
-    "recover": "a run cannot be resumed yet",
     "teacher": "there is no distillation from a teacher yet",
     "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
     "perf_tracer": "there is no tracer; the times of a step are logged as time/*",

@@ -15,7 +15,7 @@ _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "roll
 _WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
 
 # How the lines begin that say how a run stands; RunReader.status looks for them.
-STARTED, DONE, STOPPED = "epoch=", "done: ", "stopped in step "
+STARTED, RESUMED, DONE, STOPPED = "epoch=", "going on after step", "done: ", "stopped in step "
 
 
 def log_epoch(epoch: int, stage: str) -> None:
@@ -28,9 +28,11 @@ def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
     logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder)
 
 
-def log_stopped(step: int, saved_step: int | None) -> None:
-    """The last line of a run that did not."""
+def log_stopped(step: int, saved_step: int | None, state_step: int | None, folder: Path) -> None:
+    """The last line of a run that did not. The steps are those of the last checkpoint and of the last state."""
     kept = "no checkpoint was saved" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
+    if state_step is not None:
+        kept = f"the run can go on after step {state_step}: --resume {folder}"
     logger.warning("%s%d; %s", STOPPED, step, kept)
 
 

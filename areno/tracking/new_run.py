@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import subprocess
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,11 +19,12 @@ from areno import __version__
 from areno.config.experiments import ExperimentConfig
 from areno.config.fields import Section
 from areno.errors import ConfigError, Problem
-from areno.files.durable import make_folders, remove_empty
+from areno.files.durable import UNFINISHED, locked, make_folders, remove_empty, write_text_whole
 from areno.files.paths import root
 
-_FILES = ("config.yaml", "overrides.yaml", "versions.json")
-_NO_RESULTS = (*_FILES, "run.log")  # the lines of the log were on stderr too
+_FILES = ("versions.json", "overrides.yaml", "config.yaml")  # in the order of writing
+_RECIPE = "# Recipes: "  # as in the files of conf/
+_NO_RESULTS = (*_FILES, "run.log", "dropped.log")  # the lines of the log were on stderr too
 _PACKAGES = (
     "torch",
     "transformers",
@@ -50,20 +53,18 @@ class NewFolder:
         assert found is not None
         return NewFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
 
-    def describe(self, config: Section, overrides: list[str]) -> None:
+    def describe(self, config: Section, overrides: list[str], recipe: str = "") -> None:
         """Write config.yaml, overrides.yaml and versions.json.
 
         `--config-dir=<path> --config-name=config` starts the same run again, under another trial_name.
         """
-        config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
-        # Quoted, so that each is read back as text.
-        overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
-        contents = (config_yaml, overrides_yaml, json.dumps(versions(), indent=2) + "\n")
         try:
-            for name, content in zip(_FILES, contents, strict=True):
-                with (self.path / name).open("x", encoding="utf-8") as file:
-                    file.write(content)
-        except FileExistsError as error:  # `make` has seen that it was not there
+            with locked(self.path):
+                if is_described(self.path):  # `make` has seen that it was not
+                    raise BlockingIOError
+                for name, content in _description(config, overrides, recipe).items():
+                    write_text_whole(self.path / name, content)
+        except BlockingIOError as error:
             raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
         except OSError as error:
             self.discard()
@@ -92,7 +93,7 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
     do not share a folder.
     """
     try:
-        if not new and any((run_dir / name).exists() for name in ("config.yaml", "multirun.yaml")):
+        if not new and (is_described(run_dir) or is_sweep(run_dir)):
             text = "{} holds an earlier run; choose another name or move that folder away"
             raise ConfigError(Problem("trial_name", text, run_dir))
         before = frozenset(path for path in (run_dir, *run_dir.parents, *run_dir.glob("*")) if path.exists())
@@ -109,14 +110,80 @@ def for_script(config: ExperimentConfig) -> Path:
 
     Raises ConfigError if it cannot be made, or if the trial is there already.
     """
-    parent = Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
-    run_dir, count = parent / name, 1
+    run_dir, count = folder_of(config, name), 1
     while (folder := make(run_dir, new=config.trial_name is None)) is None:
         count += 1
-        run_dir = parent / f"{name}-{count}"
+        run_dir = folder_of(config, f"{name}-{count}")
     folder.describe(config, [])
     return run_dir
+
+
+def folder_of(config: ExperimentConfig, name: str) -> Path:
+    """The folder of the run of this name."""
+    return Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / name
+
+
+def is_described(folder: Path) -> bool:
+    """Whether a run has begun there. Of the files that describe it, config.yaml is written last."""
+    return os.path.exists(folder / "config.yaml")  # False, and no error, also for a name that is too long
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a sweep has begun there."""
+    return os.path.exists(folder / "multirun.yaml")
+
+
+def sweep_of(folder: Path) -> list[str]:
+    """The settings of the command line that a sweep was started with, in the form that Hydra got them."""
+    return list(OmegaConf.load(folder / "multirun.yaml").hydra.overrides.task)
+
+
+def has_results(folder: Path) -> bool:
+    """Whether a run has left more than its description and its log."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(UNFINISHED))
+    return any(path.name not in _NO_RESULTS for path in files)
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings in config.yaml. Raises ConfigError if it cannot be read."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    except Exception as error:  # of YAML or of OmegaConf
+        raise ConfigError("{} cannot be read: {}", folder / "config.yaml", error) from error
+    assert isinstance(found, dict)
+    return {str(name): value for name, value in found.items() if name != "defaults"}
+
+
+def overrides_of(folder: Path) -> list[str]:
+    """The settings of the command lines that the run was started with."""
+    path = folder / "overrides.yaml"
+    return [str(line) for line in OmegaConf.load(path)] if path.exists() else []
+
+
+def recipes_of(folder: Path) -> list[str]:
+    """The recipe that a command has written into config.yaml; [] for the run of a script."""
+    with (folder / "config.yaml").open(encoding="utf-8") as file:
+        first = file.readline()
+    return [first.removeprefix(_RECIPE).strip()] if first.startswith(_RECIPE) else []
+
+
+def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
+    """Write new settings, and the versions of this session. overrides: None leaves those that are there."""
+    recipe = " ".join(recipes_of(folder))
+    for name, content in _description(config, overrides or [], recipe).items():
+        if overrides is not None or name != "overrides.yaml":
+            write_text_whole(folder / name, content)
+
+
+def _description(config: Section, overrides: list[str], recipe: str) -> dict[str, str]:
+    """File name -> content."""
+    config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
+    header = f"{_RECIPE}{recipe}\n" if recipe else ""
+    # Quoted, so that each is read back as text.
+    overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
+    contents = (json.dumps(versions(), indent=2) + "\n", overrides_yaml, header + config_yaml)
+    return dict(zip(_FILES, contents, strict=True))
 
 
 def versions() -> dict[str, str | None]:

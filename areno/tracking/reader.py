@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from omegaconf import OmegaConf
 
 from areno.errors import ArenoError
-from areno.tracking.console import DONE, STARTED, STOPPED
+from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 
 Status = Literal["completed", "stopped", "unfinished"]
 
@@ -144,7 +144,7 @@ class RunReader:
         """completed; stopped, by an error or the user; unfinished: still going on, or killed; None: no log says it."""
         path = self.path / "logs" / "run.log"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        told: dict[str, Status] = {STARTED: "unfinished", DONE: "completed", STOPPED: "stopped"}
+        told: dict[str, Status] = {STARTED: "unfinished", RESUMED: "unfinished", DONE: "completed", STOPPED: "stopped"}
         for line in reversed(lines):
             for beginning, status in told.items():
                 if line[len("HH:MM:SS ") :].removeprefix("warning: ").startswith(beginning):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.tracking.console import Console
+from areno.tracking.run_files import RunFiles
 from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
@@ -20,9 +21,10 @@ def open_trackers(
     headline: the scalars that the summary line of a step shows, if the step has them, such as "train/loss".
     total_steps: how many steps the run has, as far as is known.
     """
+    files = RunFiles(run_dir, config.stats_logger.tensorboard.path)
     trackers: list[Tracker] = [
         Console(headline, total_steps),
-        TensorBoard(config.stats_logger.tensorboard.path or run_dir / "tensorboard"),
+        TensorBoard(files.events, files.event_suffix),
         Jsonl(run_dir / "logs" / "metrics.jsonl"),
     ]
     if isinstance(config, PolicyExperimentConfig):

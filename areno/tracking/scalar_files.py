@@ -47,6 +47,9 @@ class _ScalarFile(Tracker):
                 raise
             self.size += len(record)
 
+    def resume(self, step: int) -> None:
+        self.finish()  # it may have been cut back
+
     def finish(self) -> None:
         if self._file is not None:
             self._file.close()
@@ -73,17 +76,29 @@ class Jsonl(_ScalarFile):
 
 
 class TensorBoard(_ScalarFile):
-    """Writes an event file into `folder`. Each scalar is on the disk when `log` returns."""
+    """Writes an event file into `folder`. Each scalar is on the disk when `log` returns.
 
-    def __init__(self, folder: str | Path):
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+    suffix: the end of the file's name.
+    """
+
+    def __init__(self, folder: str | Path, suffix: str = ""):
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
         super().__init__(Path(folder).expanduser() / name, "stats_logger.tensorboard.path")
+        self._resumed_step: int | None = None
+
+    def resume(self, step: int) -> None:
+        super().resume(step)
+        self._resumed_step = step
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]  # protobuf makes it
 
         if not self.size:
             self._append_event(file_version="brain.Event:2")
+        if self._resumed_step is not None:  # a TensorBoard that has read later steps drops them
+            self._append_event(step=self._resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
+            self._resumed_step = None
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
         self._append_event(step=step, summary=Summary(value=values))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from areno import heartbeat
 from areno.errors import EngineError
@@ -14,10 +14,12 @@ from areno.errors import EngineError
 class Stopwatch:
     """Seconds by phase of one step, as the time/* metrics want them. A phase inside another counts as the outer one.
 
-    Phases are those of one thread at a time: EngineError for a second one.
+    Phases are those of one thread at a time: EngineError for a second one. before_phase: called with the name of a
+    phase that is about to begin.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
+        self._before_phase = before_phase
         self.seconds: dict[str, float] = {}
         self._running = ""
         self._lock = threading.RLock()
@@ -39,6 +41,7 @@ class Stopwatch:
             if self._running:
                 yield
                 return
+            self._before_phase(name)
             self._running, started = name, time.perf_counter()
             try:
                 with heartbeat.working(name):

@@ -23,6 +23,9 @@ class Tracker:
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
         """Take all samples of an evaluation set after a step. name: of the set; "" if there is only one."""
 
+    def resume(self, step: int) -> None:
+        """The run goes on behind this step. What came of later steps, in a session that ended, will come again."""
+
     def finish(self) -> None:
         """Close what is open. Nothing is logged after this. A second call does nothing."""
 
@@ -44,6 +47,10 @@ class Trackers(Tracker):
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
         for tracker in self._trackers:
             tracker.eval_samples(step, samples, name)
+
+    def resume(self, step: int) -> None:
+        for tracker in self._trackers:
+            tracker.resume(step)
 
     def finish(self) -> None:
         """Finish all of them, also where one raises. What is logged after this goes nowhere."""

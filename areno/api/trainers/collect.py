@@ -13,11 +13,20 @@ from areno.api.metrics import evaluation_metrics
 from areno.api.trainers.setup import PolicySetup
 from areno.config.run import GenerationConfig
 from areno.data.loader import BatchLoader
+from areno.engine.spec import RolloutStats
 from areno.rewards.pool import report_failures
 from areno.rewards.process import reward_problem
 from areno.tracking.console import log_stage
 from areno.tracking.progress import RolloutProgress
-from areno.types import Batch, PromptItem, RewardOutcome, RewardRecord, RolloutResult, ScoredSample
+from areno.types import (
+    Batch,
+    GenerationOutput,
+    PromptItem,
+    RewardOutcome,
+    RewardRecord,
+    RolloutResult,
+    ScoredSample,
+)
 
 logger = logging.getLogger("areno")
 
@@ -106,9 +115,14 @@ def sample_and_score(
         reward = history["reward_mean"][-1] if "reward_mean" in history else None
         progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
         params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+
+        def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+            progress(outputs, stats)
+            setup.run.pulse()
+
         with trainer.rollout_session(sampling_params=params, proxy=False), progress:
             results = trainer.rollout_token_batch(
-                prompts, gconfig.n_samples, params, seed=seed, on_progress=progress, at_once=at_once
+                prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
             )
         log_stage(f"{title}_end")
     with clock.phase("reward"):
@@ -131,7 +145,10 @@ def score(
         texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
     described = zip(pairs, texts, rendered, strict=True)
     records = [RewardRecord.of_completion(*pair, text, raw) for pair, text, raw in described]
-    outcomes = None if setup.rewards is None else setup.rewards.score(records)
+    outcomes = None
+    if setup.rewards is not None:
+        with setup.run.stop.at_once():
+            outcomes = setup.rewards.score(records)
     if outcomes is None or setup.config.reward.path is not None:
         scores = setup.trainer.score_rewards("reward", [item.tokens + sequence.resp_tokens for item, sequence in pairs])
         outcomes = add_scores(records, outcomes, scores)

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from areno import heartbeat
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
+from areno.api.trainers.run import attended
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
@@ -51,7 +51,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         self.run = self.setup.run
         self._has_reference = False
 
-    @heartbeat.working("the run")
+    @attended
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
         run = self.run
@@ -144,7 +144,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
     def evaluate(self) -> dict[str, float]:
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
         if self.setup.valid_loaders:
-            self.score_reference()
+            self.score_reference()  # by the actor as it is loaded, before a run that goes on takes over its state
         return self.run.evaluate()
 
     def close(self) -> None:

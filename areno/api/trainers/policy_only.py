@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from areno import heartbeat
 from areno.api.trainers.collect import collect, evaluate_policy
 from areno.api.trainers.rows import AdvantageFn, set_trained
+from areno.api.trainers.run import attended
 from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
@@ -50,7 +50,7 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
-    @heartbeat.working("the run")
+    @attended
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
         setup, run = self.setup, self.run

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from areno import heartbeat
 from areno.api.trainers.collect import collect, evaluate_policy
 from areno.api.trainers.policy_only import HEADLINE
 from areno.api.trainers.rows import AdvantageFn, set_trained, token_rows, trained
+from areno.api.trainers.run import attended
 from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig, LossFn
@@ -47,7 +47,7 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
 
-    @heartbeat.working("the run")
+    @attended
     def fit(self) -> float:
         """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
         setup, run, config = self.setup, self.run, self.setup.config

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
+from areno import heartbeat
+from areno.api.earlier_run import folder_for
 from areno.api.inputs.arguments import check_folder
 from areno.api.metrics import step_scalars, step_times, with_prefix
+from areno.api.recovery import RecoverableEngine, Recovery
 from areno.api.trainers.evaluator import Evaluator
 from areno.checkpoint.saver import Saver
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.errors import EngineError, Key
-from areno.tracking import new_run
-from areno.tracking.console import log_done, log_epoch, log_stopped
+from areno.errors import ArenoError, EngineError, Key
+from areno.files.stopping import Stop
+from areno.tracking.console import RESUMED, log_done, log_epoch, log_stopped
 from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
@@ -29,14 +34,35 @@ from areno.types import Batch
 
 logger = logging.getLogger("areno")
 
+Loop = TypeVar("Loop", bound="HasRun")
+
+
+class HasRun(Protocol):
+    """A loop with its run."""
+
+    run: Run
+
+
+def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
+    """Marks the method that runs a loop to its end; its result is that of the run. See Run.attended."""
+
+    @functools.wraps(fit)
+    def attended_fit(loop: Loop) -> float:
+        with loop.run.attended():
+            result = fit(loop)
+        loop.run.has_result(result)
+        return result
+
+    return attended_fit
+
 
 class Run:
     """Everything a run keeps beside its models. A loop takes its batches from here and reports its steps here.
 
-    run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/ and checkpoints/; None makes a new one under
-    cluster.fileroot. loader: the training batches. save: fills the folder of a checkpoint; is_saved: see Saver.
-    evaluator: None where nothing is evaluated. headline: see open_trackers. reward: what gives the rewards, for
-    messages.
+    run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/, state/ and checkpoints/; None makes a new one
+    under cluster.fileroot, or takes that of the trial to go on with. loader: the training batches. save: fills the
+    folder of a checkpoint; is_saved: see Saver. evaluator: None where nothing is evaluated. headline: see
+    open_trackers. reward: what gives the rewards, for messages. engine, inputs: see Recovery.
     """
 
     def __init__(
@@ -50,24 +76,28 @@ class Run:
         evaluator: Evaluator | None = None,
         headline: Sequence[str] = (),
         reward: str = "",
+        engine: Callable[[], RecoverableEngine] | None = None,
+        inputs: Mapping[str, str] = MappingProxyType({}),
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
         self.config, self.loader = config, loader
         self._save = save
-        self.folder = new_run.for_script(config) if run_dir is None else Path(run_dir)
+        self.folder = folder_for(config, run_dir)
         self.saver = Saver(config.saver, self.folder / "checkpoints", is_saved)
         with ExitStack() as stack:
             self.saver.claim(self.folder)
             stack.callback(self.saver.release)
             stack.enter_context(RunLog(self.folder / "logs" / "run.log"))
+            self.recovery = stack.enter_context(Recovery(config, self.folder, engine, inputs))
             self.trackers = open_trackers(config, self.folder, headline, lambda: self.total_steps)
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.divergence = Divergence(reward)
         self._scalars: dict[str, float] = {}  # of the step under way
-        self.clock = Stopwatch()  # of the step under way
+        self.stop = Stop()
+        self.clock = Stopwatch(self._before_phase)  # of the step under way
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
         self.step = 0  # the step under way; the first is 1
         self._rows_left = config.total_train_n_seqs
@@ -76,6 +106,10 @@ class Run:
         self._n_applied = 0  # steps with one
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = self._stopped_early = False
+        self._has_begun = False  # or gone on
+        self._todo: list[str] = []  # of "save" and "evaluate", what is due after this step and not done
+        self._last: dict[str, Any] = {}  # the record of the last point that the run can go on from
+        self._is_there = True  # the models are as they were at that point
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
 
@@ -87,15 +121,12 @@ class Run:
     def steps(self) -> Iterator[Batch[Any]]:
         """The batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        Evaluates before the first step where evaluator.eval_before_train asks for it. Raises ConfigError if an earlier
-        run with the same folder has left checkpoints and this one does not go on from its `state_dict`.
+        Evaluates before the first step where evaluator.eval_before_train asks for it. Raises as go_on does.
         """
-        if not self.step:
-            self.saver.refuse_checkpoints()
-            if self.config.evaluator.eval_before_train:
-                self.evaluate()
-        elif self.saver.owes(self.step):
-            self.saver.save(self._save, self.step)
+        self.go_on()
+        if self.saver.owes(self.step):
+            self._todo.insert(0, "save")
+        self._settle()
         self._batches = self._through_epochs()
         total = self.config.total_train_steps
         while (total is None or self.step < total) and not self.evaluator.is_exhausted:
@@ -137,14 +168,13 @@ class Run:
 
     def _through_epochs(self) -> Generator[Batch[Any], None, None]:
         for batch in self.loader.epochs(self.config.total_train_epochs):
-            if self._epoch is None:
+            if self._epoch != batch.epoch:
+                if self._epoch is not None:
+                    log_epoch(self._epoch, "end")
                 self._epoch = batch.epoch
                 log_epoch(batch.epoch, "start")
             self._epoch_ended = self._epoch_ended or batch.ends_epoch
             yield batch
-            if batch.ends_epoch:
-                log_epoch(batch.epoch, "end")
-                self._epoch = None
 
     def log(self, scalars: Mapping[str, float]) -> None:
         """Give scalars of the step under way, named <namespace>/<name>, to the trackers."""
@@ -171,17 +201,75 @@ class Run:
         return self.recent(evaluated) if evaluated in self.history else self.recent(trained, n)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step, warn of what looks wrong, and save and evaluate where that is due."""
+        """Log train/* and time/* of the step; then write the state, save and evaluate where that is due.
+
+        Warns of what looks wrong. A KeyboardInterrupt that the run was asked for comes here, if not at the start of a
+        phase of the next step.
+        """
         self.saver.poll()
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
         for text in self.divergence.look(self._scalars):
             logger.warning("step %d: %s", self.step, text)
-        if self.saver.due(self.step, self._epoch_ended):
-            self.saver.save(self._save, self.step)
-        if self.evaluator.due(self.step, self._epoch_ended) or (
-            self.saver.needs_evaluation and self.saver.has(self.step)
-        ):
-            self.evaluate()
+        due = {"save": self.saver.due, "evaluate": self.evaluator.due, "state": self.recovery.trigger.due}
+        is_due = {name: ask(self.step, self._epoch_ended) for name, ask in due.items()}
+        is_due["evaluate"] = is_due["evaluate"] or (is_due["save"] and self.saver.needs_evaluation)
+        self._todo = [name for name in ("save", "evaluate") if is_due[name]]
+        self._settle(is_due["state"])
+
+    def _settle(self, state_is_due: bool = False) -> None:
+        """Save and evaluate as `_todo` says. The state comes first; a run that goes on from it does the rest again."""
+        self._remember()
+        self.recovery.write(self.step, self._last, state_is_due)
+        while self._todo:
+            self.stop.check()
+            if self._todo[0] == "save":
+                self.saver.save(self._save, self.step)
+            else:
+                self.evaluate()
+            self._todo.pop(0)
+            self._remember()
+        self.stop.check()
+
+    def _remember(self) -> None:
+        """The run can go on from here."""
+        self._last = self.recovery.record(self.state_dict())
+        self._is_there = True
+
+    def _before_phase(self, name: str) -> None:
+        self.pulse()
+        if name.startswith("train"):
+            self._is_there = False
+
+    def pulse(self) -> None:
+        """To be called now and then, where the engine does nothing: a state that is under way gets on.
+
+        Raises the KeyboardInterrupt that the run was asked for, unless models have been trained since the last step.
+        """
+        self.recovery.poll()
+        if self._is_there:
+            self.stop.check()
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Around the loop: an interrupt comes where nothing is lost, and whatever ends the loop leaves a state."""
+        with self.stop, heartbeat.working("the run"):
+            try:
+                yield
+            except BaseException:
+                self._leave_state()
+                raise
+
+    def _leave_state(self) -> None:
+        step = self._last["run"]["step"] if self._last else 0
+        if not self.recovery.is_on or not step:
+            return
+        if not self._is_there:
+            logger.warning("the models were being trained in step %d, so it is lost", self.step)
+            return
+        try:
+            self.recovery.write_now(step, self._last)
+        except ArenoError as error:  # such as that of a dead worker, which ended the run
+            logger.warning("the state of step %d could not be written: %s", step, error)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
         """Warn of updates of the policy that were skipped since something was not finite.
@@ -208,6 +296,7 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
+        self.go_on()
         scalars = self.evaluator.evaluate(self.step)
         if scalars:
             self.log(with_prefix("eval", scalars))
@@ -222,11 +311,11 @@ class Run:
         """
         if self._n_skipped and not self._n_applied:
             self._refuse_to_go_on("all steps")  # nothing was learned: no checkpoint says otherwise
-        if not self.saver.has(self.step):
-            self.saver.save(self._save, self.step)
-        if self.evaluator.evaluated_step != self.step:
-            self.evaluate()
+        self._todo = ["save"] if not self.saver.has(self.step) else []
+        self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
+        self._settle()
         self.saver.end()
+        self._remember()
         changes = [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
             for name, n in told.items()
@@ -234,8 +323,14 @@ class Run:
         ]
         if self._stopped_early:
             changes.append(f"stopped early: {self.evaluator.describe()}")
+        self.recovery.write_now(self.step, self._last)
         log_done(self.step, self._seconds, ", ".join(changes), self.folder)
         self._ended = True
+
+    def has_result(self, result: float) -> None:
+        """Note what the run has come to, where it has ended."""
+        if self._ended:
+            self.recovery.finished(self.step, result)
 
     @property
     def _seconds(self) -> float:
@@ -244,14 +339,37 @@ class Run:
     def close(self) -> None:
         """Finish the trackers. A run that did not come to its end says what is left of it."""
         if self.step and not self._ended:
-            log_stopped(self.step, self.saver.saved_step)
+            log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
         self._resources.close()
+
+    def go_on(self) -> None:
+        """Begin the run or, once, go on from the state that an earlier session of it has left.
+
+        Raises ConfigError if the folder has checkpoints of another run, CheckpointError if its states cannot be read.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        state = self.recovery.load()
+        if state is not None:
+            self.load_state_dict(state)
+            left = max(0, self.total_steps - self.step)
+            logger.info("%s %d; %d steps are left", RESUMED, self.step, left)
+        elif not self.step and self.config.evaluator.eval_before_train:
+            self._todo = ["evaluate"]
+        if self.recovery.goes_on:
+            self.saver.drop_after(self.step)
+            self.trackers.resume(self.step)
+        elif not self.step:
+            self.saver.refuse_checkpoints()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, to be taken after `end_step`: plain numbers, without the weights."""
         return {
             "step": self.step,
             "loader": self.loader.state_dict(),
+            "epoch": self._epoch,
+            "todo": list(self._todo),
             "rows_left": self._rows_left,
             "batches_taken": self._batches_taken,
             "n_skipped": self._n_skipped,
@@ -259,6 +377,7 @@ class Run:
             "saver": self.saver.state_dict(),
             "evaluator": self.evaluator.state_dict(),
             "divergence": self.divergence.state_dict(),
+            "recover": self.recovery.trigger.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "seconds": self._seconds,
         }
@@ -267,11 +386,13 @@ class Run:
         """Go on behind the step at which `state_dict` was taken. To be called before `steps`."""
         self.step = state["step"]
         self.loader.load_state_dict(state["loader"])
+        self._epoch, self._todo = state["epoch"], list(state["todo"])
         self._rows_left = state["rows_left"]
         self._batches_taken = state["batches_taken"]
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self.saver.load_state_dict(state["saver"])
         self.evaluator.load_state_dict(state["evaluator"])
         self.divergence.load_state_dict(state["divergence"])
+        self.recovery.trigger.load_state_dict(state["recover"])
         self.history = {name: list(values) for name, values in state["history"].items()}
         self._seconds_before, self._started = state["seconds"], time.monotonic()

@@ -13,6 +13,7 @@ from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experim
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
+from areno.checkpoint.inputs import folder_fingerprint, rows_fingerprint
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
 from areno.config.run import DatasetConfig
 from areno.data.loader import BatchLoader, row_loader
@@ -85,6 +86,7 @@ class Setup(Generic[Config]):
                 config, run_dir, self.loader, save=self._write_checkpoint,
                 is_saved=lambda: self.trainer.checkpoint_written(),
                 evaluator=evaluator, headline=headline, reward=self._reward_name(),
+                engine=lambda: self.trainer.engine, inputs=self._inputs(plan),
             )  # fmt: skip
             stack.callback(self.run.close)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
@@ -121,6 +123,13 @@ class Setup(Generic[Config]):
             self._kind, rows, plan.tokenizer, section, context_len=limit, context_key=limit_key,
             enable_thinking=thinking, seed=config.seed, key=key,
         )  # fmt: skip
+
+    def _inputs(self, plan: TrainerPlan) -> dict[str, str]:
+        """Fingerprints of the models and the data, which a run that goes on must have, too."""
+        models = {"actor.path": plan.spec.model_path, "tokenizer_path": plan.spec.tokenizer_path}
+        models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
+        found = {key: folder_fingerprint(path) for key, path in models.items()}
+        return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _write_checkpoint(self, folder: Path) -> None:
         background = self.config.saver.mode == "async"

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from areno import heartbeat
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
+from areno.api.trainers.run import attended
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig
@@ -43,7 +43,7 @@ class SFTTrainer(AbstractContextManager["SFTTrainer"]):
         )  # fmt: skip
         self.run = self.setup.run
 
-    @heartbeat.working("the run")
+    @attended
     def fit(self) -> float:
         """Run to the end. Returns the last evaluation loss or, without one, the training loss of the last step."""
         run = self.run

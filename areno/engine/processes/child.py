@@ -35,8 +35,13 @@ def without_main_module() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """To be called first in a child: leave Ctrl-C to the driver, and end when the driver is gone, even amid work."""
+    """To be called first in a child: leave signals to the driver, and end when the driver is gone, even amid work.
+
+    A terminal sends Ctrl-C to all processes of a job, and so does a cluster with SIGTERM and SIGUSR1.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a program that this one starts does not inherit it
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -1,0 +1,170 @@
+"""How a run goes on where an earlier session of it stopped: finds the state, loads it, writes the next ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from areno import __version__
+from areno.api.earlier_run import STATE, EarlierRun, refuse
+from areno.checkpoint.recover import StatefulEngine, StateWriter
+from areno.checkpoint.state import State, States
+from areno.checkpoint.trigger import Trigger
+from areno.config.changes import changes
+from areno.config.experiments import ExperimentConfig
+from areno.errors import CheckpointError, ConfigError, Problem
+from areno.files.durable import locked
+from areno.tracking.run_files import RunFiles
+
+logger = logging.getLogger("areno.recover")
+
+_POLL_EVERY_S = 0.5  # workers that decode are asked no more often, since each answer costs them a moment
+
+
+class RecoverableEngine(StatefulEngine, Protocol):
+    """What is asked of the engine; see areno.engine.engine."""
+
+    def load_state(self, folder: str | Path) -> None: ...
+
+
+class Recovery(AbstractContextManager["Recovery"]):
+    """Of one run. engine: None for a run without states.
+
+    inputs: fingerprints of what the run depends on, by the setting that names it. As a context manager it holds the
+    folder of the states, so that no other process goes on with the same run.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        folder: Path,
+        engine: Callable[[], RecoverableEngine] | None,
+        inputs: Mapping[str, str],
+    ):
+        self.config, self.folder = config, folder
+        self._settings = asdict(config)
+        self.is_on = engine is not None and config.recover.mode != "off"
+        self._engine, self._inputs = engine, inputs
+        self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
+        self.states = States(folder / STATE, config.recover.keep)
+        self.trigger = Trigger(config.recover)
+        self.goes_on = False  # whether an earlier session has begun this run
+        self._resources = ExitStack()
+        self._polled_at = 0.0
+        self._waiting = False  # a state is due, but the one before was still under way
+        self._begun_at: dict[str, int] = {}  # the sizes of the run's files when this session began
+        if engine is not None:
+            self.writer = StateWriter(config.recover, self.states, engine, self.files.sync)
+
+    def __enter__(self) -> Recovery:
+        """Raises ConfigError where another process has this run, where its settings differ, or for a wrong mode."""
+        mode = self.config.recover.mode
+        if self._engine is None:
+            return self
+        if mode == "off":
+            if self.states.steps():
+                text = "is off, but {} holds the states of an earlier run; set it to auto to go on, or choose another"
+                raise ConfigError(Problem("recover.mode", text + " folder", self.states.folder))
+            return self
+        self._begun_at = self.files.sizes()
+        self.goes_on = self.states.has_begun
+        self.states.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.states.folder))
+            except BlockingIOError:
+                text = "the run in {} still goes on, in another process"
+                raise ConfigError(Problem("trial_name", text, self.folder)) from None
+            self.states.tidy()
+            state = self.states.newest() if self.goes_on else None
+            if state is not None:
+                self._check(state)
+            elif mode == "resume":
+                raise ConfigError(Problem("recover.mode", "is resume, but {} has no state", self.folder))
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._resources.close()
+
+    def _check(self, state: State) -> None:
+        """Raise ConfigError unless the state is of this run, with its model and its data."""
+        found = changes(type(self.config), state.record["config"], self._settings)
+        earlier = EarlierRun.find(self.folder)
+        if earlier is not None:  # it has what the user asked for by --resume
+            earlier.refuse_other(self.config, None)
+        refuse(found, self.folder, explicit=earlier is not None)
+        given, now = state.record["inputs"], self._inputs
+        changed = {change.key for change in found if change.kind == "later"}
+        problems = [
+            Problem(key, "is not what the run in {} began with ({} instead of {})", self.folder, now[key], given[key])
+            for key in now
+            if key in given and now[key] != given[key] and key not in changed
+        ]
+        if problems:
+            raise ConfigError(problems)
+        for change in found:
+            logger.info("changed: %s (%s)", change, change.effect)
+
+    def load(self) -> dict[str, Any] | None:
+        """Load the newest state that is whole into the engine, and cut the run's files back to it; its record.
+
+        None where there is none: then the run begins, again if a session of it ended before it had one.
+        """
+        begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
+        while self.is_on and (state := self.states.newest() if self.goes_on else None) is not None:
+            assert self._engine is not None
+            try:
+                self._engine().load_state(state.engine)
+            except CheckpointError as error:
+                self.states.set_aside(state.step, str(error))
+                continue
+            self.files.cut_back(state.step, state.record["files"], begun_at)
+            self.states.set_finished(None)
+            self.writer.written_step = state.step
+            return state.record["run"]
+        if self.is_on and self.goes_on:
+            logger.warning("the run in %s ended before it had a state; it begins again", self.folder)
+            self.files.cut_back(0, {}, begun_at)
+        return None
+
+    def record(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        """What is kept beside the engine's state."""
+        return {
+            "areno": __version__,
+            "config": self._settings,
+            "inputs": dict(self._inputs),
+            "files": self.files.sizes(),
+            "run": run,
+        }
+
+    def write(self, step: int, record: Mapping[str, Any], due: bool) -> None:
+        """Begin to write a state where one is due, or was while the one before was still under way."""
+        if self.is_on and (due or self._waiting):
+            self._waiting = not self.writer.begin(step, record)
+
+    def write_now(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Write a state and wait for it. Whether it is whole."""
+        return self.is_on and self.writer.write(step, record)
+
+    def poll(self) -> None:
+        """Bring a state that is under way closer to its end."""
+        now = time.monotonic()
+        if self.is_on and now - self._polled_at > _POLL_EVERY_S:
+            self._polled_at = now
+            self.writer.poll()
+
+    def finished(self, step: int, result: float) -> None:
+        """Note the end of a run whose last state is whole."""
+        if self.written_step == step:
+            self.states.set_finished(step, result)
+
+    @property
+    def written_step(self) -> int | None:
+        """The step of the newest whole state."""
+        return self.writer.written_step if self.is_on else None

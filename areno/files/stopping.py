@@ -1,0 +1,85 @@
+"""Ctrl-C, SIGTERM and SIGUSR1: held until a place where nothing is lost, but not for long, and not twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+LIMIT_S = 10.0  # that a stop waits for the work under way
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_ASKED = b"\nstopping as soon as nothing is lost by it, at the latest in %d s; a second signal ends at once\n" % LIMIT_S
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1. It is a KeyboardInterrupt so that whatever handles Ctrl-C handles it too."""
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGTERM and SIGUSR1 under a command of ours."""
+    raise Terminated
+
+
+class Stop:
+    """As a context manager, holds the first signal until `check` or `at_once`; a second one interrupts at once.
+
+    Only handlers that would raise a KeyboardInterrupt are replaced: that of Python for Ctrl-C, and `terminate`. So
+    SIGTERM ends a script as it always has. Outside the main thread nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._asked: int | None = None  # the signal
+        self._at_once = False
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Stop:
+        self._asked = None
+        if threading.current_thread() is threading.main_thread():
+            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, terminate)}
+            for number in self._before:
+                signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that is held, if there is one."""
+        if self._asked is not None and self._timer is not None:
+            self._cancel()
+            self._before[self._asked](self._asked, None)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Around work that may be dropped at any moment, and that may take long."""
+        self.check()
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._asked is not None or self._at_once:
+            self._asked = number
+            self._cancel()
+            self._before[number](number, frame)
+        self._asked = number
+        os.write(2, _ASKED)  # a logger may be in use
+        self._timer = threading.Timer(LIMIT_S, signal.pthread_kill, (threading.main_thread().ident, number))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
