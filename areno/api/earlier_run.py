@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from areno.api.changes import Change, changes
 from areno.checkpoint.state import States
-from areno.config.changes import Change, changes
 from areno.config.experiments import ExperimentConfig
 from areno.config.fields import Section
 from areno.errors import ConfigError, Problem

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areno import __version__
+from areno.api.changes import changes
 from areno.api.earlier_run import STATE, EarlierRun, refuse
 from areno.checkpoint.recover import StatefulEngine, StateWriter
 from areno.checkpoint.state import State, States
 from areno.checkpoint.trigger import Trigger
-from areno.config.changes import changes
 from areno.config.experiments import ExperimentConfig
 from areno.errors import CheckpointError, ConfigError, Problem
 from areno.files.durable import locked

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from areno.api.changes import Change
 from areno.api.earlier_run import EarlierRun
-from areno.config.changes import Change
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
 from areno.tracking import new_run
