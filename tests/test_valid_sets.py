@@ -43,6 +43,10 @@ def test_a_set_takes_what_it_leaves_out_from_the_section(tmp_path):
     config = load(GSPOConfig, "mine", ["valid_dataset.sets.a.max_rows=5", "~valid_dataset.sets.b"], tmp_path)
     assert {name: of.max_rows for name, of in config.valid_dataset.by_name().items()} == {"a": 5}
     assert list(load(GSPOConfig, "quickstart").valid_dataset.by_name()) == [""]
+    columns = ["valid_dataset.columns.prompt=question", "valid_dataset.sets={a: {}, b: {columns: {solutions: answer}}}"]
+    config = load(GSPOConfig, "quickstart", [*columns, "valid_dataset.loader=null", "valid_dataset.path=x.jsonl"])
+    found = {name: (of.columns.prompt, of.columns.solutions) for name, of in config.valid_dataset.by_name().items()}
+    assert found == {"a": ("question", None), "b": ("question", "answer")}
 
 
 def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
@@ -65,6 +69,17 @@ def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
                 "valid_dataset.sets.b.batch_size": "is -1; it must be more than 0",
                 "valid_dataset.sets.c.batch_sise": "unknown key; did you mean valid_dataset.sets.c.batch_size?",
             },
+        ),
+        (
+            ["valid_dataset.columns.promt=x", "valid_dataset.sets={a: {}, b: {columns: {prompt: [1]}}}"],
+            {
+                "valid_dataset.columns.promt": "unknown key; did you mean valid_dataset.columns.prompt?",
+                "valid_dataset.sets.b.columns.prompt": "is [1]; text is expected",
+            },
+        ),
+        (
+            ["valid_dataset.columns.prompt=x", "valid_dataset.sets={a: {}, b: {batch_size: 3}}"],
+            {"valid_dataset.columns": "is set, but examples/quickstart/dataset_loader.py makes the rows"},
         ),
         (
             ["valid_dataset.sets={a: null, b: 3}"],

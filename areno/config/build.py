@@ -59,7 +59,7 @@ def with_defaults(
         if setting.sections and isinstance(value, Mapping):
             around = {key: values[key] for key in settings(setting.sections) if key in values}
             value = {
-                key: with_defaults(setting.sections, around | dict(given)) if isinstance(given, Mapping) else given
+                key: with_defaults(setting.sections, _over(around, given)) if isinstance(given, Mapping) else given
                 for key, given in value.items()
             }
         values[name] = required if value is REQUIRED else value
@@ -89,12 +89,12 @@ def _examine(
         elif setting.section and isinstance(value, Mapping):
             known[name] = _examine(setting.section, value, f"{key}.", problems, explain)
         elif setting.sections and isinstance(value, Mapping):
-            reported_now = {problem.key for problem in problems}
-            wrong = {field: data[field] for field in fields if prefix + field in reported_now}
-            known[name] = {
-                inner: _examine_named(setting.sections, given, f"{key}.{inner}", wrong, problems, explain)
-                for inner, given in value.items()
-            }
+            known[name] = dict.fromkeys(value)
+            for inner, given in value.items():
+                if isinstance(given, Mapping):
+                    known[name][inner] = _examine(setting.sections, given, f"{key}.{inner}.", problems, explain)
+                else:
+                    problems.append(Problem(f"{key}.{inner}", _expects(given, setting.sections)))
         else:
             try:
                 known[name] = setting.convert(value)
@@ -104,23 +104,37 @@ def _examine(
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
+    for name in (name for name, setting in fields.items() if setting.sections and isinstance(data[name], Mapping)):
+        _drop_repeated(problems, prefix, name, data)
     return section if len(problems) > before or len(known) < len(fields) else cls(**known)
 
 
-def _examine_named(
-    cls: type[Section],
-    given: Any,
-    key: str,
-    wrong: Mapping[str, Any],
-    problems: list[Problem],
-    explain: Callable[..., str],
-) -> Section | None:
-    """A section that has a name. wrong: values of the section around it that were reported there."""
-    if not isinstance(given, Mapping):
-        problems.append(Problem(key, _expects(given, cls)))
-        return None
-    problems += [Consequence(f"{key}.{name}", "") for name, value in wrong.items() if given.get(name) == value]
-    return _examine(cls, given, f"{key}.", problems, explain)
+def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
+    """Of a value that named sections have from the section around them, enough is said there. name: of their field."""
+    reported = {problem.key for problem in problems}
+    for inner, given in data[name].items():
+        start = f"{prefix}{name}.{inner}."
+        for problem in [problem for problem in problems if problem.key.startswith(start)]:
+            key = problem.key.removeprefix(start)
+            if prefix + key in reported and _value(given, key) == _value(data, key):
+                problems.remove(problem)
+
+
+def _value(data: Any, key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    for name in key.split("."):
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
+
+
+def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`given`, with what it leaves out from `around`; so, too, in sections inside."""
+    inside = {
+        name: _over(value, given[name])
+        for name, value in around.items()
+        if isinstance(value, Mapping) and isinstance(given.get(name), Mapping)
+    }
+    return {**around, **given, **inside}
 
 
 def _expects(value: Any, cls: type[Section]) -> str:
