@@ -180,9 +180,10 @@ def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
     assert inbox.get() is None
 
 
-def test_a_worker_that_cannot_start_says_why(folder: Path) -> None:
+@pytest.mark.parametrize("form", [InlineGroup, SpawnedGroup])
+def test_a_worker_that_cannot_start_says_why(folder: Path, form: type[WorkerGroup]) -> None:
     with pytest.raises(CheckpointError, match="safetensors"):
-        SpawnedGroup(spec(folder, random_init=False))
+        form(spec(folder, random_init=False))
 
 
 def test_which_form() -> None:

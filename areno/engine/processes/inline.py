@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno import heartbeat
 from areno.engine.processes.messages import obey
@@ -13,6 +13,9 @@ from areno.engine.processes.watchdog import Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationOutput
+
+if TYPE_CHECKING:
+    from areno.engine.worker import Worker
 
 
 class InlineGroup:
@@ -22,6 +25,9 @@ class InlineGroup:
 
     def __init__(self, spec: EngineSpec):
         self.command = "start"
+        self._worker: Worker | None = None
+        # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
+        self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self.watchdog = Watchdog(spec.stall_timeout_s, self)
         try:
             with heartbeat.working("start"):
@@ -33,11 +39,9 @@ class InlineGroup:
 
     def _start(self, spec: EngineSpec) -> None:
         from areno.engine.processes.process_groups import join_groups
-        from areno.engine.worker import Worker
+        from areno.engine.worker import Worker  # imports torch
 
-        self._worker: Worker | None = Worker(spec, join_groups(spec, 0))
-        # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
-        self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        self._worker = Worker(spec, join_groups(spec, 0))
 
     @property
     def worker(self) -> Any:
