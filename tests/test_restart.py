@@ -18,7 +18,7 @@ from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.processes.serving import _failure
 from areno.engine.spec import RoleSpec
-from areno.errors import EngineError, WorkerLost
+from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
 
@@ -102,6 +102,19 @@ def test_streams_end_when_the_workers_start_again(folder: Path) -> None:
         assert "every request under way is lost" in str(ends[0])
         assert engine.weights_version == 0
         assert rollout(engine) == expected
+
+
+def test_a_state_under_way_is_lost_with_the_workers(folder: Path, tmp_path: Path) -> None:
+    with Engine(spec(folder)) as engine:
+        engine.save_state(tmp_path / "first")
+        engine.restart()
+        with pytest.raises(CheckpointError, match="the run state was not written: the workers were lost"):
+            engine.state_written()
+        engine.save_state(tmp_path / "second")
+        assert engine.state_written(wait=True)
+        engine.restart()
+        assert engine.state_written()
+        engine.load_state(tmp_path / "second")
 
 
 def test_an_error_of_the_device_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:

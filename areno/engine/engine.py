@@ -21,7 +21,7 @@ from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, Rol
 from areno.engine.streams import FairLock, Streams
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows, read_tokens
-from areno.errors import EngineError
+from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
@@ -49,6 +49,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._rank_of: dict[int, int] = {}
         self._missing: dict[int, int] = {}  # request id -> samples still to come
         self._writes_state = False
+        self._lost_state = False  # it was being written when the workers were started again
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
@@ -356,6 +357,9 @@ class Engine(AbstractContextManager["Engine"]):
 
         wait: return when they are. CheckpointError, once, where they could not be written; the engine goes on.
         """
+        if self._lost_state:
+            self._lost_state = False
+            raise CheckpointError("the run state was not written: the workers were lost meanwhile")
         while self._writes_state:
             try:
                 self._writes_state = not all(self._call("state_written"))
@@ -400,6 +404,7 @@ class Engine(AbstractContextManager["Engine"]):
         with self._turn:
             with self._books:
                 self._forget_requests()
+            self._lost_state, self._writes_state = self._writes_state, False
             self._workers.close()
             self._workers = start_workers(self.spec, self._mode)
             for name, spec in self._roles.items():

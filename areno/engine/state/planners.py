@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from areno import heartbeat
 from areno.engine.state.pieces import Piece, by_name
 
 
@@ -90,7 +91,7 @@ class PieceReading(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+        heartbeat.beat()
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from areno import heartbeat
 from areno.engine.state.pieces import Piece
 from areno.errors import CheckpointError
 from areno.files.durable import sync
@@ -186,6 +187,7 @@ class Reader(StorageReader):
                 for number, crc32 in enumerate(expected["crc32"]):
                     view = memoryview(block)[: min(BLOCK_BYTES, n_bytes - number * BLOCK_BYTES)]
                     _read_into(view, file)
+                    heartbeat.beat()
                     if zlib.crc32(view) != crc32:
                         raise CheckpointError(
                             f"{path} is damaged: its checksum differs in the {BLOCK_BYTES >> 20} MiB from byte "
