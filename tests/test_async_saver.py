@@ -145,13 +145,13 @@ def test_the_end_of_a_run_waits_and_an_early_end_drops(tmp_path: Path) -> None:
 def test_a_resumed_run_saves_again_what_was_under_way(tmp_path: Path) -> None:
     """Its value is known. One that was finished after the state was taken is not written again."""
     settings: dict[str, Any] = {
-        "saver": SaverConfig(mode="async", freq_steps=2, best_metric="eval/reward", keep=1),
+        "saver": SaverConfig(mode="async", freq_steps=2, best_metric="eval/loss", best_mode="max", keep=1),
         "evaluator": EvaluatorConfig(freq_steps=3),
         "total_train_epochs": 2,
     }
     for finished in (False, True):
         folder, disk = tmp_path / str(finished), Disk()
-        run = start(folder, save=disk.write, is_saved=disk.is_written, evaluate=lambda: {"reward": 0.5}, **settings)
+        run = start(folder, save=disk.write, is_saved=disk.is_written, evaluate=lambda: {"loss": 0.5}, **settings)
         for _ in run.steps():
             run.end_step({})
             if run.step == 2:
@@ -162,7 +162,7 @@ def test_a_resumed_run_saves_again_what_was_under_way(tmp_path: Path) -> None:
         run.close()
         assert (folder / "checkpoints/step-000002").exists() == finished
         disk = Disk()
-        run = start(folder, save=disk.write, is_saved=disk.is_written, evaluate=lambda: {"reward": 0.4}, **settings)
+        run = start(folder, save=disk.write, is_saved=disk.is_written, evaluate=lambda: {"loss": 0.4}, **settings)
         run.load_state_dict(state)
         for _ in run.steps():
             disk.written = True

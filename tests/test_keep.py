@@ -88,7 +88,7 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path, settings, values, left,
 
 
 def test_a_metric_of_training_is_known_before_the_step_is_saved(tmp_path: Path) -> None:
-    made = saver(tmp_path, best_metric="train/loss", best_mode="min", keep=1)
+    made = saver(tmp_path, best_metric="train/loss", keep=1)
     for step, loss in enumerate([3.0, 1.0, 0.1, 2.0], 1):
         made.note(step, {"train/loss": loss})
         if step != 3:  # a step that is not saved is no best checkpoint
@@ -204,7 +204,7 @@ def test_a_run_that_was_moved_has_its_checkpoints(tmp_path: Path) -> None:
 
 def test_a_run_evaluates_and_compares_each_checkpoint(tmp_path: Path) -> None:
     """At a rate at which the loss of other rows falls and rises again. The best checkpoint has the loss it says."""
-    kept = SaverConfig(freq_steps=1, keep=1, best_metric="eval/loss", best_mode="min")
+    kept = SaverConfig(freq_steps=1, keep=1, best_metric="eval/loss")
     actor = ModelConfig(path=MODEL, gradient_checkpointing=False, optimizer=optimizer(3e-3))
     config = sft_config(tmp_path, MicroBatchSpec(), 4, saver=kept, total_train_steps=3)
     config.actor, config.valid_dataset = actor, ValidDatasetConfig(batch_size=4, max_length=64)

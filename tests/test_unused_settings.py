@@ -46,6 +46,11 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "valid_dataset=null saver.best_metric=eval/accuracy",
             "saver.best_metric: is eval/accuracy, but valid_dataset is null, so nothing is evaluated",
         ),
+        (
+            "gspo",
+            "saver.best_metric=eval/acuracy",
+            "saver.best_metric: is eval/acuracy, which is not measured",
+        ),
         ("gspo", "saver.keep=2 saver.keep_best=2", "saver.keep_best: is 2, but nothing says what is compared"),
         (
             "gspo",

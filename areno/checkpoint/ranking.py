@@ -19,6 +19,7 @@ class Ranking:
 
     def __init__(self, config: SaverConfig):
         self.config = config
+        self.mode = config.best_mode or ("min" if (config.best_metric or "").endswith("loss") else "max")
         self.values: dict[int, float | None] = {}
         self._last: tuple[int, float | None] = (-1, None)  # the last step that had a value, saved or not
         self._names: set[str] = set()  # of all scalars so far
@@ -51,7 +52,7 @@ class Ranking:
 
     def best(self, steps: Iterable[int]) -> list[int]:
         """Those of `steps` that have a value, the best first; of equal ones the earliest."""
-        sign = -1 if self.config.best_mode == "max" else 1
+        sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
@@ -67,7 +68,7 @@ class Ranking:
         """The content of metrics.json."""
         record = {
             "best_metric": self.config.best_metric,
-            "best_mode": self.config.best_mode,
+            "best_mode": self.mode,
             "best_step": best,
             "values": {str(step): value for step, value in sorted(self.values.items())},
         }

@@ -82,12 +82,16 @@ def pass_sizes(n_samples: int) -> list[int]:
 
 
 def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[Problem]:
-    """What is wrong with evaluator.metric. sets: the names of the evaluation sets."""
-    metrics, metric = config.eval_metrics(), config.evaluator.metric
+    """What is wrong with evaluator.metric and saver.best_metric. sets: the names of the evaluation sets."""
+    metrics, best = config.eval_metrics(), config.saver.best_metric or ""
     names = [*metrics, *(f"{name}/{of_set}" for name in sets if name for of_set in metrics)]
-    if metric is not None and metric not in names:
-        known = did_you_mean(metric, names, otherwise=f"; there are {', '.join(names)}")
-        yield Problem("evaluator.metric", f"is {metric}, which is not measured{known}")
+    asked = [("evaluator.metric", config.evaluator.metric, names)]
+    if best.startswith("eval/"):
+        asked.append(("saver.best_metric", best, [f"eval/{name}" for name in names]))
+    for key, metric, there in asked:
+        if metric is not None and metric not in there:
+            known = did_you_mean(metric, there, otherwise=f"; there are {', '.join(there)}")
+            yield Problem(key, f"is {metric}, which is not measured{known}")
 
 
 @dataclass(kw_only=True)

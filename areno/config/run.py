@@ -294,7 +294,9 @@ class SaverConfig(FrequencyConfig):
         help="Scalar that checkpoints are compared by, such as eval/rewards_mean. `best` links to the best one, which "
         "is never removed. With an eval/* scalar, every checkpoint is evaluated. null: they are not compared",
     )
-    best_mode: Literal["max", "min"] = setting("max", help="Whether a large or a small best_metric is good")
+    best_mode: Literal["max", "min"] | None = setting(
+        None, help="Whether a large or a small best_metric is good. null: min for a loss, max otherwise"
+    )
     keep_best: int = setting(1, help="So many best checkpoints stay beside the newest", gt=0)
     push_to_hub: str | None = setting(
         None,

@@ -256,7 +256,7 @@ class Worker:
         self._states.load(Path(folder))
 
     def close(self) -> None:
-        """End what this worker does in the background: give up what has not begun, and wait for what has."""
+        """End what this worker does in the background. A model whose files are being written is finished."""
         self._states.close()
         self._writer.shutdown(cancel_futures=True)
 

@@ -168,7 +168,6 @@ def file_writes(
             if file is not None:
                 entries = [table[name] for name in plan.filename_to_tensors[file]]
                 tensors = _gathered(entries, model, owner, dtype, pin_memory)
-                heartbeat.beat()
                 if owner == model.tp.rank:
                     write = partial(_write_tensors, tensors, folder / file, _reached(model.device))
         if write is not None:
@@ -216,6 +215,7 @@ def _gathered(
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
     for entry, out in zip(entries, outs, strict=True):
         entry.part.gather(entry.parameter, model.tp, owner, out)
+        heartbeat.beat()
     return {entry.name: out for entry, out in zip(entries, outs, strict=True) if out is not None}
 
 
