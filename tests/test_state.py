@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_offload import large_shape
 from test_roles import OPTIMIZER, critic, critic_rows
-from tiny_engine import model_folder, rollout, scored, spec, train_rows
+from tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
@@ -128,9 +128,7 @@ def test_tensors_are_stored_whole_under_their_checkpoint_names(folder: Path, tmp
         steps(engine, 1)
         stored = content(saved(engine, tmp_path / "state"))
         engine.save(str(tmp_path / "model"), "actor")
-    from safetensors.torch import load_file
-
-    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights = saved_tensors(tmp_path / "model")
     masters = {name: tensor for name, tensor in stored.items() if name.startswith("actor.master.")}
     assert masters.keys() == {f"actor.master.{name}" for name in weights}
     for name, weight in weights.items():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_roles import OPTIMIZER, ROWS, critic, critic_rows
 from test_state import content, same, saved
-from tiny_engine import model_folder, scored, spec, values
+from tiny_engine import model_folder, saved_tensors, scored, spec, values
 
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
@@ -69,12 +69,10 @@ def test_any_layout_takes_over_the_state_of_any_other(engines: dict[str, Engine]
         assert sum(file.stat().st_size for file in again.glob("*.bin")) == pytest.approx(size, rel=0.01)
         assert len({file.name.split(".")[-2] for file in again.glob("*.bin")}) == len(other.spec.devices)
         other.save(str(tmp_path / f"model-{reader}"))
-    from safetensors.torch import load_file
-
-    weights = load_file(tmp_path / "model-one" / "model.safetensors")
+    weights = saved_tensors(tmp_path / "model-one")
     assert all(torch.equal(expected[f"actor.master.{name}"].bfloat16(), weights[name]) for name in weights)
     for reader in LAYOUTS:
-        assert same(load_file(tmp_path / f"model-{reader}" / "model.safetensors"), weights)
+        assert same(saved_tensors(tmp_path / f"model-{reader}"), weights)
     after = {reader: train(other) for reader, other in engines.items()}
     for found in after.values():
         assert found == pytest.approx(after["one"], rel=0.02)
