@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from areno.config.run import DatasetConfig
+from areno.config.datasets import DatasetConfig
 from areno.data.loader import row_loader
 from areno.errors import DataError
 

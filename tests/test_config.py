@@ -10,9 +10,10 @@ from typing import Any, Literal
 import pytest
 
 from areno.config.build import build, with_defaults
+from areno.config.datasets import ValidDatasetConfig
 from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
-from areno.config.run import EngineConfig, GenerationConfig, ValidDatasetConfig
+from areno.config.run import EngineConfig, GenerationConfig
 from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem, keys_renamed
 from areno.launch import reference

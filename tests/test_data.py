@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.config.run import DatasetConfig, ValidDatasetConfig
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig
 from areno.data.sources import load_rows, read_rows
 from areno.errors import ConfigError, DataError
 

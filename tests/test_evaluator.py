@@ -16,9 +16,10 @@ from test_run import loader, start
 from areno.api.metrics import evaluation_metrics, pass_at_k
 from areno.api.trainers.evaluator import Evaluator, over_sets
 from areno.api.trainers.run import Run
+from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig, PreferenceExperimentConfig
 from areno.config.models import ModelConfig, PolicyConfig
-from areno.config.run import DatasetConfig, EvaluatorConfig, GenerationConfig, SaverConfig
+from areno.config.run import EvaluatorConfig, GenerationConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.config.run import ColumnsConfig, DatasetConfig
+from areno.config.datasets import ColumnsConfig, DatasetConfig
 from areno.data.encode import prompt_item, sft_sequence
 from areno.data.forms import recognised
 from areno.data.loader import row_loader

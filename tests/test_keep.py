@@ -14,8 +14,9 @@ from test_row_trainers import DEMONSTRATIONS, MODEL, hf_logprobs, optimizer, sft
 
 import areno
 from areno.checkpoint.saver import Saver
+from areno.config.datasets import ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ModelConfig
-from areno.config.run import SaverConfig, ValidDatasetConfig
+from areno.config.run import SaverConfig
 from areno.errors import ConfigError
 from areno.tracking.reader import RunReader
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.config.run import DatasetConfig
+from areno.config.datasets import DatasetConfig
 from areno.data.encode import pair_item
 from areno.data.loader import row_loader
 from areno.data.row_schema import prompt_and_answers

@@ -21,16 +21,9 @@ from safetensors.torch import load_file
 
 import areno
 from areno.api import get_algorithm
+from areno.config.datasets import DatasetConfig
 from areno.config.models import CriticConfig, NormConfig, OptimizerConfig, RefConfig, TokenPolicyConfig
-from areno.config.run import (
-    ClusterConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluatorConfig,
-    GenerationConfig,
-    RewardConfig,
-    SaverConfig,
-)
+from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, GenerationConfig, RewardConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.launch import command
 from areno.launch.compose import load

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
-from areno.config.run import DatasetConfig, SaverConfig
+from areno.config.run import SaverConfig
 from areno.errors import ArenoError
 from areno.recipes.sft import SFTConfig
 from areno.tracking import new_run

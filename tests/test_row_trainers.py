@@ -9,15 +9,9 @@ import pytest
 import torch
 
 import areno
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
-from areno.config.run import (
-    ClusterConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluatorConfig,
-    SaverConfig,
-    ValidDatasetConfig,
-)
+from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load

@@ -12,8 +12,9 @@ import pytest
 
 from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
+from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
-from areno.config.run import DatasetConfig, EvaluatorConfig, SaverConfig
+from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig

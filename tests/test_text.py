@@ -11,7 +11,7 @@ import pytest
 from sdk_script import MODEL, SAMPLING, made, session
 
 from areno import ArenoConfig, SamplingParams, Trainer
-from areno.config.run import DatasetConfig
+from areno.config.datasets import DatasetConfig
 from areno.data.row_schema import RowKind
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, ConfigError, DataError

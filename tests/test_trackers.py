@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import PolicyConfig
-from areno.config.run import DatasetConfig, RolloutConfig
+from areno.config.run import RolloutConfig
 from areno.errors import ArenoError, ConfigError
 from areno.recipes.sft import SFTConfig
 from areno.tracking.recorder import open_trackers

@@ -12,8 +12,9 @@ import pytest
 from test_row_trainers import DEMONSTRATIONS, PAIRS, dpo_config, scalars, sft_config
 
 import areno
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig
 from areno.config.models import MicroBatchSpec
-from areno.config.run import DatasetConfig, EvaluatorConfig, ValidDatasetConfig, ValidSetConfig
+from areno.config.run import EvaluatorConfig
 from areno.data.sources import open_rows
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load

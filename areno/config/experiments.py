@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config import models, run
+from areno.config import datasets, models, run
 from areno.config.fields import Section, build_check, check, forbid, setting
 from areno.config.values import show
 from areno.errors import ConfigError, Problem, did_you_mean
@@ -36,8 +36,10 @@ class ExperimentConfig(Section):
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices and processes")
-    train_dataset: run.DatasetConfig = setting(factory=run.DatasetConfig, help="Training data", required_in_build=True)
-    valid_dataset: run.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
+    train_dataset: datasets.DatasetConfig = setting(
+        factory=datasets.DatasetConfig, help="Training data", required_in_build=True
+    )
+    valid_dataset: datasets.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
     recover: run.RecoverConfig = setting(factory=run.RecoverConfig, help="Going on with a run that was interrupted")

@@ -10,7 +10,7 @@ from typing import Any, Generic
 import numpy as np
 
 from areno import heartbeat
-from areno.config.run import DatasetConfig
+from areno.config.datasets import DatasetConfig
 from areno.data.encode import pair_item, prompt_item, sft_sequence
 from areno.data.row_schema import RowKind, Rows, row_problem, rows_problem
 from areno.errors import DataError, Key, Problem

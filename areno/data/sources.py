@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.config.experiments import ExperimentConfig
-from areno.config.run import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.data.checked import SHOWN, fitting
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, Row, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of

@@ -14,8 +14,8 @@ from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
 from areno.checkpoint.inputs import folder_fingerprint, rows_fingerprint
+from areno.config.datasets import DatasetConfig
 from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, LossFn, PolicyExperimentConfig
-from areno.config.run import DatasetConfig
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets

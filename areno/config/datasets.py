@@ -1,0 +1,115 @@
+"""The settings of data: where rows come from, which columns they have, how many a step uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from areno.config.fields import Missing, Section, build_check, check, setting, settings
+from areno.errors import Key, Problem
+
+
+@dataclass(kw_only=True)
+class ColumnsConfig(Section):
+    """The columns of a dataset that hold the fields of a row. null: the column is called like the field."""
+
+    prompt: str | None = setting(None, help="Column of the prompt, text or messages")
+    solutions: str | None = setting(None, help="Column of what the reward function compares with")
+    response: str | None = setting(None, help="Column of the answer to train on (SFT)")
+    messages: str | None = setting(None, help="Column of the conversation to train on (SFT)")
+    chosen: str | None = setting(None, help="Column of the better answer (DPO)")
+    rejected: str | None = setting(None, help="Column of the worse answer (DPO)")
+    tools: str | None = setting(None, help="Column of the tools that the chat template is given")
+
+    def given(self) -> dict[str, str]:
+        """Field -> column, for those that are set."""
+        return {field: column for field, column in vars(self).items() if column is not None}
+
+
+@dataclass(kw_only=True)
+class DatasetConfig(Section):
+    """Where rows come from, and how many a step uses."""
+
+    path: str | None = setting(
+        None,
+        help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
+        "repo[:config[:split]]. null: loader makes the rows itself",
+    )
+    loader: str | None = setting(
+        None,
+        help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows, or "
+        "load_dataset(split) if it reads no path",
+    )
+    columns: ColumnsConfig = setting(
+        factory=ColumnsConfig, help="Names of the columns, where they differ from the fields of a row"
+    )
+    split: str = setting("train", help="Split to read, if the source has several")
+    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0)
+    shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
+    drop_last: bool = setting(True, help="Skip the last batch of an epoch if it is not full")
+    max_length: int = setting(
+        1024, help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted", gt=0
+    )
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        if self.path is None and self.loader is None:
+            yield Missing("path", f"missing ({settings(DatasetConfig)['path'].help})")
+
+    @check
+    def columns_of_a_loader(self) -> Iterator[Problem]:
+        if self.loader is not None and self.columns.given():
+            text = "is set, but {} makes the rows and does not read it; set {} to null to read the file itself"
+            yield Problem("columns", text, self.loader, Key("loader"))
+
+
+@dataclass(kw_only=True)
+class ValidSetConfig(DatasetConfig):
+    """Rows for evaluation. By default all of them are read, in order."""
+
+    split: str = setting("test", help="Split to read, if the source has several")
+    batch_size: int = setting(
+        32, help="Prompts that are sampled at the same time (RL), or rows per forward call (SFT, DPO)", gt=0
+    )
+    shuffle: bool = setting(False, help="Use a new order in every evaluation, drawn with seed")
+    drop_last: bool = setting(False, help="Skip the last batch if it is not full")
+    max_rows: int | None = setting(None, help="Use only the first rows of the data, this many. null: all", gt=0)
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        for problem in super().something_to_read():
+            yield Missing(problem.key, f"{problem.message}; for a run without evaluation, use valid_dataset=null")
+
+
+def set_name_problems(names: Collection[Any]) -> Iterator[str]:
+    """What is wrong with the names of evaluation sets, which are parts of metrics and files."""
+    if not names:
+        yield "is empty; at least one set is expected"
+    for name in names:
+        if not isinstance(name, str) or not name.isascii() or not name.replace("-", "_").isidentifier():
+            yield f"has the name {name!r}; a letter and then letters, digits, '-' and '_' are expected"
+
+
+@dataclass(kw_only=True)
+class ValidDatasetConfig(ValidSetConfig):
+    """Rows for evaluation: one set of them, or several sets that have names."""
+
+    sets: dict[str, ValidSetConfig] | None = setting(
+        None,
+        help="Several evaluation sets: name -> the settings of this section that are different for it. With sets, the "
+        "settings of this section itself are only their defaults",
+    )
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        return super().something_to_read() if self.sets is None else iter(())
+
+    @check
+    def names_of_sets(self) -> Iterator[Problem]:
+        if self.sets is not None:
+            yield from (Problem("sets", text) for text in set_name_problems(self.sets))
+
+    def by_name(self) -> dict[str, ValidSetConfig]:
+        """The sets by their names. The name of a single set is ""."""
+        return {"": self} if self.sets is None else self.sets
