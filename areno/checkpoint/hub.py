@@ -7,10 +7,12 @@ import os
 import threading
 from pathlib import Path
 
+from areno import heartbeat
 from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno.saver")
 
+_LOOK_S = 1.0
 TOKEN = "HF_TOKEN"  # environment variable
 
 
@@ -61,7 +63,9 @@ class HubUpload:
         thread = self._thread
         if thread is not None:
             logger.info("waiting for the upload to %s", self.repo)
-            thread.join()
+            while thread.is_alive():  # however long that takes: the client has limits of its own for a dead connection
+                thread.join(_LOOK_S)
+                heartbeat.beat()
 
     def _upload_all(self) -> None:
         while True:
