@@ -53,6 +53,19 @@ ROWS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 }
 
 
+def arguments(recipe: str) -> list[str]:
+    """The command line of a small run, in a folder with its rows."""
+    return [*RECIPES[recipe], *SETTINGS]
+
+
+def write_rows(recipe: str, folder: Path) -> None:
+    """Write 20 rows to train on, for batches of 8: an epoch has two steps, and rows are left over."""
+    row = ROWS.get(recipe, lambda a, b: {"prompt": f"{a}+{b}=", "solutions": str(a + b)})
+    for name, numbers in {"rows": range(11, 31), "valid": range(41, 59)}.items():
+        text = "".join(json.dumps(row(a, 9 + a % 7)) + "\n" for a in numbers)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
 @dataclass
 class Run:
     """One run in a folder of its own, however often it is started."""
@@ -67,16 +80,12 @@ class Run:
         return config.parent
 
     def prepare(self) -> None:
-        """Make the folder, with 20 rows to train on: an epoch has two steps, and rows are left over."""
         self.folder.mkdir()
-        row = ROWS.get(self.recipe, lambda a, b: {"prompt": f"{a}+{b}=", "solutions": str(a + b)})
-        for name, numbers in {"rows": range(11, 31), "valid": range(41, 59)}.items():
-            text = "".join(json.dumps(row(a, 9 + a % 7)) + "\n" for a in numbers)
-            (self.folder / f"{name}.jsonl").write_text(text)
+        write_rows(self.recipe, self.folder)
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
         """Start it in a process group of its own; what it says goes to a file."""
-        command = [sys.executable, "-m", f"areno.recipes.{self.recipe}", *RECIPES[self.recipe], *SETTINGS]
+        command = [sys.executable, "-m", f"areno.recipes.{self.recipe}", *arguments(self.recipe)]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -165,9 +174,8 @@ def draw(rng: random.Random) -> list[Kill]:
     return [Kill(rng.choice(["driver", "worker", "group"]), rng.choice(moments)) for _ in range(n_kills)]
 
 
-def left_by(run: Run) -> dict[str, Any]:
+def left_by(folder: Path) -> dict[str, Any]:
     """What a run leaves, without times: file -> content, the metrics, and the scalars of TensorBoard."""
-    folder = run.result
     found: dict[str, Any] = {}
     state = max(folder.glob("state/step-*"))
     found["state"] = state.name
@@ -215,7 +223,7 @@ def check(run: Run, kills: list[Kill], expected: dict[str, Any], seconds: float)
         finally:
             end(process)
     run.finish()
-    wrong = differences(expected, left_by(run))
+    wrong = differences(expected, left_by(run.result))
     assert not wrong, f"{run.folder}: {wrong} differ after {', '.join(map(str, kills))}"
     return f"hit {hits} of {len(kills)}"
 
@@ -225,7 +233,7 @@ def reference(run: Run) -> tuple[dict[str, Any], float]:
     run.prepare()
     started = time.monotonic()
     run.finish()
-    return left_by(run), time.monotonic() - started
+    return left_by(run.result), time.monotonic() - started
 
 
 # How often the states of a run are written.

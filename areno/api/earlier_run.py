@@ -56,15 +56,19 @@ class EarlierRun:
         if self.is_running:
             raise ConfigError(Problem("trial_name", "the run in {} still goes on, in another process", self.folder))
 
+    def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
+        """Raise ConfigError if it is a run of another recipe."""
+        meant = new_run.recipe_of(self.folder)
+        if meant not in ("", recipe):
+            raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
+
     def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
         """The settings that differ from those of the run. ConfigError if one of them may not.
 
         explicit: the user has named the run and what to change, so a change may concern all that is to come.
         """
-        meant = new_run.recipes_of(self.folder)
-        if recipe is not None and meant and recipe not in meant:
-            text = "{} is a run of {}, not of {}; choose another trial_name"
-            raise ConfigError(Problem("trial_name", text, self.folder, " and ".join(meant), recipe))
+        if recipe is not None:
+            self.refuse_recipe(recipe)
         found = changes(type(config), self.config, asdict(config))
         refuse(found, self.folder, explicit)
         return found

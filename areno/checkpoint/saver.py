@@ -176,10 +176,9 @@ class Saver:
                 "%s is removed: the run goes on from step %d, and will write it again", self._path(later), step
             )
             remove_whole(self._path(later))
+        remove(self.folder / "latest")  # which is a folder where the run's folder was copied without links
         if left := [number for number in steps if number <= step]:
             self._link("latest", left[-1])
-        else:
-            remove(self.folder / "latest")
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to save and to remove when and what this one would have."""

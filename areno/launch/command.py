@@ -77,7 +77,7 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         if args.resume is not None:
             if args.config_name or args.config_dir or args.multirun:
                 raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
-            name, config_dir = "config", resume.named_run(args.resume)
+            name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
         options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
         session = HydraSession(algorithm.config, name, args.overrides, **options)
         with _signals_interrupt(), _told_recipes(algorithm.name, name, config_dir), session:

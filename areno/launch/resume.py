@@ -16,8 +16,8 @@ from areno.tracking import new_run
 from areno.tracking.new_run import NewFolder
 
 
-def named_run(text: str) -> Path:
-    """The folder that --resume names. Raises ConfigError if it holds no run that can go on."""
+def named_run(text: str, recipe: str) -> Path:
+    """The folder that --resume names. Raises ConfigError if it holds no run of this recipe that can go on."""
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
     if not folder.is_dir():
@@ -32,6 +32,7 @@ def named_run(text: str) -> Path:
         problem = "{} has no state to go on from: the run was started with recover.mode=off"
     if problem:
         raise ConfigError(Problem("--resume", problem, folder))
+    EarlierRun(folder).refuse_recipe(recipe, "--resume")
     return folder
 
 

@@ -161,17 +161,16 @@ def overrides_of(folder: Path) -> list[str]:
     return [str(line) for line in OmegaConf.load(path)] if path.exists() else []
 
 
-def recipes_of(folder: Path) -> list[str]:
-    """The recipe that a command has written into config.yaml; [] for the run of a script."""
+def recipe_of(folder: Path) -> str:
+    """The recipe that a command has written into config.yaml; "" for the run of a script."""
     with (folder / "config.yaml").open(encoding="utf-8") as file:
         first = file.readline()
-    return [first.removeprefix(_RECIPE).strip()] if first.startswith(_RECIPE) else []
+    return first.removeprefix(_RECIPE).strip() if first.startswith(_RECIPE) else ""
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
     """Write new settings, and the versions of this session. overrides: None leaves those that are there."""
-    recipe = " ".join(recipes_of(folder))
-    for name, content in _description(config, overrides or [], recipe).items():
+    for name, content in _description(config, overrides or [], recipe_of(folder)).items():
         if overrides is not None or name != "overrides.yaml":
             write_text_whole(folder / name, content)
 

@@ -1,0 +1,92 @@
+"""Runs in this process that are stopped at a chosen place and go on, and what they should have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import kill_runs
+import pytest
+
+from areno.api.trainers.run import Run
+from areno.launch import command
+
+_wholes: dict[tuple[str, ...], dict[str, Any]] = {}
+
+
+def go(recipe: str, *settings: str, resume: Path | str | None = None) -> int:
+    """Start a small run of a recipe in the working directory, or go on with one; the exit code."""
+    algorithm = import_module(f"areno.recipes.{recipe}").ALGORITHM
+    how = kill_runs.arguments(recipe) if resume is None else ["--resume", str(resume)]
+    try:
+        return command.run(algorithm, f"python -m areno.recipes.{recipe}", [*how, *settings])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def folder_of(recipe: str, trial: str = "t") -> Path:
+    """Of the run that `go` has started."""
+    [config] = Path().glob(f"outputs/*/{trial}/config.yaml")
+    return config.parent.absolute()
+
+
+def whole(recipe: str, tmp_path_factory: pytest.TempPathFactory, *settings: str) -> dict[str, Any]:
+    """What a run leaves that nothing stops. Made once for each command line."""
+    key = (recipe, *settings)
+    if key not in _wholes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("whole"))
+            kill_runs.write_rows(recipe, Path())
+            assert go(recipe, *settings) == 0
+            _wholes[key] = kill_runs.left_by(folder_of(recipe))
+    return _wholes[key]
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@contextmanager
+def killed_at(place: Any, name: str, when: Callable[..., bool] = lambda *args, **kwargs: True) -> Iterator[None]:
+    """The run ends at the call of a method, and leaves nothing more than a killed one does.
+
+    when: whether to end, given the arguments of the call.
+    """
+    method = getattr(place, name)
+
+    def kill(*args: Any, **kwargs: Any) -> Any:
+        if when(*args, **kwargs):
+            raise Killed
+        return method(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_leave_state", lambda self: None)
+        patch.setattr(place, name, kill)
+        with pytest.raises(Killed):
+            yield
+
+
+@contextmanager
+def killed_after(step: int) -> Iterator[None]:
+    """The run ends when it has finished a step, and with it its state."""
+
+    def when(run: Run, stats: Any) -> bool:
+        run.recovery.writer.poll(wait=True)
+        return run.step == step + 1
+
+    with killed_at(Run, "end_step", when):
+        yield
+
+
+def states() -> list[str]:
+    """The names of the states in the working directory's run."""
+    return sorted(path.name for path in Path().glob("outputs/*/*/state/*step-*"))
+
+
+def log() -> str:
+    """The log of the working directory's run."""
+    [path] = Path().glob("outputs/*/t/logs/run.log")
+    return path.read_text(encoding="utf-8")

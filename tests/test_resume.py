@@ -1,0 +1,245 @@
+"""A run that was stopped goes on as if nothing had happened, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import kill_runs
+import pytest
+from resumed import folder_of, go, killed_after, killed_at, log, states, whole
+
+from areno.api.trainers.run import Run
+from areno.checkpoint.saver import Saver
+from areno.tracking.reader import RunReader
+
+OFTEN = ["recover.freq_steps=1"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working directory with the rows of SFT."""
+    monkeypatch.chdir(tmp_path)
+    kill_runs.write_rows("sft", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def expected(tmp_path_factory):
+    return whole("sft", tmp_path_factory)
+
+
+def check(expected, trial="t"):
+    assert kill_runs.differences(expected, kill_runs.left_by(folder_of("sft", trial))) == []
+
+
+def stopped_after(step, *settings):
+    with killed_after(step):
+        go("sft", *OFTEN, *settings)
+    assert states()[-1] == f"step-{step:06d}"
+
+
+# Where it stopped ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 6])
+def test_after_any_step(step, expected):
+    """Steps 2 and 6 are the last of an epoch."""
+    stopped_after(step)
+    assert go("sft", *OFTEN) == 0
+    assert f"going on after step {step}; {7 - step} steps are left" in log()
+    check(expected)
+
+
+def test_before_it_had_a_state(expected):
+    with killed_at(Run, "end_step", lambda run, stats: run.step == 5):
+        go("sft", "recover.freq_epochs=null")
+    assert states() == []
+    assert len(list(Path().glob("outputs/*/t/checkpoints/step-*"))) == 1
+    assert go("sft") == 0
+    assert "ended before it had a state; it begins again" in log()
+    check(expected)
+
+
+def test_before_it_had_begun(expected):
+    with killed_at(Saver, "claim"):
+        go("sft", *OFTEN)
+    assert go("sft", *OFTEN) == 0
+    check(expected)
+
+
+def test_while_its_folder_was_made(expected):
+    from areno.tracking import new_run
+
+    with killed_at(new_run, "write_text_whole", lambda path, text: path.name == "config.yaml"):
+        go("sft", *OFTEN)
+    assert go("sft", *OFTEN) == 0
+    check(expected)
+
+
+def test_after_the_last_step_and_after_the_end(expected, capsys):
+    with killed_at(Run, "finish"):
+        go("sft", *OFTEN)
+    assert go("sft", *OFTEN) == 0
+    check(expected)
+    capsys.readouterr()
+    assert go("sft", *OFTEN) == 0
+    assert "outputs/quickstart_base/t is finished: its 7 steps are done, with the result" in capsys.readouterr().out
+    assert go("sft", resume=folder_of("sft")) == 0
+    assert "is finished" in capsys.readouterr().out
+    check(expected)
+
+
+def test_between_the_last_state_and_the_word_that_it_is_finished(expected):
+    with killed_at(Run, "has_result"):
+        go("sft", *OFTEN)
+    assert go("sft", *OFTEN) == 0
+    assert "going on after step 7; 0 steps are left" in log()
+    assert RunReader(folder_of("sft")).status() == "completed"
+    check(expected)
+
+
+def test_a_longer_run_is_the_run_that_would_have_been_as_long(tmp_path_factory):
+    longer = "total_train_steps=9"
+    assert go("sft", *OFTEN) == 0
+    before = RunReader(folder_of("sft")).records()
+    assert go("sft", *OFTEN, longer) == 0
+    assert "changed: total_train_steps 7 -> 9 (where the run ends)" in log()
+    assert RunReader(folder_of("sft")).records()[: len(before)] == before
+    assert RunReader(folder_of("sft")).config["total_train_steps"] == 9
+    left = kill_runs.left_by(folder_of("sft"))
+    expected = whole("sft", tmp_path_factory, longer)
+    # The checkpoint at the end of the shorter one stays.
+    assert {name.split("/")[1] for name in kill_runs.differences(expected, left)} == {"step-000007"}
+
+
+def test_a_run_that_is_past_its_new_end_says_so():
+    stopped_after(5)
+    assert go("sft", *OFTEN, "total_train_steps=4") == 0
+    assert "going on after step 5; 0 steps are left" in log()
+    assert "done: 5 steps" in log()
+
+
+# How it goes on ------------------------------------------------------------------------------------------------------
+
+
+def test_by_its_folder_also_when_that_has_been_moved(expected, folder):
+    stopped_after(3)
+    shutil.copytree("outputs/quickstart_base/t", "there")
+    shutil.rmtree("outputs")
+    assert go("sft", resume="there") == 0
+    assert kill_runs.differences(expected, kill_runs.left_by(folder / "there")) == []
+
+
+def test_changes_are_listed_and_stay(capsys):
+    stopped_after(3)
+    settings = ["actor.optimizer.lr=1e-4", "saver.freq_steps=2", "actor.mb_spec.max_tokens_per_mb=64"]
+    assert go("sft", *settings, resume=folder_of("sft")) == 0
+    assert "changed: actor.optimizer.lr 0.001 -> 0.0001 (from here on)" in log()
+    assert "changed: actor.mb_spec.max_tokens_per_mb 8192 -> 64 (speed and memory change" in log()
+    run = RunReader(folder_of("sft"))
+    assert run.config["actor"]["optimizer"]["lr"] == 1e-4
+    assert run.overrides[-3:] == settings
+    rates = run.series("train/lr")
+    assert rates.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert rates.values[3] == pytest.approx(rates.values[2] / 10 * 4 / 3, rel=1e-4)  # still in the warm-up
+    assert sorted(run.checkpoints()) == [3, 4, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "actor.optimizer.lr=1e-4",
+            "actor.optimizer.lr: differs from the run in {} .*go on with it: --resume {} a",
+        ),
+        ("seed=2", r"seed: the run in {} cannot go on with another one \(seed 1 -> 2\); start a new run"),
+        ("train_dataset.batch_size=4", "train_dataset.batch_size: the run in {} cannot go on with another one"),
+        ("actor.optimizer.type=adam_8bit", "actor.optimizer.type: the run in {} cannot go on with another one"),
+    ],
+)
+def test_another_run_of_that_name(setting, message, capsys):
+    stopped_after(3)
+    before = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    assert go("sft", *OFTEN, setting) == 2
+    assert re.search(message.format(*[folder_of("sft")] * 2), capsys.readouterr().err)
+    assert sorted(Path().rglob("*")) == before
+    if "cannot" in message:
+        assert go("sft", setting, resume=folder_of("sft")) == 2
+
+
+def test_another_recipe(capsys):
+    stopped_after(3)
+    assert go("gspo", resume=folder_of("sft")) == 2
+    assert "is a run of sft, not of gspo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["off", "resume"])
+def test_modes(how, capsys):
+    setting = f"recover.mode={how}"
+    code = go("sft", setting)
+    if how == "off":
+        assert code == 0
+        assert not list(Path().glob("outputs/*/t/state"))
+        assert go("sft", setting) == 2
+        assert "trial_name: " in capsys.readouterr().err
+        assert go("sft", resume=folder_of("sft")) == 2
+        assert "has no state to go on from: the run was started with recover.mode=off" in capsys.readouterr().err
+    else:
+        assert code == 2
+        assert "recover.mode: is resume, but" in capsys.readouterr().err
+        stopped_after(2)
+        assert go("sft", *OFTEN, setting) == 0
+
+
+def test_names_that_are_no_run(capsys, folder):
+    (folder / "other").mkdir()
+    for name, message in {
+        "nowhere": "there is no folder",
+        "other": "is not the folder of a run: it has no config.yaml",
+    }.items():
+        assert go("sft", resume=name) == 2
+        assert f"error: --resume: {message}" in capsys.readouterr().err.replace(f"{folder / name} ", "")
+    stopped_after(2)
+    capsys.readouterr()
+    assert go("sft", resume=folder_of("sft") / "state/step-000002") == 2
+    assert f"it has no config.yaml; {folder_of('sft')} is one" in capsys.readouterr().err
+
+
+def test_a_run_without_a_name_is_new_and_tells_of_the_last_one(capsys):
+    stopped_after(2)
+    capsys.readouterr()
+    assert go("sft", "trial_name=null", "total_train_steps=1") == 0
+    told = "outputs/quickstart_base/t is not finished; to go on with it: python -m areno.recipes.sft --resume outputs/"
+    assert told in capsys.readouterr().out
+    assert go("sft", "trial_name=null", "recover.mode=resume") == 2
+    assert "trial_name is null, so a new run would begin" in capsys.readouterr().err
+
+
+# What it was made of -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["rows", "model"])
+def test_another_content_under_the_same_name(change, folder, capsys):
+    from areno.files.paths import find_file
+
+    shutil.copytree(find_file("examples/quickstart/model"), "model")
+    setting = "actor.path=model"
+    stopped_after(3, setting)
+    shutil.copytree("model", "moved")
+    if change == "rows":
+        rows = (folder / "rows.jsonl").read_text().splitlines()
+        (folder / "rows.jsonl").write_text("\n".join([*rows[1:], rows[0]]))
+    else:
+        config = json.loads((folder / "model/config.json").read_text())
+        (folder / "model/config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+    capsys.readouterr()
+    assert go("sft", *OFTEN, setting) == 2
+    key = {"rows": "train_dataset", "model": "actor.path"}[change]
+    assert f"{key}: is not what the run in {folder_of('sft')} began with" in capsys.readouterr().err
+    assert states() == ["step-000002", "step-000003"]
+    if change == "model":
+        assert go("sft", "actor.path=moved", resume=folder_of("sft")) == 0

@@ -1,0 +1,261 @@
+"""States on the disk: whole or absent, found again, and what a full disk or a damaged one does."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import zlib
+from pathlib import Path
+
+import kill_runs
+import pytest
+from resumed import folder_of, go, killed_after, log, states, whole
+
+from areno.checkpoint.recover import StateWriter
+from areno.checkpoint.state import States
+from areno.config.run import RecoverConfig
+from areno.engine.engine import Engine
+from areno.errors import CheckpointError, EngineError
+from areno.files.durable import locked
+
+OFTEN = ["recover.freq_steps=1"]
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """A run that was killed after step 3, with the states of steps 2 and 3."""
+    monkeypatch.chdir(tmp_path)
+    kill_runs.write_rows("sft", tmp_path)
+    with killed_after(3):
+        go("sft", *OFTEN)
+    return folder_of("sft") / "state"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "weights flipped": lambda state: flip(state / "engine/actor.master.0.bin"),
+    "weights truncated": lambda state: (state / "engine/actor.exp_avg.0.bin").write_bytes(b"x"),
+    "weights gone": lambda state: (state / "engine/actor.exp_avg_sq.0.bin").unlink(),
+    "engine gone": lambda state: shutil.rmtree(state / "engine"),
+    "index flipped": lambda state: flip(state / "engine/index.json"),
+    "record flipped": lambda state: flip(state / "run.json"),
+    "record gone": lambda state: (state / "run.json").unlink(),
+    "manifest gone": lambda state: (state / "manifest.json").unlink(),
+    "manifest flipped": lambda state: flip(state / "manifest.json"),
+    "manifest empty": lambda state: (state / "manifest.json").write_text(""),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_state(how, work, tmp_path_factory):
+    DAMAGE[how](work / "step-000003")
+    assert go("sft", *OFTEN) == 0
+    assert "warning: the state of step 3 is damaged: " in log()
+    assert f"It is kept as {work / 'damaged-step-000003'}" in log()
+    assert "going on after step 2; 5 steps are left" in log()
+    assert [states()[0], states()[-1]] == ["damaged-step-000003", "step-000007"]
+    expected = whole("sft", tmp_path_factory)
+    assert kill_runs.differences(expected, kill_runs.left_by(work.parent)) == []
+
+
+def test_nothing_but_damage(work, capsys):
+    for state in work.glob("step-*"):
+        DAMAGE["record gone"](state)
+    before = sorted(path.relative_to(work) for path in work.rglob("*.bin"))
+    capsys.readouterr()
+    for _ in range(2):
+        assert go("sft", *OFTEN) == 1
+        said = capsys.readouterr().err
+        assert f"error: the states of this run in {work} are damaged (damaged-step-000002, damaged-step-000003)" in said
+    assert len(sorted(work.rglob("*.bin"))) == len(before)
+
+
+def test_states_that_somebody_has_removed(work, capsys):
+    for state in work.glob("step-*"):
+        shutil.rmtree(state)
+    capsys.readouterr()
+    assert go("sft", *OFTEN) == 1
+    assert f"the states of this run in {work} are gone; the last was step-000003" in capsys.readouterr().err
+
+
+def test_another_version_of_the_format(work, capsys):
+    record = work / "step-000003/run.json"
+    text = json.dumps({**json.loads(record.read_text()), "format": 0, "areno": "0.0.7"})
+    record.write_text(text)
+    manifest = work / "step-000003/manifest.json"
+    sizes = json.loads(manifest.read_text())["sizes"]
+    manifest.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "sizes": {**sizes, "run.json": len(text)}}))
+    capsys.readouterr()
+    assert go("sft", *OFTEN) == 1
+    assert "has format 0, of areno 0.0.7; this areno reads format 1" in capsys.readouterr().err
+    assert states() == ["step-000002", "step-000003"]
+
+
+def test_two_at_once(work, capsys):
+    capsys.readouterr()
+    with locked(work):
+        assert go("sft", *OFTEN) == 2
+        assert go("sft", resume=work.parent) == 2
+    text = f"error: trial_name: the run in {work.parent} still goes on, in another process\n"
+    assert capsys.readouterr().err == 2 * text
+
+
+# A disk without room -------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, monkeypatch):
+    """Large files cannot be written while the states of steps 3 to 5 are."""
+    monkeypatch.chdir(tmp_path)
+    kill_runs.write_rows("sft", tmp_path)
+    save_state, written, before = Engine.save_state, Engine.state_written, resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen = []
+
+    def save(self, folder):
+        if any(f"step-00000{step}" in str(folder) for step in (3, 4, 5)):
+            seen.append(states())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+        save_state(self, folder)
+
+    def waited(self, wait=False):
+        is_under_way = self._writes_state
+        try:
+            return written(self, wait=True)
+        finally:
+            if is_under_way:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(Engine, "save_state", save)
+    monkeypatch.setattr(Engine, "state_written", waited)
+    monkeypatch.setattr("areno.api.recovery._POLL_EVERY_S", -1.0)
+    assert go("sft", *OFTEN, "saver.freq_steps=null") == 0
+    told = [line.partition(" ")[2] for line in log().splitlines() if "could not be written" in line]
+    assert len(told) == 3
+    for step, line in zip((3, 4, 5), told, strict=True):
+        assert line.startswith(f"warning: the state of step {step} could not be written in ")
+        assert line.endswith("File too large. The run goes on; that of step 2 stays")
+    assert seen == 3 * [["step-000001", "step-000002"]]
+    assert states()[-1] == "step-000007"
+    expected = whole("sft", tmp_path_factory)
+    left = kill_runs.left_by(folder_of("sft"))
+    assert all("step-000003" in name for name in kill_runs.differences(expected, left))
+
+
+class FakeEngine:
+    """Writes when it is told that it has written."""
+
+    def __init__(self):
+        self.folder = None
+        self.is_done = False
+        self.error = None
+
+    def save_state(self, folder):
+        self.folder, self.is_done = Path(folder), False
+
+    def state_written(self, wait=False):
+        if self.error is not None:
+            raise self.error
+        if (self.is_done or wait) and self.folder:
+            (self.folder / "weights").write_text("w")
+            self.folder = None
+        return self.folder is None
+
+
+@pytest.fixture
+def writer(tmp_path):
+    engine = FakeEngine()
+    (tmp_path / "state").mkdir()
+    made = StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None)
+    return made, engine, tmp_path / "state"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_state_is_absent_until_it_is_whole(writer):
+    states, _, folder = writer
+    assert states.begin(1, {"run": 1})
+    states.poll()
+    assert [name[:16] for name in names(folder)] == [".tmp-step-000001"]
+    assert not states.begin(2, {"run": 2}), "one after another"
+    states.poll(wait=True)
+    assert names(folder) == ["latest", "step-000001"]
+    assert states.states.newest().record["run"] == 1
+
+
+def test_the_newest_states_stay(writer):
+    states, _, folder = writer
+    for step in (1, 2, 3):
+        assert states.write(step, {"run": step})
+    assert names(folder) == ["latest", "step-000002", "step-000003"]
+    assert (folder / "latest").read_text() == "step-000003\n"
+
+
+def test_a_state_of_the_same_step_shares_its_weights(writer):
+    states, _, folder = writer
+    assert states.write(1, {"run": "before the evaluation"})
+    inode = (folder / "step-000001/engine/weights").stat().st_ino
+    assert states.write(1, {"run": "after it"})
+    assert (folder / "step-000001/engine/weights").stat().st_ino == inode
+    assert states.states.newest().record["run"] == "after it"
+    assert names(folder) == ["latest", "step-000001"]
+
+
+@pytest.mark.parametrize("error", [CheckpointError("disk full"), EngineError("a worker died")])
+def test_a_state_that_cannot_be_whole_is_not_there(writer, error, caplog):
+    states, engine, folder = writer
+    assert states.write(1, {})
+    states.begin(2, {})
+    engine.error = error
+    if isinstance(error, EngineError):
+        with pytest.raises(EngineError, match="a worker died"):
+            states.poll()
+    else:
+        states.poll()
+        assert "the state of step 2 could not be written in" in caplog.text
+    engine.error = None
+    states.poll(wait=True)
+    assert names(folder) == ["latest", "step-000001"]
+
+
+def test_a_disk_that_would_be_full_is_not_filled(writer, monkeypatch, caplog):
+    states, engine, folder = writer
+    assert states.write(1, {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+    assert not states.write(2, {})
+    assert "GiB are free there" in caplog.text
+    assert engine.folder is None
+    assert names(folder) == ["latest", "step-000001"]
+
+
+@pytest.mark.parametrize("place", ["rename", "write_text_whole"])
+def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
+    """Between the renames, and before `latest` is written."""
+    states, _, folder = writer
+    assert states.write(1, {"run": "before"})
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*args):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        if place == "rename":
+            rename = Path.rename
+            patch.setattr(Path, "rename", lambda self, to: crash() if self.name[:4] == ".tmp" else rename(self, to))
+        else:
+            patch.setattr("areno.checkpoint.state.write_text_whole", crash)
+        tmp = states.states.begin_again(1)
+        with pytest.raises(Crash):
+            states.states.finish(tmp, 1, {"run": "after"})
+    after = States(folder, 2)
+    after.tidy()
+    assert names(folder) == ["latest", "step-000001"]
+    assert after.newest().record["run"] == ("before" if place == "rename" else "after")
