@@ -129,13 +129,11 @@ class StateWriter:
         """A full disk is seen before it is full, so that what else the run writes has its room."""
         needed, free = self.states.size(), shutil.disk_usage(self.states.folder).free
         if free < needed:
-            raise CheckpointError("{:.3g} GiB are free there, it needs {:.3g}", free / 2**30, needed / 2**30)
+            text = "{} has {:.3g} GiB free, and it needs {:.3g}"
+            raise CheckpointError(text, self.states.folder, free / 2**30, needed / 2**30)
 
     def _failed(self, step: int, error: Exception) -> None:
         with suppress(OSError):
             self.drop()
         last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
-        logger.warning(
-            "the state of step %d could not be written in %s: %s. The run goes on; %s",
-            step, self.states.folder, error, last,
-        )  # fmt: skip
+        logger.warning("the state of step %d could not be written: %s. The run goes on; %s", step, error, last)
