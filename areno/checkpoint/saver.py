@@ -168,18 +168,6 @@ class Saver:
         if self.ranking.note(step, scalars):
             self._tidy()
 
-    def drop_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which the run will write again, and link to the last that is left."""
-        steps = sorted(self._steps())
-        for later in (number for number in steps if number > step):
-            logger.warning(
-                "%s is removed: the run goes on from step %d, and will write it again", self._path(later), step
-            )
-            remove_whole(self._path(later))
-        remove(self.folder / "latest")  # which is a folder where the run's folder was copied without links
-        if left := [number for number in steps if number <= step]:
-            self._link("latest", left[-1])
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to save and to remove when and what this one would have."""
         return {

@@ -358,7 +358,6 @@ class Run:
         elif not self.step and self.config.evaluator.eval_before_train:
             self._todo = ["evaluate"]
         if self.recovery.goes_on:
-            self.saver.drop_after(self.step)
             self.trackers.resume(self.step)
         elif not self.step:
             self.saver.refuse_checkpoints()
