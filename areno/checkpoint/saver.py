@@ -248,6 +248,8 @@ class Saver:
         try:
             remove(link)
             link.symlink_to(target, target_is_directory=True)
+            if not (self.folder / name).is_symlink():
+                remove(self.folder / name)  # a folder in its place: the run was copied by what follows links
             link.replace(self.folder / name)
         except OSError as error:  # some file systems have no links; the checkpoint itself is there
             logger.warning("%s could not be linked to %s: %s", self.folder / name, target, error.strerror)
