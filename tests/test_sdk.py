@@ -179,7 +179,7 @@ DOCUMENTED: dict[Any, str] = {
     "ref_logprobs=None, reward=0.0, eos_token_id=0",
     ModelRole: "name, path, trainable, optimizer_lr=None",
     ArenoConfig: "model_path=None, tp_size=1, dp_size=None, devices=None, dummy_load=False, optimizer=None, "
-    "runtime=None, max_running_prompts=64, decode_progress_interval_s=10.0",
+    "runtime=None, max_running_prompts=None, decode_progress_interval_s=10.0",
 }
 
 
@@ -319,6 +319,20 @@ def test_the_cache_is_made_for_the_prompts_and_kept(trainer: Trainer, monkeypatc
         with session(trainer, max_running_prompts=2):
             trainer.rollout_token_batch([[4]], 1, SAMPLING)
     assert [(spec.max_running, spec.max_len) for spec in specs] == [(5, 128), (5, 256), (2, 256)]
+
+
+def test_by_default_all_samples_of_a_rollout_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rollouts of no more samples share one decoder, whose CUDA graphs would be lost with it."""
+    one = SamplingParams(max_new_tokens=1)
+    with made() as trainer:
+        specs, begin = [], trainer.engine.begin_rollout
+        monkeypatch.setattr(trainer.engine, "begin_rollout", lambda spec: (specs.append(spec), begin(spec)))
+        for n_samples in (3, 100, 80, 65):
+            with session(trainer):
+                trainer.rollout_token_batch([[4], [5]], n_samples, one)
+        with session(trainer, max_running_prompts=7):
+            trainer.rollout_token_batch([[4]], 100, one)
+    assert [spec.max_running for spec in specs] == [64, 256, 256, 256, 7]
 
 
 def test_drop_rollout_state_and_cache_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,10 @@ from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
-_SHORTEST = 128  # tokens a cache is made for at least: growing it later would take its CUDA graphs along
+# What a cache is made for at least: growing it later would take its CUDA graphs along.
+_SHORTEST = 128  # tokens
+_FEWEST = 64  # samples, and a multiple of which there is room for
+_MOST = 1024  # samples on each copy of the model: a step with more is hardly faster for each of them
 
 
 class Sessions:
@@ -22,7 +25,9 @@ class Sessions:
     def __init__(self, engine: Engine, plan: TrainerPlan):
         self.engine, self.plan = engine, plan
         self.open: RolloutSession | None = None
-        self.longest = _SHORTEST  # tokens of the longest sequence that a session was made ready for
+        # What sessions were made ready for. Both only grow, so that the rollouts of a loop share one decoder.
+        self.longest = _SHORTEST  # tokens of a sequence
+        self.most = _FEWEST  # samples at once, where no argument says how many
         self.interrupted = False  # while it sampled
 
     def need(self, what: str) -> RolloutSession:
@@ -49,11 +54,11 @@ class Sessions:
 class RolloutSession:
     """One stretch of rollout, as an async or a plain context manager; made by Trainer.rollout_session.
 
-    max_running: samples decoded at once, over all ranks.
+    max_running: samples decoded at once, over all ranks; None is as many as a rollout has.
     However the block is left, by an error or a cancelled task, too, the Trainer can be used afterwards.
     """
 
-    def __init__(self, sessions: Sessions, max_running: int):
+    def __init__(self, sessions: Sessions, max_running: int | None):
         self._sessions, self._max_running = sessions, max_running
         self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
 
@@ -68,17 +73,20 @@ class RolloutSession:
             raise EngineError("prepare was called outside the `with` block of its rollout session")
         self._make_room(n_tokens)
 
-    def _make_room(self, n_tokens: int) -> None:
-        sessions = self._sessions
-        longest = sessions.longest
+    def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
+        sessions, plan, running = self._sessions, self._sessions.plan, self._running_spec
+        longest, most = sessions.longest, sessions.most
         if n_tokens > longest:
             longest = max(longest, min(1 << (n_tokens - 1).bit_length(), sessions.engine.info.context_len))
-        plan = sessions.plan
-        spec = RolloutSpec(max_running=self._max_running, max_len=plan.max_len or longest, decoder=plan.decoder)
-        if self._running_spec == spec:
+        if n_samples > most:
+            most = max(most, min(-(-n_samples // _FEWEST) * _FEWEST, _MOST * sessions.engine.spec.dp_size))
+        spec = RolloutSpec(max_running=self._max_running or most, max_len=plan.max_len or longest, decoder=plan.decoder)
+        if running == spec:
             return
-        if self._running_spec is not None:
+        if running is not None:
             if sessions.engine.is_streaming:
+                if spec.max_len == running.max_len:
+                    return  # the samples that are too many wait for their turn
                 raise EngineError(
                     f"{n_tokens} tokens need a larger cache, and making it would end the streams that are open; "
                     "call session.prepare with the longest length before the first stream"
@@ -86,7 +94,7 @@ class RolloutSession:
             self._running_spec = None
             sessions.engine.end_rollout()
         sessions.engine.begin_rollout(spec)
-        sessions.longest = longest
+        sessions.longest, sessions.most = longest, most
         self._running_spec = spec
 
     def generate(
@@ -116,7 +124,7 @@ class RolloutSession:
         ]
         limit = min(params.max_context_len or engine.info.context_len, engine.info.context_len)
         longest = max(len(request.prompt) for request in requests) + params.max_new_tokens
-        self._make_room(min(longest, limit))
+        self._make_room(min(longest, limit), len(requests) * n_samples)
 
         def progress_unless_cancelled(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
             raise_if_cancelled()

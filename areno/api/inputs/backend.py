@@ -29,8 +29,8 @@ class ArenoConfig:
     devices: CUDA device ids, one for each rank; None takes the first ones.
     dummy_load: random weights in the policy and in every role; no folder needs weight files.
     optimizer: fields of areno.config.models.OptimizerConfig, or one of these.
-    runtime: see RuntimeConfig. max_running_prompts: samples decoded at once, over all ranks.
-    decode_progress_interval_s: seconds between log lines of a rollout.
+    runtime: see RuntimeConfig. max_running_prompts: samples decoded at once, over all ranks; None is as many as a
+    rollout has. decode_progress_interval_s: seconds between log lines of a rollout.
     """
 
     model_path: str | None = None
@@ -40,7 +40,7 @@ class ArenoConfig:
     dummy_load: bool = False
     optimizer: dict[str, Any] | OptimizerConfig | None = None
     runtime: dict[str, Any] | None = None
-    max_running_prompts: int = 64
+    max_running_prompts: int | None = None
     decode_progress_interval_s: float = 10.0
 
 
@@ -78,7 +78,7 @@ class BackendSettings(Section):
     dummy_load: bool = setting(False, help="random weights in every model")
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="optimizer and learning-rate schedule")
     runtime: RuntimeConfig = setting(factory=RuntimeConfig, help="processes, memory, precision")
-    max_running_prompts: int = setting(64, help="samples decoded at once", gt=0)
+    max_running_prompts: int | None = setting(None, help="samples decoded at once", gt=0)
     decode_progress_interval_s: float = setting(10.0, help="seconds between log lines", gt=0)
 
     @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")

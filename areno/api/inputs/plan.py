@@ -31,15 +31,15 @@ class TrainerPlan:
     """What a Trainer starts, and how it samples.
 
     max_running: samples decoded at once, over all ranks. max_len: longest prompt plus completion in tokens that the KV
-    cache is made for; None makes it as large as the prompts turn out to need. progress_interval_s: seconds between log
-    lines of a rollout. The rest are settings of the same names.
+    cache is made for. None makes either as large as the rollouts turn out to need. progress_interval_s: seconds between
+    log lines of a rollout. The rest are settings of the same names.
     """
 
     spec: EngineSpec
     tokenizer: Any
     workers: str = "auto"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    max_running: int = 64
+    max_running: int | None = None
     max_len: int | None = None
     drop_rollout_state: bool = False
     enable_thinking: bool | None = None
