@@ -13,7 +13,7 @@ from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import backend as backend_module
-from areno.engine.train.activations import KeptLayers, layers_to_keep
+from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.errors import DataError, EngineError
@@ -166,8 +166,23 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(make, monkeyp
     assert max(kept[n_before:]) < 2  # learned for good
 
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
-    with pytest.raises(EngineError, match="out of device memory in training"):
+    with pytest.raises(EngineError, match="out of device memory in training") as info:
         train_on(backend, rows, sft_loss_fn, spec)
+    assert f"a micro-batch of {fitting_tokens(backend.model, enough) // 256 * 256:,} tokens would fit" in str(
+        info.value
+    )
+    backend._kept_layers = KeptLayers(backend.model, lambda: 0)
+    with pytest.raises(EngineError, match="no micro-batch fits"):
+        train_on(backend, rows, sft_loss_fn, spec)
+
+
+def test_a_micro_batch_that_is_said_to_fit_is_the_largest_one(make):
+    model = make().model
+    for free in (0, 2**31, 2**33):
+        n = fitting_tokens(model, free)
+        need = _Need.of(model)
+        assert n == 0 or need.logits + n * need.of_token <= free
+        assert need.logits + (n + 1) * need.of_token > free
 
 
 def pair_loss_fn(pack, logprobs):

@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 from test_roles import OPTIMIZER, ROWS, critic, critic_rows, reference
-from tiny_engine import VOCAB, model_folder, rollout, scored, spec, train_on, values
+from tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, train_on, values
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
+from areno.engine.spec import RolloutSpec
 from areno.engine.train.offload import Offload
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.value import value_loss_fn
@@ -187,3 +188,27 @@ def test_offloaded_roles_beside_a_decoder(tmp_path: Path) -> None:
             assert values(engine, "critic", ROWS) == [[0.0] * len(row) for row in ROWS]
             results.append(numbers)
     assert results[1] == pytest.approx(results[0], abs=3e-2)
+
+
+@pytest.mark.gpu
+def test_what_a_rollout_held_is_free_when_it_is_dropped(tmp_path: Path) -> None:
+    """At once, and not when Python happens to look for circles of references: training needs the memory now."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    shape = large_shape(tmp_path / "shape")
+    build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
+    with Engine(build, "inline") as engine:
+        before = torch.cuda.memory_allocated()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(2):  # the first one compiles kernels
+                engine.begin_rollout(RolloutSpec(max_running=2048, max_len=512))
+                engine.generate([request(0, n_samples=4)])
+                held = torch.cuda.memory_allocated() - before
+                engine.end_rollout(drop=True)
+                # What stays are the workspaces of libraries.
+                assert torch.cuda.memory_allocated() - before < 2**28
+            assert held > 2**29
+        finally:
+            gc.enable()

@@ -46,7 +46,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def out_of_memory_hint(when: str, advice: str, *args: Any) -> Iterator[None]:
     """Turns an out-of-memory error of the body into an EngineError that names the settings to change.
 
-    when: what the memory was for. advice: what to do. Both are texts with a {} for each of `args`: Keys and values.
+    when: what the memory was for. advice: what to do. Both are texts with a {} for each of `args`: Keys, values, and
+    functions that give a value once the memory has run out.
     """
     try:
         yield
@@ -56,4 +57,5 @@ def out_of_memory_hint(when: str, advice: str, *args: Any) -> Iterator[None]:
         said = str(error).partition("\n")[0]
         said = ". ".join(said.split(". ")[:2])  # how much was asked for; the rest helps few
         said = said.replace("{", "{{").replace("}", "}}")
-        raise EngineError(f"out of device memory {when} ({said}): {advice}", *args) from error
+        values = [arg() if callable(arg) else arg for arg in args]
+        raise EngineError(f"out of device memory {when} ({said}): {advice}", *values) from error

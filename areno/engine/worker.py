@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -178,6 +179,7 @@ class Worker:
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
+            gc.collect()  # runner and graphs refer to each other, and to what a kernel's first compilation left
             torch.cuda.empty_cache()  # nothing without CUDA
 
     def weights_version(self) -> int:

@@ -6,8 +6,10 @@ estimate, since free memory may lie in pieces. So a step that runs out of memory
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -46,6 +48,15 @@ class KeptLayers:
         self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()))
         return self._last
 
+    def fitting(self) -> str:
+        """For messages: how large a micro-batch would fit into what is free now."""
+        if self._free is None:
+            return ""
+        n_tokens = fitting_tokens(self._model, self._free()) // 256 * 256
+        if not n_tokens:
+            return "; beside the models and the KV cache no micro-batch fits"
+        return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
+
     def keep_less(self) -> bool:
         """After memory ran out: free what is idle and keep less from now on. False if no layer was kept when it did.
 
@@ -54,6 +65,7 @@ class KeptLayers:
         if not self._last or self._model.tp.size > 1:
             return False
         self._share *= 0.75
+        gc.collect()
         torch.cuda.empty_cache()
         logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
         return True
@@ -61,10 +73,30 @@ class KeptLayers:
 
 def layers_to_keep(model: Transformer, n_tokens: int, free: int) -> int:
     """Of how many layers the large matrix products can be kept over a micro-batch of n_tokens within `free` bytes."""
-    itemsize, tp_size, n_layers = model.embed.weight.element_size(), model.tp.size, len(model.layers)
-    layer = activation_bytes(model.config, itemsize, tp_size)
-    logits = 0
-    if model.score is None:
-        logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
-    left = free - n_tokens * (n_layers * layer.always + layer.at_work) - logits
-    return max(0, min(n_layers, left // (n_tokens * layer.kept)))
+    need = _Need.of(model)
+    left = free - n_tokens * need.of_token - need.logits
+    return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
+
+
+def fitting_tokens(model: Transformer, free: int) -> int:
+    """Tokens of the largest micro-batch that can be trained within `free` bytes, with no layer kept; 0 if none can."""
+    need = _Need.of(model)
+    return max(0, (free - need.logits) // need.of_token)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that training takes: for each token without kept layers, for a token of a kept layer, and for logits."""
+
+    of_token: int
+    of_kept_layer: int
+    logits: int
+
+    @staticmethod
+    def of(model: Transformer) -> _Need:
+        itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
+        layer = activation_bytes(model.config, itemsize, tp_size)
+        logits = 0
+        if model.score is None:
+            logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
+        return _Need(len(model.layers) * layer.always + layer.at_work, layer.kept, logits)

@@ -208,11 +208,11 @@ class TrainBackend:
         """Around forward and backward passes of these micro-batches."""
         budget = Key(f"{self.section}.mb_spec.max_tokens_per_mb")
         return out_of_memory_hint(
-            "in training, with {}={} and mini_bs={}",
-            "lower the former (or the latter where the former is null), set {}=true, or lower {}, which reserves "
-            "memory for the KV cache",
-            budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs,
-            Key(f"{self.section}.gradient_checkpointing"), Key("rollout.mem_fraction"),
+            "in training, with {}={} and mini_bs={}{}",
+            "lower the former (or the latter where the former is null), set {}=true, or {}=true, which frees the KV "
+            "cache before training",
+            budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs, self._kept_layers.fitting,
+            Key(f"{self.section}.gradient_checkpointing"), Key("rollout.drop_rollout_state"),
         )  # fmt: skip
 
 
