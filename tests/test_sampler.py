@@ -265,7 +265,7 @@ EDITED = [
 
 
 def compare_triton(device: str) -> None:
-    """The kernels against the torch form on the CPU. Run in a process of its own where interpreted."""
+    """The kernels against the torch form on the same device. Run in a process of its own where interpreted."""
     from areno.kernels.sampling import reference
     from areno.kernels.sampling.triton import sample_slots as by_triton
 
@@ -281,7 +281,8 @@ def compare_triton(device: str) -> None:
         logits[2::5, vocab // 2 :] = -torch.inf
         logits[:, 7] = 9.0  # a token that would be drawn often, were it not banned
         slot_sampler, slots = settings_of(len(rows) + 2, vocab, rows, device)
-        expecting = settings_of(len(rows) + 2, vocab, rows, "cpu")[0].tensors
+        expecting = settings_of(len(rows) + 2, vocab, rows, device)[0].tensors
+        logits = logits.to(device)
         flags = SamplingFlags(
             filtered=any(row.top_k > 0 or row.top_p < 1 for row in rows),
             n_banned=expecting.banned.shape[1],
@@ -289,18 +290,11 @@ def compare_triton(device: str) -> None:
         )
         n_different = 0
         for position in range(20 if on_gpu else 3):
-            strided = torch.nn.functional.pad(logits.to(device), (0, 5), value=1e9)[:, :vocab]
-            positions = torch.arange(len(rows)) % 6 + position
-            got = by_triton(
-                strided,
-                slots,
-                positions.to(device),
-                slot_sampler.tensors,
-                flags,
-                span=span,
-            ).cpu()
-            expected = reference.sample_slots(logits, slots.cpu(), positions, expecting, flags)
-            assert torch.equal(slot_sampler.tensors.last_token[slots].cpu(), got[0].long())
+            strided = torch.nn.functional.pad(logits, (0, 5), value=1e9)[:, :vocab]
+            positions = torch.arange(len(rows), device=device) % 6 + position
+            got = by_triton(strided, slots, positions, slot_sampler.tensors, flags, span=span)
+            expected = reference.sample_slots(logits, slots, positions, expecting, flags)
+            assert torch.equal(slot_sampler.tensors.last_token[slots], got[0].long())
             same = got[0] == expected[0]
             torch.testing.assert_close(got[1][same], expected[1][same], atol=1e-5, rtol=0)
             n_different += int((~same).sum())
@@ -310,7 +304,7 @@ def compare_triton(device: str) -> None:
                 )  # what follows shall not depend on a rare other draw
         assert n_different <= len(rows) * 20 // 1000, n_different
         for poison in (torch.nan, torch.inf):
-            poisoned = logits.to(device)
+            poisoned = logits.clone()
             poisoned[0, vocab - 1] = poison
             got = by_triton(poisoned, slots, slots, slot_sampler.tensors, flags, span=span)
             assert got[1].isnan().tolist() == [True] + [False] * (len(rows) - 1)

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
-from areno.kernels.sampling.triton_cut import cut, from_ordered, ordered
+from areno.kernels.sampling.triton_candidates import from_ordered, ordered
+from areno.kernels.sampling.triton_cut import cut
 
 _SPAN = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -53,14 +54,14 @@ def sample_slots(
         logits_BV, slots_B, positions_B, settings.temperature, *edits, tops_BS, sums_BS, best_BS, policy_tops_BS,
         policy_sums_BS, logits_BV.stride(0), vocab, **how, num_warps=8,
     )  # fmt: skip
-    kept_BS = equal_BS = bounds_2B = None
+    kept_BS = equal_BS = bounds_3B = None
     if flags.filtered:
-        kept_BS, equal_BS, bounds_2B = cut(logits_BV, slots_B, settings, tops_BS, sums_BS, span)
+        kept_BS, equal_BS, bounds_3B = cut(logits_BV, slots_B, settings, tops_BS, sums_BS, span)
     out_2B = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     _draw_kernel[(n_rows,)](
         logits_BV, slots_B, positions_B, settings.key, settings.temperature, settings.greedy, settings.last_token,
         settings.penalty, settings.counts, tops_BS, sums_BS, best_BS, policy_tops_BS, policy_sums_BS, kept_BS, equal_BS,
-        bounds_2B, out_2B, logits_BV.stride(0), vocab, n_spans, SPAN=span,
+        bounds_3B, out_2B, logits_BV.stride(0), vocab, n_spans, SPAN=span,
         PADDED_SPANS=triton.next_power_of_2(n_spans), PENALIZED=flags.penalized, FILTERED=flags.filtered, num_warps=8,
     )  # fmt: skip
     return out_2B

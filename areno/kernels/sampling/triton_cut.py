@@ -1,9 +1,11 @@
 # The language of Triton kernels is not Python's, whatever it looks like to a type checker:
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Top-k and top-p without sorting: the least logit of each row that is kept.
+"""Top-k and top-p without sorting: the least logit of each row that is kept, and what is kept of each span.
 
-`_cut_kernel` finds it two bits at a time, by counting or summing what reaches a candidate. `_keep_kernel` then sums for
-each span of the row what is kept. Shape letters as in `reference.py`; S spans.
+`_cut_kernel` searches among candidates (`triton_candidates.py`). Where these do not hold what is looked for, or are too
+many (equals without end, say), `_cut_row_kernel` searches in the whole row, which takes some ten times as long. So the
+guess costs or saves time, but never changes the result. Shape letters as in `reference.py`; S spans, N candidates of a
+row, as K blocks of C.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.sampling.reference import SamplingSettings
+from areno.kernels.sampling.triton_candidates import find_candidates, from_ordered, mark_of, ordered, row_total
 
+_SIZES = [(0, 2048, 4), (2049, 8192, 8), (8193, 16384, 16)]  # fewest and most candidates in one launch, and its warps
+_REGISTERS = 128  # of a thread of these launches: with more, fewer rows are searched at once
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LAST_INT = tl.constexpr(2147483647)
+_BLOCK = tl.constexpr(32)  # candidates of one span that are loaded together
 
 
 def cut(
@@ -32,38 +37,216 @@ def cut(
     tops_BS, sums_BS: float32, of each span the maximum and the sum of exp((x - maximum) / temperature).
 
     Returns `kept_BS`, float32: the sum of the weights above the least kept logit, relative to the row's maximum;
-    `equal_BS`, int32: how many are equal to it; and `bounds_2B`, int32: the least kept logit as an ordered number, and
-    how many of its equals are kept. Rows that cut nothing have -1 there, and no more.
+    `equal_BS`, int32: how many are equal to it; and `bounds_3B`, int32: the least kept logit as an ordered number, how
+    many of its equals are kept, and whether it was found among candidates. Rows that cut nothing have -1 equals, and no
+    more.
     """
-    n_rows, vocab = logits_BV.shape
-    n_spans = tops_BS.shape[1]
+    (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     kept_BS, equal_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
-    bounds_2B = torch.empty((2, n_rows), dtype=torch.int32, device=logits_BV.device)
-    row = (logits_BV, slots_B, settings.temperature)
-    shape = {"PADDED_SPANS": triton.next_power_of_2(n_spans), "SPAN": span}
-    sizes = (logits_BV.stride(0), vocab, n_spans)
-    _cut_kernel[(n_rows,)](
-        *row, settings.top_k, settings.top_p, tops_BS, sums_BS, bounds_2B, *sizes, **shape, num_warps=16,
+    bounds_3B = torch.empty((3, n_rows), dtype=torch.int32, device=logits_BV.device)
+    found = find_candidates(logits_BV, slots_B, settings, tops_BS, sums_BS, span)
+    filters = (slots_B, settings.temperature, settings.top_k, settings.top_p, tops_BS, sums_BS)
+    results = (kept_BS, equal_BS, bounds_3B, vocab, n_spans)
+    padded = triton.next_power_of_2(n_spans)
+    room = found.logits_BSR.shape[2]
+    for fewest, most, num_warps in _SIZES:
+        _cut_kernel[(n_rows,)](
+            found.logits_BSR, found.n_BS, found.bracket_2B, found.above_BS, *filters, bounds_3B, vocab, n_spans,
+            PADDED_SPANS=padded, ROOM=room, FEWEST=fewest, MOST=most, num_warps=num_warps, maxnreg=_REGISTERS,
+        )  # fmt: skip
+    _keep_kernel[(n_rows, n_spans)](
+        found.logits_BSR, found.n_BS, found.above_BS, slots_B, settings.temperature, tops_BS, *results,
+        PADDED_SPANS=padded, ROOM=room, num_warps=2,
     )  # fmt: skip
-    _keep_kernel[(n_rows, n_spans)](*row, tops_BS, kept_BS, equal_BS, bounds_2B, *sizes, **shape, num_warps=8)
-    return kept_BS, equal_BS, bounds_2B
+    _cut_row_kernel[(n_rows,)](
+        logits_BV, logits_BV.stride(0), *filters, *results, PADDED_SPANS=padded, SPAN=span, num_warps=16
+    )
+    return kept_BS, equal_BS, bounds_3B
 
 
 @triton.jit
-def ordered(x):
-    """int32 numbers in the order of the floats (of the two zeros, as one)."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ _LAST_INT, bits)
+def _weight_of(mark, top, rate):
+    return tl.exp2((mark - top) * rate).to(tl.float64)
 
 
 @triton.jit
-def from_ordered(number):
-    return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
+def _n_wanted(missing, weight):
+    """How many entries of this weight make up for what is missing: at least one."""
+    return tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
 
 
 @triton.jit
-def _weight_of(number, top, rate):
-    return tl.exp2((from_ordered(number) - top) * rate).to(tl.float64)
+def _least_among(x, measure, wanted, low, high):
+    """The largest number from `low` on such that the entries which reach it measure `wanted` (float64) or more.
+
+    Those that reach `low` do, those that reach `high` do not (int64).
+    """
+    n_bits = tl.sum(((high - low) >> tl.arange(0, 32).to(tl.int64) > 0).to(tl.int32), axis=0)
+    n_steps = (n_bits + 1) // 2
+    least = low
+    for step in range(n_steps):
+        unit = tl.full([], 1, tl.int64) << (2 * (n_steps - 1 - step)).to(tl.int64)
+        reached = tl.zeros([], tl.int64)
+        for i in tl.static_range(1, 4):
+            reached += (_reaching(x, measure, mark_of(least + i * unit)) >= wanted).to(tl.int64)
+        least += reached * unit
+    return least
+
+
+@triton.jit
+def _reaching(x, measure, mark):
+    return tl.sum(tl.where(x >= mark, measure, 0.0), axis=0).to(tl.float64)
+
+
+@triton.jit
+def _beyond(x, measure, mark):
+    return tl.sum(tl.where(x > mark, measure, 0.0), axis=0).to(tl.float64)
+
+
+@triton.jit
+def _search(
+    candidates_ptr,
+    n_found_S,
+    above_S,
+    low,
+    high,
+    top,
+    total,
+    rate,
+    top_k,
+    top_p,
+    has_k,
+    PADDED_SPANS: tl.constexpr,
+    ROOM: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Search in a row of up to N candidates: (whether it is there, least kept number, how many equals)."""
+    # Candidates are loaded as a matrix, each row of which belongs to one span.
+    span_S = tl.arange(0, PADDED_SPANS)
+    n_blocks_S = (n_found_S + _BLOCK - 1) // _BLOCK
+    end_S = tl.cumsum(n_blocks_S, axis=0)
+    block_K = tl.arange(0, N // _BLOCK)
+    span_K = tl.sum((end_S[None, :] <= block_K[:, None]).to(tl.int32), axis=1)
+    is_span_KS = span_S[None, :] == span_K[:, None]
+    first_K = (block_K - tl.sum(tl.where(is_span_KS, (end_S - n_blocks_S)[None, :], 0), axis=1)) * _BLOCK
+    n_found_K = tl.sum(tl.where(is_span_KS, n_found_S[None, :], 0), axis=1)
+    place_KC = first_K[:, None] + tl.arange(0, _BLOCK)[None, :]
+    place_KC = tl.where(place_KC < n_found_K[:, None], span_K[:, None] * ROOM + place_KC, -1)
+    place_N = tl.reshape(place_KC, [N])
+    x = tl.load(candidates_ptr + place_N, mask=place_N >= 0, other=float("nan"))
+    weights = tl.where(place_N >= 0, tl.exp2((x - top) * rate), 0.0)
+
+    is_found = tl.full([], 0, tl.int32)
+    n_equal = tl.full([], 0, tl.int32)
+    least = low
+    if has_k:
+        if tl.sum(n_found_S, axis=0) >= top_k:
+            is_found += 1
+            count = tl.where(place_N >= 0, 1.0, 0.0)  # in float32 exact up to 2^24
+            least = _least_among(x, count, top_k.to(tl.float64), low, high)
+            mark = mark_of(least)
+            n_equal += top_k.to(tl.int32) - _beyond(x, count, mark).to(tl.int32)
+            if top_p < 1.0:
+                beyond = _beyond(x, weights, mark)
+                wanted = (beyond + n_equal.to(tl.float64) * _weight_of(mark, top, rate)) * top_p
+                if beyond < wanted:  # some of the equals that k leaves are needed
+                    n_wanted = _n_wanted(wanted - beyond, _weight_of(mark, top, rate))
+                    n_equal = tl.minimum(n_wanted, n_equal)
+                else:
+                    least = _least_among(x, weights, wanted, low, high)
+                    mark = mark_of(least)
+                    n_equal = _n_wanted(wanted - _beyond(x, weights, mark), _weight_of(mark, top, rate))
+    else:
+        wanted = total * top_p - tl.sum(above_S.to(tl.float64), axis=0)
+        if (wanted > 0) & (tl.sum(weights, axis=0).to(tl.float64) >= wanted):
+            is_found += 1
+            least = _least_among(x, weights, wanted, low, high)
+            mark = mark_of(least)
+            n_equal += _n_wanted(wanted - _beyond(x, weights, mark), _weight_of(mark, top, rate))
+    return is_found, least, n_equal
+
+
+@triton.jit
+def _cut_kernel(
+    candidates_ptr,
+    n_found_ptr,
+    bracket_ptr,
+    above_ptr,
+    slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    tops_ptr,
+    sums_ptr,
+    bounds_ptr,
+    vocab,
+    n_spans,
+    PADDED_SPANS: tl.constexpr,
+    ROOM: tl.constexpr,
+    FEWEST: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """Rows with another number of candidates are left as they are; by the launch for the fewest, as not found."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot).to(tl.float64)
+    has_k = (top_k >= 1) & (top_k < vocab)
+    if FEWEST == 0:
+        tl.store(bounds_ptr + tl.num_programs(0) + row, -1)
+        tl.store(bounds_ptr + 2 * tl.num_programs(0) + row, 0)
+    if has_k | (top_p < 1.0):
+        span_S = tl.arange(0, PADDED_SPANS)
+        real_S = span_S < n_spans
+        n_found_S = tl.load(n_found_ptr + row * n_spans + span_S, mask=real_S, other=0)
+        n_found = tl.sum((n_found_S + _BLOCK - 1) // _BLOCK, axis=0) * _BLOCK  # with what fills the blocks
+        if (tl.max(n_found_S, axis=0) <= ROOM) & (n_found >= FEWEST) & (n_found <= MOST):
+            top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
+            above_S = tl.load(above_ptr + row * n_spans + span_S, mask=real_S, other=0.0)
+            low = ordered(tl.load(bracket_ptr + row)).to(tl.int64)
+            high = ordered(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
+            high = tl.minimum(high, ordered(top).to(tl.int64) + 1)
+            is_found, least, n_equal = _search(
+                candidates_ptr + row * n_spans * ROOM, n_found_S, above_S, low, high, top, total, rate, top_k, top_p,
+                has_k, PADDED_SPANS, ROOM, MOST,
+            )  # fmt: skip
+            if is_found > 0:
+                tl.store(bounds_ptr + row, least.to(tl.int32))
+                tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
+                tl.store(bounds_ptr + 2 * tl.num_programs(0) + row, 1)
+
+
+@triton.jit
+def _keep_kernel(
+    candidates_ptr,
+    n_found_ptr,
+    above_ptr,
+    slots_ptr,
+    temperature_ptr,
+    tops_ptr,
+    kept_ptr,
+    equal_ptr,
+    bounds_ptr,
+    vocab,
+    n_spans,
+    PADDED_SPANS: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """What is kept of one span, where the least kept logit was found among candidates."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) > 0:
+        span_S = tl.arange(0, PADDED_SPANS)
+        tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
+        rate = _LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
+        cell = row * n_spans + tl.program_id(1)
+        place = tl.arange(0, ROOM)
+        is_found = place < tl.load(n_found_ptr + cell)
+        x = tl.load(candidates_ptr + cell * ROOM + place, mask=is_found, other=float("nan"))
+        mark = from_ordered(tl.load(bounds_ptr + row))
+        kept = tl.sum(tl.where(x > mark, tl.exp2((x - tl.max(tops, axis=0)) * rate), 0.0), axis=0)
+        tl.store(kept_ptr + cell, tl.load(above_ptr + cell) + kept)
+        tl.store(equal_ptr + cell, tl.sum((x == mark).to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -115,16 +298,18 @@ def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.co
 
 
 @triton.jit
-def _cut_kernel(
+def _cut_row_kernel(
     logits_ptr,
+    row_stride,
     slots_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     tops_ptr,
     sums_ptr,
+    kept_ptr,
+    equal_ptr,
     bounds_ptr,
-    row_stride,
     vocab,
     n_spans,
     PADDED_SPANS: tl.constexpr,
@@ -137,62 +322,33 @@ def _cut_kernel(
     top_p = tl.load(top_p_ptr + slot).to(tl.float64)
     has_k = (top_k >= 1) & (top_k < vocab)
     has_p = top_p < 1.0
-    logits_ptr += row * row_stride
-    least = tl.full([], -2147483648, tl.int32)
-    n_equal = tl.full([], -1, tl.int32)
-    if has_k | has_p:
-        span = tl.arange(0, PADDED_SPANS)
-        tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
-        sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
-        top = tl.max(tops, axis=0)
-        total = tl.sum(sums * tl.exp2((tops - top) * rate).to(tl.float64), axis=0)
-        n_equal += vocab + 1
+    if (has_k | has_p) & (tl.load(bounds_ptr + 2 * tl.num_programs(0) + row) == 0):
+        logits_ptr += row * row_stride
+        top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
+        least = tl.full([], -2147483648, tl.int32)
+        n_equal = tl.full([], 0, tl.int32) + vocab
         if has_k:
             wanted = top_k.to(tl.float64)
             least = _least_kept(logits_ptr, vocab, top, rate, wanted, True, SPAN)
             n_equal = (wanted - _above(logits_ptr, vocab, top, rate, least, True, SPAN)).to(tl.int32)
             total = _above(logits_ptr, vocab, top, rate, least, False, SPAN)
-            total += n_equal.to(tl.float64) * _weight_of(least, top, rate)
+            total += n_equal.to(tl.float64) * _weight_of(from_ordered(least), top, rate)
         if has_p:
             wanted = total * top_p
             nucleus = _least_kept(logits_ptr, vocab, top, rate, wanted, False, SPAN)
             missing = wanted - _above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
             if nucleus >= least:
-                weight = _weight_of(nucleus, top, rate)
-                # Of the equals as many as the share takes, at least one; no more than k leaves.
-                n_wanted = tl.maximum(tl.ceil(tl.where(weight > 0, missing / weight, 1.0)), 1.0).to(tl.int32)
+                # Of the equals as many as the share takes; no more than k leaves.
+                n_wanted = _n_wanted(missing, _weight_of(from_ordered(nucleus), top, rate))
                 n_equal = tl.where(nucleus > least, n_wanted, tl.minimum(n_wanted, n_equal))
                 least = nucleus
-    tl.store(bounds_ptr + row, least)
-    tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
-
-
-@triton.jit
-def _keep_kernel(
-    logits_ptr,
-    slots_ptr,
-    temperature_ptr,
-    tops_ptr,
-    kept_ptr,
-    equal_ptr,
-    bounds_ptr,
-    row_stride,
-    vocab,
-    n_spans,
-    PADDED_SPANS: tl.constexpr,
-    SPAN: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(bounds_ptr + tl.num_programs(0) + row) >= 0:
-        span_S = tl.arange(0, PADDED_SPANS)
-        tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
-        top = tl.max(tops, axis=0)
-        rate = _LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
-        least = tl.load(bounds_ptr + row)
-        index = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-        inside = index < vocab
-        x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
-        number = ordered(x)
-        cell = row * n_spans + tl.program_id(1)
-        tl.store(kept_ptr + cell, tl.sum(tl.where((number > least) & inside, tl.exp2((x - top) * rate), 0.0), axis=0))
-        tl.store(equal_ptr + cell, tl.sum(((number == least) & inside).to(tl.int32), axis=0))
+        tl.store(bounds_ptr + row, least)
+        tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
+        for span in range(n_spans):
+            index = span * SPAN + tl.arange(0, SPAN)
+            inside = index < vocab
+            x = tl.load(logits_ptr + index, mask=inside, other=float("-inf"))
+            number = ordered(x)
+            kept = tl.sum(tl.where((number > least) & inside, tl.exp2((x - top) * rate), 0.0), axis=0)
+            tl.store(kept_ptr + row * n_spans + span, kept)
+            tl.store(equal_ptr + row * n_spans + span, tl.sum(((number == least) & inside).to(tl.int32), axis=0))

@@ -1,0 +1,230 @@
+# The language of Triton kernels is not Python's, whatever it looks like to a type checker:
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""The logits of each row among which the least one that top-k or top-p keeps surely is.
+
+`_bracket_kernel` guesses two logits that have the least kept one between them, from a sample of the row.
+`_gather_kernel` collects what lies between them, the candidates, in the order of the vocabulary, and sums what lies
+above. Whoever uses them has to check that the guess was right.
+
+Shape letters as in `reference.py`; S spans, R room for the candidates of a span.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.sampling.reference import SamplingSettings
+
+ROOM = 1024  # candidates of one span
+_SAMPLED = 8192  # entries of a row, in groups of 8 neighbours: one sector of memory
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LAST_INT = tl.constexpr(2147483647)
+_INFINITY = tl.constexpr(2139095040)  # the ordered number of infinity; that of -infinity is one less than its negative
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """logits_BSR: float32, those of each span. n_BS: int32, how many; above `room` not all are there.
+
+    bracket_2B: float32, the least logit of a candidate of the row, and the one that candidates are below. above_BS:
+    float32, the weight of the entries that reach the latter, relative to the row's maximum.
+    """
+
+    logits_BSR: Tensor
+    n_BS: Tensor
+    bracket_2B: Tensor
+    above_BS: Tensor
+
+
+def find_candidates(
+    logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
+) -> Candidates:
+    """Of the rows that cut something; what the others have is undefined. Arguments as of `triton_cut.cut`."""
+    (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
+    found = Candidates(
+        logits_BV.new_empty((n_rows, n_spans, min(span, ROOM))),
+        torch.empty_like(tops_BS, dtype=torch.int32),
+        logits_BV.new_empty((2, n_rows)),
+        torch.empty_like(tops_BS),
+    )
+    row = (logits_BV, slots_B, settings.temperature)
+    sizes = (logits_BV.stride(0), vocab, n_spans)
+    padded = triton.next_power_of_2(n_spans)
+    _bracket_kernel[(n_rows,)](
+        *row, settings.top_k, settings.top_p, tops_BS, sums_BS, found.bracket_2B, *sizes,
+        PADDED_SPANS=padded, SAMPLED=_SAMPLED, num_warps=4,
+    )  # fmt: skip
+    _gather_kernel[(n_rows, n_spans)](
+        *row, tops_BS, found.bracket_2B, found.n_BS, found.above_BS, found.logits_BSR, *sizes, PADDED_SPANS=padded,
+        SPAN=span, ROOM=found.logits_BSR.shape[2], num_warps=8,
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def ordered(x):
+    """int32 numbers in the order of the floats (of the two zeros, as one)."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ _LAST_INT, bits)
+
+
+@triton.jit
+def from_ordered(number):
+    """The float of an int32 number."""
+    return tl.where(number < 0, number ^ _LAST_INT, number).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mark_of(number):
+    """The float of an int64 number, never NaN."""
+    return from_ordered(tl.minimum(tl.maximum(number, -_INFINITY - 1), _INFINITY).to(tl.int32))
+
+
+@triton.jit
+def row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS: tl.constexpr):
+    """The maximum of a row, and the sum of its weights relative to it, as float64."""
+    span = tl.arange(0, PADDED_SPANS)
+    tops = tl.load(tops_ptr + row * n_spans + span, mask=span < n_spans, other=float("-inf"))
+    sums = tl.load(sums_ptr + row * n_spans + span, mask=span < n_spans, other=0.0).to(tl.float64)
+    top = tl.max(tops, axis=0)
+    return top, tl.sum(sums * tl.exp2((tops - top) * rate).to(tl.float64), axis=0)
+
+
+@triton.jit
+def _margin(total, weight):
+    """Four standard deviations of the sum of a sample of weights of up to `weight`, and a little for few of them."""
+    return 4.0 * tl.sqrt(total * weight) + 4.0 * weight
+
+
+@triton.jit
+def _number_with(x, n_wanted):
+    """A number which at least `n_wanted` entries reach: nearly the largest one, by the 20 highest of its bits."""
+    least = tl.full([], -2147483648, tl.int64)
+    for step in range(10):
+        unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
+        reached = tl.zeros([], tl.int64)
+        for i in tl.static_range(1, 4):
+            n_reaching = tl.sum((x >= mark_of(least + i * unit)).to(tl.int32), axis=0)
+            reached += (n_reaching >= n_wanted).to(tl.int64)
+        least += reached * unit
+    return least
+
+
+@triton.jit
+def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr, GROWS: tl.constexpr):
+    """A value below which the weights sum up to `limit` at most: nearly the largest one from `first` on.
+
+    The largest is below it + width / 4^STEPS, or at first + width. GROWS: the sum with a margin for chance, of weights
+    as large as that of the value itself.
+    """
+    for _ in range(STEPS):
+        width /= 4
+        reached = tl.zeros([], tl.float32)
+        for i in tl.static_range(1, 4):
+            mark = first + i * width
+            below = tl.sum(tl.where(x < mark, weights, 0.0), axis=0)
+            if GROWS:
+                below += _margin(below, tl.exp2((mark - top) * rate))
+            reached += (below <= limit).to(tl.float32)
+        first += reached * width
+    return first
+
+
+@triton.jit
+def _bracket_kernel(
+    logits_ptr,
+    slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    tops_ptr,
+    sums_ptr,
+    bracket_ptr,
+    row_stride,
+    vocab,
+    n_spans,
+    PADDED_SPANS: tl.constexpr,
+    SAMPLED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    rate = _LOG2_E / tl.load(temperature_ptr + slot)
+    top_k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot).to(tl.float64)
+    has_k = (top_k >= 1) & (top_k < vocab)
+    low = tl.full([], float("inf"), tl.float32)
+    high = tl.full([], float("inf"), tl.float32)
+    if has_k | (top_p < 1.0):
+        lane = tl.arange(0, SAMPLED)
+        group = lane // 8
+        index = tl.maximum(group * vocab // (SAMPLED // 8), group * 8) + lane % 8
+        inside = index < vocab
+        x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("nan"))
+        share = tl.sum(inside.to(tl.int32), axis=0).to(tl.float32) / vocab
+        if has_k:  # all from some logit on, so that top-p can search among the same candidates
+            expected = top_k.to(tl.float32) * share
+            low = mark_of(_number_with(x, expected + _margin(expected, 1.0)))
+        else:
+            # Guess by what lies below: unlike the few best entries, a sample shows it well.
+            top, total = row_total(tops_ptr, sums_ptr, row, n_spans, rate, PADDED_SPANS)
+            weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
+            left = ((1.0 - top_p) * total).to(tl.float32)
+            limit = left * share
+            # Entries of less weight than this could all be left out.
+            low = top + tl.log2(left / vocab) / rate
+            low = _last_within(x, weights, limit, low, top - low, top, rate, 6, True)
+            middle = _last_within(x, weights, limit, low, top - low, top, rate, 5, False)
+            margin = 1.5 * _margin(limit, tl.exp2((middle - top) * rate))
+            high = _last_within(x, weights, limit + margin, middle, top - middle, top, rate, 6, False)
+            step = (top - middle) / 4096
+            high = tl.where(high + 2 * step < top, high + step, float("inf"))
+            low = tl.where(low < high, low, float("-inf"))  # also where it is NaN
+    tl.store(bracket_ptr + row, low)
+    tl.store(bracket_ptr + tl.num_programs(0) + row, high)
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr,
+    slots_ptr,
+    temperature_ptr,
+    tops_ptr,
+    bracket_ptr,
+    n_found_ptr,
+    above_ptr,
+    candidates_ptr,
+    row_stride,
+    vocab,
+    n_spans,
+    PADDED_SPANS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    low = tl.load(bracket_ptr + row)
+    high = tl.load(bracket_ptr + tl.num_programs(0) + row)
+    if low < high:
+        # As groups of four neighbours, which one thread loads: to number a few groups takes less than all entries.
+        group_G = tl.arange(0, SPAN // 4)
+        index = tl.program_id(1) * SPAN + group_G[:, None] * 4 + tl.arange(0, 4)[None, :]
+        # NaN is neither above nor among the candidates.
+        x = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab, other=float("nan"))
+        is_found = ((x >= low) & (x < high)).to(tl.int32)
+        n_G = tl.sum(is_found, axis=1)
+        place = tl.cumsum(is_found, axis=1) - is_found + (tl.cumsum(n_G, axis=0) - n_G)[:, None]
+        cell = row * n_spans + tl.program_id(1)
+        tl.store(candidates_ptr + cell * ROOM + place, x, mask=(is_found > 0) & (place < ROOM))
+        tl.store(n_found_ptr + cell, tl.sum(n_G, axis=0))
+        above = tl.zeros([], tl.float32)
+        if high < float("inf"):
+            span_S = tl.arange(0, PADDED_SPANS)
+            tops = tl.load(tops_ptr + row * n_spans + span_S, mask=span_S < n_spans, other=float("-inf"))
+            rate = _LOG2_E / tl.load(temperature_ptr + tl.load(slots_ptr + row))
+            weights = tl.where(x >= high, tl.exp2((x - tl.max(tops, axis=0)) * rate), 0.0)
+            above = tl.sum(tl.sum(weights, axis=1), axis=0)
+        tl.store(above_ptr + cell, above)
