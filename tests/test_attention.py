@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import ConfigError
-from areno.kernels.attention import choose_backend, sdpa, varlen_attention
+from areno.kernels.attention import choose_backend, sdpa, varlen_attention, varlen_backward, varlen_forward
 
 ROWS = {
     "one": ([9], [9]),
@@ -78,6 +78,28 @@ def test_the_chosen_cuda_kernel_is_the_definition(case: str, heads: tuple[int, i
     backend = choose_backend("auto", "cuda", torch.bfloat16)
     assert backend == "varlen"
     run_and_compare(case, heads, 64, backend, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("case", ROWS)
+def test_a_backward_pass_that_is_called_by_itself_is_the_definition(case: str, backend: str) -> None:
+    if backend == "flash":
+        pytest.importorskip("flash_attn")
+        run_and_compare(case, (4, 2), 128, backend, torch.bfloat16, "cuda")
+    lengths, _ = ROWS[case]
+    exact = [x.bfloat16().double().requires_grad_() for x in random_qkv(lengths, lengths, 4, 2, 128)]
+    q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in exact)
+    expected = loop(*exact, lengths, lengths)
+    rows = borders(lengths, "cuda"), max(lengths), backend
+    out, saved = varlen_forward(q, k, v, *rows)
+    tolerance = {"atol": 4e-2, "rtol": 2e-2}
+    torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weights).sum().backward()
+    for ours, theirs in zip(varlen_backward(weights.to(out), q, k, v, out, saved, *rows), exact, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), theirs.grad, **tolerance)
 
 
 @pytest.mark.gpu

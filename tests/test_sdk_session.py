@@ -38,6 +38,7 @@ def test_more_samples_wait_their_turn_while_a_stream_is_read(monkeypatch: pytest
             session.prepare(64)
             monkeypatch.setattr(type(trainer.engine), "is_streaming", True)
             [result] = trainer.rollout_token_batch([[4]], 100, one)
-            assert len(result.sequences) == 100 and len(specs) == 1
+            assert len(result.sequences) == 100
+            assert len(specs) == 1
             with pytest.raises(EngineError, match="larger cache"):
                 session.prepare(500)

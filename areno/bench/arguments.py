@@ -35,6 +35,7 @@ class Settings:
     tokens_per_mb: int
     max_prefill_tokens: int
     mem_fraction: float
+    attn_backend: Literal["auto", "flash", "native"]
     eager_decode: bool
     tokenizer: str | None
     folder: str | None
@@ -74,6 +75,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
+    add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
     add("--tokenizer", metavar="FOLDER", help="for `sampling`: times stop strings too")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")

@@ -41,6 +41,7 @@ class Ours:
                 optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
                 gradient_checkpointing=settings.recompute,
+                attn_backend=settings.attn_backend,
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )

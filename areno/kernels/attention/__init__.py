@@ -26,8 +26,7 @@ def choose_backend(
 ) -> str:
     """The kernel for this device and dtype: one of BACKENDS.
 
-    auto takes torch's: its backward pass can be called by itself, which makes it the faster one in training
-    (docs/performance.md). ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
+    auto takes torch's: flash-attn is not faster in training (docs/performance.md). ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -77,6 +76,14 @@ def varlen_forward(
             q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False
         )
         return out_NHD, tuple(saved[:3])  # log-sum-exp, and a random state that backward asks for without dropout too
+    if backend == "flash":
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # type: ignore[import-not-found]
+
+        rows = cu_seqlens, cu_seqlens, max_len, max_len
+        out_NHD, log_sum, _, state = _flash_attn_varlen_forward(
+            q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True
+        )
+        return out_NHD, (log_sum, state)
     with torch.no_grad():
         return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend), ()
 
@@ -99,7 +106,18 @@ def varlen_backward(
         return torch.ops.aten._flash_attention_backward(
             grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states
         )
-    with torch.enable_grad():  # the other kernels have no backward pass that could be called: compute forward again
+    if backend == "flash":
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # type: ignore[import-not-found]
+
+        log_sum, state = saved
+        grads = torch.empty_like(q_NHD), torch.empty_like(k_NKD), torch.empty_like(v_NKD)
+        _flash_attn_varlen_backward(
+            grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, dropout_p=0.0,
+            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None, deterministic=False, rng_state=state,
+        )  # fmt: skip
+        return grads
+    with torch.enable_grad():  # sdpa has no backward pass that could be called: compute forward again
         q_NHD, k_NKD, v_NKD = (x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, *rows, backend)
         return torch.autograd.grad(out_NHD, (q_NHD, k_NKD, v_NKD), grad_NHD)  # type: ignore[return-value]
