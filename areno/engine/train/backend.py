@@ -209,10 +209,11 @@ class TrainBackend:
         budget = Key(f"{self.section}.mb_spec.max_tokens_per_mb")
         return out_of_memory_hint(
             "in training, with {}={} and mini_bs={}{}",
-            "lower the former (or the latter where the former is null), set {}=true, or {}=true, which frees the KV "
-            "cache before training",
+            "lower the former (or the latter where the former is null), set {}=true, or free memory of the KV cache "
+            "with {}=true or a lower {}",
             budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs, self._kept_layers.fitting,
             Key(f"{self.section}.gradient_checkpointing"), Key("rollout.drop_rollout_state"),
+            Key("rollout.mem_fraction"),
         )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ def choose_backend(
 ) -> str:
     """The kernel for this device and dtype: one of BACKENDS.
 
-    auto takes torch's: flash-attn is not faster in training (docs/performance.md). ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
+    auto takes torch's: flash-attn is not faster in training (docs/performance.md). ConfigError where
+    engine.attn_backend asks for flash-attn and it cannot be used.
     """
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
