@@ -14,7 +14,7 @@ from resumed import folder_of, go, killed_after, log, states, whole
 
 from areno.checkpoint.recover import StateWriter
 from areno.checkpoint.state import States
-from areno.config.run import RecoverConfig
+from areno.config.recover import RecoverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked

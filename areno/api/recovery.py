@@ -31,6 +31,8 @@ class RecoverableEngine(StatefulEngine, Protocol):
 
     def load_state(self, folder: str | Path) -> None: ...
 
+    def restart(self) -> None: ...
+
 
 class Recovery(AbstractContextManager["Recovery"]):
     """Of one run. engine: None for a run without states.
@@ -133,6 +135,13 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.files.cut_back(0, {}, begun_at)
         return None
 
+    def restart(self) -> None:
+        """Start the workers again, as they were loaded first. `load` is to follow."""
+        assert self._engine is not None
+        self.writer.drop()
+        self._engine().restart()
+        self.goes_on = True
+
     def record(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """What is kept beside the engine's state."""
         return {
@@ -151,6 +160,11 @@ class Recovery(AbstractContextManager["Recovery"]):
     def write_now(self, step: int, record: Mapping[str, Any]) -> bool:
         """Write a state and wait for it. Whether it is whole."""
         return self.is_on and self.writer.write(step, record)
+
+    def wait(self) -> None:
+        """Return when no state is under way."""
+        if self.is_on:
+            self.writer.poll(wait=True)
 
     def poll(self) -> None:
         """Bring a state that is under way closer to its end."""

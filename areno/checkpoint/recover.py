@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areno.checkpoint.state import ENGINE, States
-from areno.config.run import RecoverConfig
+from areno.config.recover import RecoverConfig
 from areno.errors import ArenoError, CheckpointError
 from areno.files.durable import remove
 

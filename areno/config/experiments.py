@@ -8,6 +8,7 @@ from typing import Any
 
 from areno.config import datasets, models, run
 from areno.config.fields import Section, build_check, check, forbid, setting
+from areno.config.recover import RecoverConfig
 from areno.config.values import show
 from areno.errors import ConfigError, Problem, did_you_mean
 
@@ -42,7 +43,7 @@ class ExperimentConfig(Section):
     valid_dataset: datasets.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
-    recover: run.RecoverConfig = setting(factory=run.RecoverConfig, help="Going on with a run that was interrupted")
+    recover: RecoverConfig = setting(factory=RecoverConfig, help="Going on with a run that was interrupted")
     stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
 

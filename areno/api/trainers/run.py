@@ -23,7 +23,7 @@ from areno.api.trainers.evaluator import Evaluator
 from areno.checkpoint.saver import Saver
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
-from areno.errors import ArenoError, EngineError, Key
+from areno.errors import ArenoError, EngineError, Key, WorkerLost
 from areno.files.stopping import Stop
 from areno.tracking.console import RESUMED, log_done, log_epoch, log_stopped
 from areno.tracking.divergence import Divergence
@@ -49,7 +49,12 @@ def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     @functools.wraps(fit)
     def attended_fit(loop: Loop) -> float:
         with loop.run.attended():
-            result = fit(loop)
+            while True:
+                try:
+                    result = fit(loop)
+                    break
+                except WorkerLost as lost:
+                    loop.run.restart(lost)
         loop.run.has_result(result)
         return result
 
@@ -107,11 +112,13 @@ class Run:
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = self._stopped_early = False
         self._has_begun = False  # or gone on
+        self._n_restarts = 0
         self._todo: list[str] = []  # of "save" and "evaluate", what is due after this step and not done
         self._last: dict[str, Any] = {}  # the record of the last point that the run can go on from
         self._is_there = True  # the models are as they were at that point
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
+        self._first = self.state_dict()
 
     @property
     def seed(self) -> int:
@@ -263,13 +270,30 @@ class Run:
         step = self._last["run"]["step"] if self._last else 0
         if not self.recovery.is_on or not step:
             return
-        if not self._is_there:
-            logger.warning("the models were being trained in step %d, so it is lost", self.step)
-            return
         try:
-            self.recovery.write_now(step, self._last)
+            if self._is_there:
+                self.recovery.write_now(step, self._last)
+            else:
+                logger.warning("the models were being trained in step %d, so it is lost", self.step)
+                self.recovery.wait()
         except ArenoError as error:  # such as that of a dead worker, which ended the run
             logger.warning("the state of step %d could not be written: %s", step, error)
+
+    def restart(self, lost: WorkerLost) -> None:
+        """Start the workers again; the next `steps` goes on from the last state. Raises `lost` after recover.retries.
+
+        Without a state the run begins again.
+        """
+        self._n_restarts += 1
+        if not self.recovery.is_on or self._n_restarts > self.config.recover.retries:
+            raise lost
+        logger.warning("%s", lost)
+        logger.warning(
+            "starting the workers again, for the %d. of %d times", self._n_restarts, self.config.recover.retries
+        )
+        self.recovery.restart()
+        self.load_state_dict(self._first)
+        self._has_begun = False
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
         """Warn of updates of the policy that were skipped since something was not finite.
