@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from areno.api.attended import attended
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.run import attended
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig

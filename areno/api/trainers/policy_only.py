@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from areno.api.attended import attended
 from areno.api.trainers.collect import collect, evaluate_policy
 from areno.api.trainers.rows import AdvantageFn, set_trained
-from areno.api.trainers.run import attended
 from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig

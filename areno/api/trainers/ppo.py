@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from areno.api.attended import attended
 from areno.api.trainers.collect import collect, evaluate_policy
 from areno.api.trainers.policy_only import HEADLINE
 from areno.api.trainers.rows import AdvantageFn, set_trained, token_rows, trained
-from areno.api.trainers.run import attended
 from areno.api.trainers.setup import RewardFn, Setup
 from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig, LossFn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -33,32 +32,6 @@ from areno.tracking.stopwatch import Stopwatch
 from areno.types import Batch
 
 logger = logging.getLogger("areno")
-
-Loop = TypeVar("Loop", bound="HasRun")
-
-
-class HasRun(Protocol):
-    """A loop with its run."""
-
-    run: Run
-
-
-def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
-    """Marks the method that runs a loop to its end; its result is that of the run. See Run.attended."""
-
-    @functools.wraps(fit)
-    def attended_fit(loop: Loop) -> float:
-        with loop.run.attended():
-            while True:
-                try:
-                    result = fit(loop)
-                    break
-                except WorkerLost as lost:
-                    loop.run.restart(lost)
-        loop.run.has_result(result)
-        return result
-
-    return attended_fit
 
 
 class Run:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from areno.api.attended import attended
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.run import attended
 from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import SupervisedExperimentConfig

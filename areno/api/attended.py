@@ -1,0 +1,47 @@
+"""What stands around every training loop: a lost worker does not end it, and whatever ends it leaves a state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from areno.errors import WorkerLost
+
+Loop = TypeVar("Loop", bound="HasRun")
+
+
+class AttendedRun(Protocol):
+    """See Run."""
+
+    def attended(self) -> AbstractContextManager[None]: ...
+
+    def restart(self, lost: WorkerLost) -> None: ...
+
+    def has_result(self, result: float) -> None: ...
+
+
+class HasRun(Protocol):
+    """A loop with its run."""
+
+    @property
+    def run(self) -> AttendedRun: ...
+
+
+def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
+    """Marks the method that runs a loop to its end; its result is that of the run. See Run.attended."""
+
+    @functools.wraps(fit)
+    def attended_fit(loop: Loop) -> float:
+        with loop.run.attended():
+            while True:
+                try:
+                    result = fit(loop)
+                    break
+                except WorkerLost as lost:
+                    loop.run.restart(lost)
+        loop.run.has_result(result)
+        return result
+
+    return attended_fit
