@@ -64,7 +64,8 @@ def check_cut(
     among_candidates = {name: [] for name, *_ in cases}
     for i, (name, row, k, p) in enumerate(cases):
         least, n_equal, was_found = bounds[:, i].tolist()
-        among_candidates[name].append(was_found)
+        if p < 0.999 or k > 0:  # else the share left out is less than a sample can tell
+            among_candidates[name].append(was_found)
         bits = torch.tensor(least, dtype=torch.int32)
         least = (bits ^ 0x7FFFFFFF if least < 0 else bits).view(torch.float32)
         weights = (row.double() - row.max().double()).exp()
