@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
 
 PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
-COPY_BYTES = 2**24  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
+COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
 
 
 @dataclass(frozen=True)
