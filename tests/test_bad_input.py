@@ -178,9 +178,10 @@ def test_more_devices_than_there_are(capsys, monkeypatch):
 def test_a_name_that_is_taken(capsys):
     assert run("trial_name=one", "total_train_steps=1") == 0
     before = files()
-    assert run("trial_name=one", "total_train_steps=1") == 2
-    assert "error: trial_name: " in capsys.readouterr().err
-    assert files() == before
+    for more, text in {"seed=7": "cannot go on with another one", "recover.mode=off": "holds an earlier run"}.items():
+        assert run("trial_name=one", "total_train_steps=1", more) == 2
+        assert text in capsys.readouterr().err
+        assert files() == before
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -668,7 +669,7 @@ def test_interrupted(workers, phase, number):
     driver = Driver(phase, f"engine.workers={workers}")
     driver.process.send_signal(number)
     expected = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "terminated\n")}
-    assert driver.end(5) == expected[number]
+    assert driver.end(20) == expected[number]  # an update may take ten seconds to its end
     if Path("out").exists():  # the rollout was recorded
         assert files("out/quickstart/t/checkpoints") == []
 
@@ -688,7 +689,7 @@ def test_ctrl_c_twice():
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["rollout", "train"])
 def test_killed_worker(phase):
-    driver = Driver(phase, "engine.workers=spawn")
+    driver = Driver(phase, "engine.workers=spawn", "recover.retries=0")
     os.kill(driver.worker(), signal.SIGKILL)
     code, line = driver.end(10)
     assert code == 1

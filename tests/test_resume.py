@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import kill_runs
 import pytest
 from resumed import folder_of, go, killed_after, killed_at, log, states, whole
 
+from areno import DPOTrainer, SFTTrainer
 from areno.api.trainers.run import Run
 from areno.checkpoint.saver import Saver
+from areno.config.recover import RecoverConfig
+from areno.config.run import ClusterConfig
+from areno.engine.engine import Engine
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.recipes.dpo import DPOConfig
+from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 
 OFTEN = ["recover.freq_steps=1"]
@@ -243,3 +254,110 @@ def test_another_content_under_the_same_name(change, folder, capsys):
     assert states() == ["step-000002", "step-000003"]
     if change == "model":
         assert go("sft", "actor.path=moved", resume=folder_of("sft")) == 0
+
+
+# Other ways to start it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["trial", "folder"])
+def test_a_script_goes_on_as_well(named, folder):
+    rows = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
+
+    def trainer(where, lr=1e-3):
+        config = load(SFTConfig, "quickstart_base", [*kill_runs.arguments("sft")[1:], f"actor.optimizer.lr={lr}"])
+        config = replace(
+            config, cluster=ClusterConfig(fileroot=str(folder / where)), recover=RecoverConfig(freq_steps=1)
+        )
+        run_dir = None if named == "trial" else folder / where
+        return SFTTrainer(config, run_dir=run_dir, train_dataset=rows)
+
+    with trainer("whole") as whole_run:
+        expected = whole_run.fit()
+    with killed_after(4), trainer("killed") as first:
+        first.fit()
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.lr: differs from the run in"):
+        trainer("killed", lr=1e-4)
+    with trainer("killed") as second:
+        assert second.fit() == expected
+    whole_dir, killed_dir = whole_run.run.folder, second.run.folder
+    assert killed_dir == first.run.folder
+    assert kill_runs.differences(kill_runs.left_by(whole_dir), kill_runs.left_by(killed_dir)) == []
+    with trainer("killed") as again:
+        assert again.evaluate() == {}
+        assert again.fit() == expected, "a run that is finished has its result"
+        assert again.run.step == 7
+
+
+def test_an_evaluation_of_a_script_is_of_the_state(folder):
+    kill_runs.write_rows("dpo", folder)
+    config = load(DPOConfig, "quickstart_dpo", kill_runs.arguments("dpo")[1:])
+    with killed_after(4), DPOTrainer(config) as first:
+        first.fit()
+    with DPOTrainer(config) as second:
+        measured = second.evaluate()
+    assert measured["accuracy"] == first.run.history["eval_accuracy"][-1]
+    assert measured["loss"] == first.run.history["eval_loss"][-1]
+
+
+def test_a_sweep_goes_on(capsys, tmp_path_factory):
+    sweep = [*OFTEN, "-m", "actor.optimizer.lr=1e-3,2e-3,3e-3"]
+
+    def is_second(run, stats):
+        run.recovery.writer.poll(wait=True)
+        return "/1" in str(run.folder)[-2:] and run.step == 4
+
+    with killed_at(Run, "end_step", is_second):
+        go("sft", *sweep)
+    capsys.readouterr()
+    assert go("sft", *sweep) == 0
+    said = capsys.readouterr()
+    assert "t/0 is finished: its 7 steps are done, with the result" in said.out
+    assert said.err.count("going on after step 3; 4 steps are left") == 1
+    results = re.findall(r"^  (\d)  .*  (\S+)$", said.out, re.M)
+    assert [number for number, _ in results] == ["0", "1", "2"]
+    folder = folder_of("sft", "t/1")
+    assert (
+        kill_runs.differences(whole("sft", tmp_path_factory, "actor.optimizer.lr=2e-3"), kill_runs.left_by(folder))
+        == []
+    )
+    assert go("sft", *OFTEN, "-m", "actor.optimizer.lr=1e-3,2e-3") == 2
+    assert "holds another sweep (" in capsys.readouterr().err
+    assert go("sft", resume=folder.parent) == 2
+    assert "holds a sweep: start it again with the same command and its trial_name" in capsys.readouterr().err
+    assert go("sft", *sweep) == 0
+    assert re.findall(r"^  (\d)  .*  (\S+)$", capsys.readouterr().out, re.M) == results
+
+
+# A lost worker -------------------------------------------------------------------------------------------------------
+
+
+def lost_in_training(patch, *calls):
+    """Kill the worker at these calls of Engine.train."""
+    train, made = Engine.train, []
+
+    def killing(engine, *args, **kwargs):
+        made.append(1)
+        if len(made) in calls:
+            os.kill(engine._workers._processes[0].pid, signal.SIGKILL)
+        return train(engine, *args, **kwargs)
+
+    patch.setattr(Engine, "train", killing)
+
+
+@pytest.mark.parametrize(("recipe", "calls"), [("sft", (1,)), ("sft", (4, 5, 9)), ("dpo", (3,)), ("ppo", (4,))])
+def test_a_lost_worker_is_started_again(recipe, calls, folder, monkeypatch, tmp_path_factory):
+    kill_runs.write_rows(recipe, folder)
+    lost_in_training(monkeypatch, *calls)
+    assert go(recipe, *OFTEN, "engine.workers=spawn") == 0
+    assert log().count("starting the workers again") == len(calls)
+    assert f"({len(calls)} of recover.retries=3)" in log()
+    assert log().count("was killed by SIGKILL") == len(calls)
+    assert kill_runs.differences(whole(recipe, tmp_path_factory), kill_runs.left_by(folder_of(recipe))) == []
+
+
+def test_workers_that_are_lost_too_often(monkeypatch, capsys):
+    lost_in_training(monkeypatch, 2, 3)
+    assert go("sft", *OFTEN, "engine.workers=spawn", "recover.retries=1") == 1
+    said = capsys.readouterr().err
+    assert said.count("starting the workers again (1 of recover.retries=1)") == 1
+    assert "error: worker 0 (cpu) was killed by SIGKILL" in said

@@ -11,6 +11,7 @@ import torch
 import areno
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
+from areno.config.recover import RecoverConfig
 from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError, DataError
 from areno.files.paths import find_file
@@ -320,7 +321,8 @@ def test_two_runs_of_a_script_have_folders_of_their_own(tmp_path):
     folders = list((tmp_path / "rows").iterdir())
     assert len(folders) == 2
     assert all("experiment_name: rows" in (folder / "config.yaml").read_text() for folder in folders)
-    config = sft_config(tmp_path, MicroBatchSpec(), total_train_steps=1, trial_name=folders[0].name)
+    off = RecoverConfig(mode="off")
+    config = sft_config(tmp_path, MicroBatchSpec(), total_train_steps=1, trial_name=folders[0].name, recover=off)
     with pytest.raises(ConfigError, match=r"trial_name: .* holds an earlier run"):
         areno.SFTTrainer(config, train_dataset=DEMONSTRATIONS)
 

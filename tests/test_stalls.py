@@ -28,7 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @reads_proc
 @pytest.mark.parametrize("phase", ["rollout", "train"])
 def test_a_stopped_worker_ends_the_run(phase: str) -> None:
-    driver = Driver(phase, "engine.workers=spawn", "engine.stall_timeout_s=25")
+    driver = Driver(phase, "engine.workers=spawn", "engine.stall_timeout_s=25", "recover.retries=0")
     os.kill(driver.worker(), signal.SIGSTOP)
     code, line = driver.end(60)
     assert code == 1
@@ -50,7 +50,7 @@ def test_a_loss_that_never_returns_ends_the_run(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(GSPOConfig, "loss_fn", lambda self: never)
     before = children()
-    assert run("engine.stall_timeout_s=2") == 1
+    assert run("engine.stall_timeout_s=2", "recover.retries=0") == 1
     error = capsys.readouterr().err
     assert "in never\n" in error
     assert error.rstrip().endswith(

@@ -17,7 +17,7 @@ from areno.checkpoint.recover import StatefulEngine, StateWriter
 from areno.checkpoint.state import State, States
 from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig
-from areno.errors import CheckpointError, ConfigError, Problem
+from areno.errors import CheckpointError, ConfigError, Problem, WorkerLost
 from areno.files.durable import locked
 from areno.tracking.run_files import RunFiles
 
@@ -57,6 +57,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.trigger = Trigger(config.recover)
         self.goes_on = False  # whether an earlier session has begun this run
         self._resources = ExitStack()
+        self._n_restarts = 0
         self._polled_at = 0.0
         self._waiting = False  # a state is due, but the one before was still under way
         self._begun_at: dict[str, int] = {}  # the sizes of the run's files when this session began
@@ -135,12 +136,22 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.files.cut_back(0, {}, begun_at)
         return None
 
-    def restart(self) -> None:
+    @property
+    def may_restart(self) -> bool:
+        """Whether the workers may be started again in this process."""
+        return self.is_on and self._n_restarts < self.config.recover.retries
+
+    def restart(self, lost: WorkerLost) -> None:
         """Start the workers again, as they were loaded first. `load` is to follow."""
         assert self._engine is not None
+        self._n_restarts += 1
+        self._begun_at, self.goes_on = self.files.sizes(), True
+        logger.warning("%s", lost)
+        logger.warning(
+            "starting the workers again (%d of recover.retries=%d)", self._n_restarts, self.config.recover.retries
+        )
         self.writer.drop()
         self._engine().restart()
-        self.goes_on = True
 
     def record(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """What is kept beside the engine's state."""

@@ -85,7 +85,6 @@ class Run:
         self._epoch: int | None = None  # under way
         self._epoch_ended = self._ended = self._stopped_early = False
         self._has_begun = False  # or gone on
-        self._n_restarts = 0
         self._todo: list[str] = []  # of "save" and "evaluate", what is due after this step and not done
         self._last: dict[str, Any] = {}  # the record of the last point that the run can go on from
         self._is_there = True  # the models are as they were at that point
@@ -253,18 +252,13 @@ class Run:
             logger.warning("the state of step %d could not be written: %s", step, error)
 
     def restart(self, lost: WorkerLost) -> None:
-        """Start the workers again; the next `steps` goes on from the last state. Raises `lost` after recover.retries.
+        """Start the workers again; the next `steps` goes on from the last state, or begins again without one.
 
-        Without a state the run begins again.
+        Raises `lost` where recover.retries does not allow that.
         """
-        self._n_restarts += 1
-        if not self.recovery.is_on or self._n_restarts > self.config.recover.retries:
+        if not self.recovery.may_restart:
             raise lost
-        logger.warning("%s", lost)
-        logger.warning(
-            "starting the workers again, for the %d. of %d times", self._n_restarts, self.config.recover.retries
-        )
-        self.recovery.restart()
+        self.recovery.restart(lost)
         self.load_state_dict(self._first)
         self._has_begun = False
 
