@@ -160,8 +160,7 @@ class Kill:
             victims = {"driver": [process.pid], "group": [-process.pid]}.get(self.whom) or workers(process.pid)
             if is_time and victims:
                 os.kill(victims[0], signal.SIGKILL)
-                process.wait(60)
-                end(process)
+                process.wait(LIMIT_S)  # without a worker it may go on: see recover.retries
                 return True
             time.sleep(0.001 if isinstance(self.moment, str) else 0.01)
         return False
@@ -238,6 +237,7 @@ def reference(run: Run) -> tuple[dict[str, Any], float]:
 
 # How often the states of a run are written.
 OFTEN = [["recover.freq_steps=1"], ["recover.freq_steps=3", "recover.keep=1"], ["recover.freq_epochs=1"]]
+RETRIES = [0, 3]
 
 
 def main() -> int:
@@ -258,6 +258,7 @@ def main() -> int:
             recipe, kills = recipes[number % len(recipes)], draw(rng)
             in_driver = "worker" not in {kill.whom for kill in kills} and rng.random() < 0.5
             settings = [*rng.choice(OFTEN), f"engine.workers={'inline' if in_driver else 'spawn'}"]
+            settings.append(f"recover.retries={rng.choice(RETRIES)}")
             run = Run(recipe, Path(folder, str(number)), settings)
             try:
                 told = check(run, kills, *expected[recipe])

@@ -1,20 +1,45 @@
-"""Ten of the runs that `python tests/kill_runs.py` kills: at random moments, inside of saves, and twice in a row."""
+"""Ten of the runs that `python tests/kill_runs.py` makes: killed at random moments, inside of saves, twice in a row."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from kill_runs import Kill, Run, check, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PLAN = [
-    ("gspo", ["driver at state"], "inline"),
-    ("gspo", ["worker at 0.6"], "spawn"),
-    ("gspo", ["group at 0.9", "driver at checkpoint"], "spawn"),
-    ("ppo", ["group at state"], "spawn"),
-    ("ppo", ["driver at 0.7"], "inline"),
-    ("ppo", ["worker at state", "worker at 0.8"], "spawn"),
-    ("dpo", ["driver at 0.8"], "inline"),
-    ("dpo", ["group at checkpoint"], "spawn"),
-    ("sft", ["worker at state"], "spawn"),
-    ("sft", ["driver at 0.1", "driver at state"], "inline"),
-]
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """recipe -> what a run leaves that nobody kills, and the seconds it takes."""
+    found = {}
+
+    def of(recipe):
+        if recipe not in found:
+            found[recipe] = reference(Run(recipe, Path(tmp_path_factory.mktemp("whole"), recipe)))
+        return found[recipe]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "kills"),
+    [
+        ("gspo", ["recover.freq_steps=1"], [Kill("driver", "state")]),
+        ("gspo", ["recover.freq_steps=3"], [Kill("worker", 0.9)]),
+        ("gspo", ["recover.freq_steps=1"], [Kill("group", 0.85), Kill("driver", "checkpoint")]),
+        ("ppo", ["recover.freq_steps=1"], [Kill("group", 0.8)]),
+        ("ppo", ["recover.freq_steps=1", "recover.retries=0"], [Kill("worker", "state"), Kill("worker", 0.9)]),
+        ("dpo", ["recover.freq_epochs=1"], [Kill("driver", 0.9)]),
+        ("dpo", ["recover.freq_steps=1", "recover.keep=1"], [Kill("group", "checkpoint")]),
+        ("sft", ["recover.freq_steps=1", "recover.retries=0"], [Kill("worker", "state")]),
+        ("sft", ["recover.freq_steps=1"], [Kill("driver", 0.1), Kill("driver", "state")]),
+        ("sft", ["recover.freq_epochs=1"], [Kill("worker", "checkpoint")]),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "+".join(map(str, value)).replace("recover.", ""),
+)
+def test_a_killed_run_ends_as_if_nobody_had_killed_it(recipe, settings, kills, expected, tmp_path):
+    spawned = any(kill.whom == "worker" for kill in kills)
+    run = Run(recipe, tmp_path / "run", [*settings, f"engine.workers={'spawn' if spawned else 'inline'}"])
+    check(run, kills, *expected(recipe))
