@@ -178,7 +178,7 @@ def left_by(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     state = max(folder.glob("state/step-*"))
     found["state"] = state.name
-    for inside in (folder / "checkpoints", folder / "rollouts", folder / "evaluations", state / "engine"):
+    for inside in (folder / "checkpoints", folder / "rollouts", folder / "eval", state / "engine"):
         for path in inside.rglob("*"):
             if path.is_file() and path.name not in (".owner", "index.json"):
                 found[str(path.relative_to(folder))] = path.read_bytes()

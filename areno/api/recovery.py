@@ -104,8 +104,10 @@ class Recovery(AbstractContextManager["Recovery"]):
         refuse(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
         changed = {change.key for change in found if change.kind == "later"}
+        text = "is not what the run in {} began with ({} instead of {})"
+        hints = {"train_dataset": "; its rows must be the same, in the same order, at every start"}
         problems = [
-            Problem(key, "is not what the run in {} began with ({} instead of {})", self.folder, now[key], given[key])
+            Problem(key, text + hints.get(key, ""), self.folder, now[key], given[key])
             for key in now
             if key in given and now[key] != given[key] and key not in changed
         ]

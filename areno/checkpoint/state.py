@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from areno.errors import CheckpointError
-from areno.files.durable import REPLACED, UNFINISHED, remove, sync, sync_tree, write_text_whole
+from areno.files.durable import REPLACED, UNFINISHED, remove, remove_whole, sync, sync_tree, write_text_whole
 
 logger = logging.getLogger("areno.recover")
 
@@ -144,7 +144,7 @@ class States:
         write_text_whole(self.folder / "latest", f"{final.name}\n")
         remove(replaced)
         for old in self.steps()[self.keep :]:
-            remove(self._of(old))
+            remove_whole(self._of(old))
         return final
 
     def size(self) -> int:

@@ -19,10 +19,12 @@ usage: {command} [--config-name NAME] [key=value ...]
   {command} --config-name={default}
   {command} --config-name={default} actor.optimizer.lr=2e-6 seed=2    change settings
   {command} --config-name={default} -m seed=1,2,3                     one run for each value
+  {command} --resume outputs/{default}/NAME                           go on with a run
 
 options:
   --config-name, -cn NAME   name of a task or experiment file (default: {default})
   --config-dir, -cd DIR     folder of your own YAML files, which is searched first
+  --resume FOLDER           go on with the run in this folder, with its own settings and the changes that follow
   --multirun, -m            run every combination of the values that are given as a,b
   --cfg, -c job             print the configuration and do not run (or: hydra, all; more: --resolve, --package NAME)
   --info, -i [TOPIC]        show how Hydra reads the command line: defaults, searchpath, config, plugins, all
