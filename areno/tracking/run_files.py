@@ -37,10 +37,8 @@ class RunFiles:
             size = sizes.get(name, 0)
             if name == "run.log":
                 _drop_lines(path, size, until.get(name, 0))
-            elif not size:
-                remove(path)
             elif path.stat().st_size > size:
-                os.truncate(path, size)
+                os.truncate(path, size)  # also to nothing: a TensorBoard that reads a file stops where it is gone
         for path in [*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*")]:
             if path.suffix == ".tmp" or (path.suffix == ".jsonl" and path.stem.isdecimal() and int(path.stem) > step):
                 remove(path)
