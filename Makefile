@@ -16,3 +16,6 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+docs:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

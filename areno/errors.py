@@ -3,6 +3,7 @@
 ArenoError
 ├── ConfigError (ValueError)        a setting is missing, unknown, mistyped or does not fit the others
 ├── DataError (ValueError)          a dataset cannot be read or a row does not have the expected form
+├── GrammarError (ValueError)       a grammar for constrained decoding cannot be compiled
 ├── CheckpointError (OSError)       a model folder cannot be read or written
 └── EngineError (RuntimeError)      the engine ran out of memory, or was used out of order
     └── WorkerLost                  a worker died, hangs or lost its device: Engine.restart brings it back
@@ -97,6 +98,10 @@ class ConfigError(ArenoError, ValueError):
 
 class DataError(ArenoError, ValueError):
     """A dataset, or a row of one, is not what the algorithm needs."""
+
+
+class GrammarError(ArenoError, ValueError):
+    """Constrained decoding cannot do what was asked: no grammar, an unknown feature of a schema, no library for it."""
 
 
 class CheckpointError(ArenoError, OSError):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-from areno.config.fields import setting, settings
-from areno.config.run import SamplingConfig
+from areno.config.rollout.sampling import SamplingConfig
+from areno.config.schema.fields import setting, settings
 from areno.errors import did_you_mean
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -29,9 +29,12 @@ class SamplingParams(SamplingConfig):
     ignore_eos: do not end at the model's own end-of-sequence tokens.
     skip_special_tokens: rollouts return token ids and do not read it. The trainers do, when they decode completions.
     Keyword arguments only: min_new_tokens (no stop token is sampled before this many tokens), frequency_penalty (in
-    [-2, 2]; a token's logit is lowered by it for each time that the completion has the token already).
+    [-2, 2]; a token's logit is lowered by it for each time that the completion has the token already),
+    presence_penalty (in [-2, 2]; the same, but once, however often it has it), min_p (in [0, 1]; keep the tokens that
+    are at least so many times as likely as the most likely one, arXiv 2407.01082).
 
-    Log-probabilities are those of softmax(logits / temperature), without penalty, top-k and top-p, as in training.
+    Log-probabilities are those of softmax(logits / temperature), without penalties, top-k, top-p and min-p, as in
+    training.
     """
 
     max_context_len: int | None = setting(None, help="longest prompt plus completion in tokens", gt=0)
@@ -74,6 +77,10 @@ _MORE = [
 SamplingParams.__signature__ = inspect.Signature([*list(_FIXED.values())[:-1], *_MORE])  # type: ignore[attr-defined]
 
 
+TokenScores = list[tuple[int, float]]
+"""The most likely tokens at one place with their log-probabilities, the most likely first."""
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerationRequest:
     """One prompt to be sampled `n_samples` times.
@@ -83,6 +90,13 @@ class GenerationRequest:
 
     stream: return tokens as they come, as partial outputs. A partial output does not wait for stop strings: when a stop
     string is found, its first tokens may have been returned already.
+
+    grammar: only tokens that it allows are sampled, and the sample ends where nothing else is allowed. Its form is
+    explained in engine/sampling/grammar.py. A sample whose grammar becomes too complex on the way ends with "abort".
+
+    These take a slower path through the decoder: logit_bias (token id -> what is added to its logit; log-probabilities
+    do not know of it), top_logprobs (so many most likely tokens are told for each token), and prompt_logprobs (those of
+    the prompt are told, too; nothing of it is then taken from the cache).
     """
 
     request_id: int
@@ -91,6 +105,16 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     stream: bool = False
+    grammar: str | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether its draws need more than the sampling kernel does."""
+        params = self.params
+        return bool(self.logit_bias) or params.presence_penalty != 0 or params.min_p > 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +124,9 @@ class GenerationOutput:
     tokens: of the completion, without the prompt, with the stop token if one was sampled. logprobs: one for each token.
     versions: for each token, the version of the weights that sampled it. finish_reason: None marks a partial output,
     whose lists start after the partial output before. A finished output always has the whole completion.
+    cached_tokens: of the prompt, whose keys and values were in the cache. top_logprobs: for each token, as many as the
+    request wanted. prompt_logprobs: of a finished output, for each prompt token after the first, (log-probability, the
+    most likely tokens).
     """
 
     request_id: int
@@ -108,6 +135,9 @@ class GenerationOutput:
     logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None
+    cached_tokens: int = 0
+    top_logprobs: list[TokenScores] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
 
 
 @dataclass
@@ -192,6 +222,50 @@ class Batch(Generic[Item]):
 PromptBatch = Batch[PromptItem]  # of one RL step
 
 
+@dataclass(slots=True, kw_only=True)
+class TokenRow:
+    """Tokens that a model read and wrote one after another, as they were. Each field has one entry for each token.
+
+    sources: where it comes from, uint8, see areno.agents.tokens.Source. sampled: it was sampled in this row, bool.
+    trained: by the loss mask, bool; other than sampled ones may be. logprobs: float64, 0.0 where it was not sampled.
+    versions: int64, of the weights that sampled it. temperature: that all of its tokens were sampled at; None where
+    they differ.
+    """
+
+    tokens: list[int]
+    sources: np.ndarray
+    sampled: np.ndarray
+    trained: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    temperature: float | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """What an agent did for one sample. rows: more than one where the history of a turn was not that of the one before.
+
+    turns: each with messages, tools, tool_choice, the model's message and its finish_reason, as plain values. messages:
+    all of the conversation, in OpenAI's form. tool_calls, tool_results: in their order. reward: that the agent itself
+    gave, with its parts by name; None if it gave none.
+    """
+
+    rows: list[TokenRow]
+    turns: list[dict[str, Any]]
+    messages: list[Message]
+    tool_calls: list[dict[str, Any]]
+    tool_results: list[dict[str, Any]]
+    reward: tuple[float, dict[str, float]] | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the longest row."""
+        return max(map(len, self.rows), default=0)
+
+
 @dataclass(slots=True)
 class ModelRole:
     """A model beside the policy, for Trainer.ensure_roles.
@@ -236,6 +310,8 @@ class RewardRecord:
     completion: all text of the assistant. final_answer: its last turn. rendered_completion: the same as the model wrote
     it, special tokens included. tool_calls, tool_results: parsed calls and what the environment answered.
     tokens, logprobs, loss_mask: of the response, one entry each; loss_mask is True where the token is trained.
+    step, epoch: of the training, when the sample was drawn. The first step is 1, the first epoch 0; before the first
+    step it is 0.
     """
 
     prompt: str = ""
@@ -251,6 +327,8 @@ class RewardRecord:
     solutions: Any = None
     record: Mapping[str, Any] = field(default_factory=dict)
     prompt_tokens: list[int] = field(default_factory=list)
+    step: int = 0
+    epoch: int = 0
 
     @classmethod
     def of_completion(cls, item: PromptItem, sequence: RolloutSequence, completion: str, rendered: str) -> RewardRecord:
@@ -275,22 +353,43 @@ class RewardRecord:
 class RewardOutcome:
     """What came of scoring one sample. `value` is None unless status is "ok"; `message` then says why.
 
-    not_finite: the reward is NaN, infinite, or too large for float32. parts: what the value is the sum of, by name;
-    empty if it is not a sum.
+    not_finite: the reward is NaN, infinite, or too large for float32. agent_error, agent_timeout: there is nothing to
+    score, since the agent failed. agent_filtered: its conversation filled the context. parts: the numbers that the
+    value is made of, by name, without their weights; empty if it is one number.
     """
 
     value: float | None
-    status: Literal["ok", "timeout", "error", "not_finite"] = "ok"
+    status: Literal["ok", "timeout", "error", "not_finite", "agent_error", "agent_timeout", "agent_filtered"] = "ok"
     message: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class ScoredSample:
-    """One sample with its text and its reward. group: number of its group, the samples drawn of one prompt at once."""
+    """One sample with its text and its reward. group: number of its group, the samples drawn of one prompt at once.
+
+    trajectory: of an agent; `sequence` then has all tokens that were sampled in it. None for a single completion.
+    advantages: of each token of the completion (of an agent: of its trained tokens), where it is trained on.
+    train_logprobs: of each token of the completion, by a forward pass before the update, where there was one.
+    """
 
     item: PromptItem
     sequence: RolloutSequence
     completion: str
     outcome: RewardOutcome
     group: int = 0
+    trajectory: Trajectory | None = None
+    advantages: np.ndarray | None = None
+    train_logprobs: np.ndarray | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was sampled to its end, so that it could be scored."""
+        return not self.outcome.status.startswith("agent_")
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and completion; of an agent, the longest row."""
+        if self.trajectory is not None:
+            return self.trajectory.n_tokens
+        return len(self.item.tokens) + len(self.sequence.resp_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not _on_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, and for the processes that tests start
+        # The models of the tests are too small for threads, and the processes of several tests share the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Images for containers often forbid bytecode. Each of the many processes that tests start would then compile the
+    # whole package anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)

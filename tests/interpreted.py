@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,30 @@ def run_interpreted(code: str, timeout: float = 300) -> None:
         pytest.skip("triton is not installed")
     root = Path(__file__).parents[1]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"from tests.interpreted import prepare_once; prepare_once(); {code}"]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout)
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
     assert done.returncode == 0, done.stderr
+
+
+def prepare_once() -> None:
+    """Each function that a kernel calls makes the interpreter prepare Triton's language again: half of the time."""
+    from triton.runtime import interpreter
+
+    modules = {id(interpreter.tl), id(interpreter.tl.core)}
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepared: set[frozenset[int]] = set()  # in this launch: which of the modules
+
+    def prepare_if_new(fn: Any) -> Any:
+        found = frozenset(id(value) for value in fn.__globals__.values()) & modules
+        if found in prepared:
+            return None  # only a launch takes the result, and it is the first
+        prepared.add(found)
+        return prepare(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        prepared.clear()
+        launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_if_new, launch_anew

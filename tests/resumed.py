@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -12,9 +15,11 @@ import kill_runs
 import pytest
 
 from areno.api.trainers.run import Run
+from areno.engine.engine import Engine
 from areno.launch import command
 
 _wholes: dict[tuple[str, ...], dict[str, Any]] = {}
+_stopped: dict[tuple[str, ...], Path] = {}
 
 
 def go(recipe: str, *settings: str, resume: Path | str | None = None) -> int:
@@ -43,6 +48,20 @@ def whole(recipe: str, tmp_path_factory: pytest.TempPathFactory, *settings: str)
             assert go(recipe, *settings) == 0
             _wholes[key] = kill_runs.left_by(folder_of(recipe))
     return _wholes[key]
+
+
+def stopped_sft(step: int, tmp_path_factory: pytest.TempPathFactory, *settings: str) -> None:
+    """Put a run into the working directory that was killed after a step. It is made once, and copied."""
+    key = (str(step), *settings)
+    if key not in _stopped:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("stopped"))
+            kill_runs.write_rows("sft", Path())
+            with killed_after(step):
+                go("sft", "recover.freq_steps=1", *settings)
+            assert states()[-1] == f"step-{step:06d}"
+            _stopped[key] = Path().absolute()
+    shutil.copytree(_stopped[key], ".", symlinks=True, dirs_exist_ok=True)
 
 
 class Killed(BaseException):
@@ -79,6 +98,19 @@ def killed_after(step: int) -> Iterator[None]:
 
     with killed_at(Run, "end_step", when):
         yield
+
+
+def lost_in(patch: pytest.MonkeyPatch, name: str, *calls: int) -> None:
+    """Kill the worker process at these calls of a method of Engine."""
+    method, made = getattr(Engine, name), []
+
+    def killing(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        if len(made) in calls:
+            os.kill(engine._workers._processes[0].pid, signal.SIGKILL)
+        return method(engine, *args, **kwargs)
+
+    patch.setattr(Engine, name, killing)
 
 
 def states() -> list[str]:

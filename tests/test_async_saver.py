@@ -122,7 +122,8 @@ def test_a_run_tells_at_its_next_step_that_a_checkpoint_was_lost(tmp_path: Path)
     with pytest.raises(CheckpointError, match="disk full"):
         run.end_step({})
     run.close()
-    assert "stopped in step 2; no checkpoint was saved" in (tmp_path / "logs/run.log").read_text()
+    log = (tmp_path / "logs/run.log").read_text()
+    assert "stopped in step 2; there is no state to go on from, and no checkpoint" in log
     assert not list(tmp_path.rglob("*step-*"))
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from areno.errors import ConfigError
-from areno.kernels.attention import choose_backend, sdpa, varlen_attention, varlen_backward, varlen_forward
+from areno.kernels import padding
+from areno.kernels.attention import choose_backend, varlen_attention, varlen_backward, varlen_forward
 
 ROWS = {
     "one": ([9], [9]),
@@ -126,7 +127,7 @@ def test_batches_waste_little() -> None:
     """Short rows share one call whatever their lengths; long ones only with rows of similar length."""
     lengths = [3, 1000, 60, 10, 990, 400, 1]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    assert sorted(sdpa._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
+    assert sorted(padding._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
 
 
 def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:

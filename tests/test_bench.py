@@ -14,13 +14,13 @@ from tiny_engine import model_folder as tiny_folder
 from tiny_engine import spec
 
 from areno.bench import __main__ as bench
+from areno.bench.against.with_transformers import WithTransformers
+from areno.bench.against.with_vllm import WithVllm
 from areno.bench.arguments import Settings, parse
 from areno.bench.floors import Rates, decode_s, floors, prefill_s
 from areno.bench.profile import GROUPS, OWN_FOLDERS, Span, busy_s, group_of, idle_share, phase_table
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
-from areno.bench.with_transformers import WithTransformers
-from areno.bench.with_vllm import WithVllm
 from areno.bench.work import Work, row
 from areno.engine.engine import Engine
 from areno.errors import ConfigError, EngineError

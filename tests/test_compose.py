@@ -16,7 +16,7 @@ import yaml
 from played import TASK, Main, load, problems_of, run, task_folder
 
 from areno.api import get_algorithm
-from areno.config.build import build
+from areno.config.schema.build import build
 from areno.errors import ConfigError, DataError
 from areno.files import paths
 from areno.launch import command, compose
@@ -85,7 +85,7 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "actor.optimzer: unknown key; did you mean actor.optimizer?",
         "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?",
         "engine: is 'fast'; a section is expected, with keys device, world_size, tp_size, workers, attn_backend, "
-        "dummy_load, stall_timeout_s",
+        "exact, dummy_load, stall_timeout_s",
     ]
 
 

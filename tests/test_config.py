@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import pytest
 
-from areno.config.build import build, with_defaults
 from areno.config.datasets import ValidDatasetConfig
-from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
-from areno.config.run import EngineConfig, GenerationConfig
-from areno.config.values import InvalidValue, convert, spelling
+from areno.config.rollout.sampling import GenerationConfig
+from areno.config.run import EngineConfig
+from areno.config.schema.build import build, with_defaults
+from areno.config.schema.fields import Section, check, rows, setting
+from areno.config.schema.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem, keys_renamed
 from areno.launch import reference
 from areno.recipes.dpo import DPOConfig

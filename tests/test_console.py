@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import re
 import sys
@@ -13,9 +12,9 @@ import pytest
 
 from areno.errors import ConfigError
 from areno.tracking import console
-from areno.tracking import progress as display
+from areno.tracking.display import progress as display
 from areno.tracking.run_log import RunLog
-from areno.tracking.samples import SampleFiles, SampleLog
+from areno.tracking.samples import SampleLog
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 
@@ -132,23 +131,3 @@ def test_completions_in_the_log(caplog, monkeypatch):
     monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "many")
     with pytest.raises(ConfigError, match="ARENO_LOG_COMPLETIONS is 'many'"):
         SampleLog()
-
-
-def test_rollout_dump(tmp_path):
-    SampleFiles(tmp_path / "rollouts").samples(12, samples())
-    path = tmp_path / "rollouts/12.jsonl"
-    assert [p.name for p in path.parent.iterdir()] == ["12.jsonl"]
-    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    assert first == {
-        "row": 17,
-        "prompt": "<2+2?>",
-        "completion": "four\n4 é",
-        "reward": 1.0,
-        "status": "ok",
-        "message": "",
-        "solutions": "{'4'}",
-        "prompt_tokens": 3,
-        "response_tokens": 2,
-        "finish_reason": "stop",
-    }
-    assert (second["reward"], second["status"], second["finish_reason"]) == (None, "timeout", "length")

@@ -43,6 +43,7 @@ def decode_in_groups(device: str, use_graphs: bool) -> None:
         assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_groups_read_their_prompts_with_interpreted_kernels() -> None:
     run_interpreted("from tests.test_decoder_kernels import decode_in_groups; decode_in_groups('cpu', False)")
 

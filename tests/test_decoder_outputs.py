@@ -59,6 +59,16 @@ def test_partial_outputs_add_up_to_the_finished_one(settings: dict[str, int]) ->
             assert_pieces_of(partial.get(key, []), output)
 
 
+def test_partial_outputs_may_be_rare_but_the_first_token_comes_at_once() -> None:
+    decoder = make_decoder(stream_every_s=1000.0)
+    for item in MIXED:
+        decoder.submit(replace(item, stream=True))
+    partial, finished = run_streaming(decoder)
+    for key, output in finished.items():
+        assert output.tokens == mixed_outputs()[key].tokens
+        assert [len(piece.tokens) for piece in partial.get(key, [])] == [1][: len(output.tokens) - 1]
+
+
 def test_tokens_come_while_the_request_runs_and_abort_ends_it() -> None:
     decoder = make_decoder()
     decoder.submit(replace(request(1, max_new_tokens=30), stream=True))

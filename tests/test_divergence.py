@@ -11,7 +11,7 @@ import pytest
 import areno
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
-from areno.tracking.divergence import FIRST, LAST, N_FLAT, Divergence, History, mean
+from areno.tracking.divergence import FIRST, LAST, N_FLAT, N_TRUNCATED, Divergence, History, mean
 from areno.tracking.reader import RunReader
 
 FINE = {
@@ -22,6 +22,8 @@ FINE = {
     "rollout/advantages_mean": 0.0,
     "rollout/advantages_std": 1.0,
     "rollout/num_sequences": 64.0,
+    "rollout/response_len_mean": 128.0,
+    "rollout/truncated": 0.25,
     "rollout/reward_not_finite": 0.0,
     "train/entropy": 0.6,
     "train/logp_abs_diff_mean": 0.004,
@@ -79,6 +81,25 @@ def test_an_entropy_that_is_no_collapse(first, last, accuracy):
 def test_rewards_without_a_difference_are_told_after_a_while(flat):
     assert told([flat] * (N_FLAT - 1) + [{}] + [flat] * (N_FLAT - 1)) == []
     assert told([{}, *[flat] * 3 * N_FLAT]) == [(N_FLAT + 1, f"for {N_FLAT} steps no")]
+
+
+def test_completions_that_never_end_are_told_after_a_while():
+    cut = {"rollout/truncated": 1.0}
+    assert told([cut] * (N_TRUNCATED - 1) + [{}] + [cut] * (N_TRUNCATED - 1)) == []
+    divergence = Divergence()
+    texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.look({**FINE, **cut})]
+    assert len(texts) == 1
+    assert "cut off at the length limit (128 tokens" in texts[0]
+    assert "raise gconfig.max_new_tokens" in texts[0]
+
+
+def test_rows_without_answers_are_told_where_all_rewards_are_equal():
+    divergence = Divergence("reward.py:near", "no row of data.jsonl")
+    assert divergence.look(FINE) == [], "this reward needs none"
+    [text] = divergence.look({**FINE, **FLAT})
+    assert text.startswith("all rewards of this step are 0.5, and no row of data.jsonl has solutions; ")
+    assert divergence.look({**FINE, **FLAT}) == []
+    assert Divergence("reward.py:near").look({**FINE, **FLAT}) == []
 
 
 def test_advantages_that_only_cancel_out_are_not_flat():

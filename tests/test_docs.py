@@ -2,14 +2,16 @@
 
 The first line of a code block says how it is tested:
 
-    bash              each `python -m areno...` and `python examples/...` composes its configuration (--cfg job)
+    bash              each `python -m areno...`, `python examples/...` and `areno train` composes its configuration
+                      (--cfg job)
     bash run          each line runs to its end, in a folder with the files of the page
     bash fails        exits with code 2 and writes nothing; the text block after it is the error message
     KIND file=NAME    becomes a file
     python            all of a page form one script, which runs after the commands; a text block after one is its output
     json ROWKIND      each line is a row of this kind
 
-`bash run` and the kinds below it are tested on the pages in GUIDES. The blocks of docs/sdk.md have a test of their own.
+`bash run` and the kinds below it are tested on the pages in GUIDES. docs/sdk.md, agents.md, serving.md and those in
+coming_from/ have tests of their own. Blocks of other kinds are not run: `py` and `sh` are of other tools.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_agent_training import run as agent_run
 
+from areno.api import get_algorithm
+from areno.cli.main import main
 from areno.data.row_schema import row_problem
+from areno.launch.command import run as run_recipe
 from areno.tracking.reader import RunReader
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +41,8 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
-GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md"]
+GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
+GUIDES += ["exact.md"]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
 
 
@@ -50,21 +57,35 @@ def commands(kind: str) -> list[tuple[str, str]]:
         for info, text in blocks(page):
             if info.split(" file=")[0].strip() == kind:
                 for line in text.splitlines():
-                    if command := re.search(r"python (-m areno\.|examples/).*", line):
+                    if command := re.search(r"(python (-m areno\.|examples/)|areno train ).*", line):
                         found.append((page.name, command[0]))
     return found
 
 
 def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command, comments=True)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "2"}
+    if words[0] == "areno":
+        words[:1] = ["python", "-m", "areno.cli"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *words[1:], *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
 
 
+def run_here(command: str, *more: str) -> int:
+    """The exit code of a command for a recipe, without a new process that imports everything again."""
+    words = [*shlex.split(command, comments=True), *more]
+    if words[0] == "areno":
+        return main(words[1:])
+    module = words[2].removeprefix("areno.recipes.")
+    return run_recipe(get_algorithm(module), f"python -m {words[2]}", words[3:])
+
+
 @pytest.mark.parametrize(("page", "command"), commands("bash"))
-def test_commands_in_the_documents_compose(page: str, command: str, tmp_path: Path) -> None:
+def test_commands_in_the_documents_compose(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if "--help" in command or "areno.bench" in command or "areno.launch.reference" in command:
         done = run(command.split(">")[0], tmp_path, *(["--help"] if "bench" in command else []))
     elif "hydra/sweeper=optuna" in command:
@@ -72,11 +93,17 @@ def test_commands_in_the_documents_compose(page: str, command: str, tmp_path: Pa
         done = run(command, tmp_path, "hydra.sweeper.n_trials=1", "total_train_steps=1", "valid_dataset=null")
     else:
         words = shlex.split(command, comments=True)
-        start = 3 if words[1] == "-m" else 2
+        start = 3 if words[1] == "-m" else 2  # `areno train` has two words, too
         given = words[start:]
         if "-m" in given:  # --cfg shows one run; the first of each list of values stands for all
-            given = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in given if word != "-m"]
-        done = run(shlex.join([*words[:start], *given]), tmp_path, "--cfg", "job")
+            of_run = [word for word in given if word != "-m" and not word.startswith("hydra.launcher.")]
+            given = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in of_run]
+        line = shlex.join([*words[:start], *given])
+        if not words[1].startswith("examples/"):
+            assert run_here(line, "--cfg", "job") == 0
+            assert capsys.readouterr().out
+            return
+        done = run(line, tmp_path, "--cfg", "job")
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -94,6 +121,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guide", GUIDES)
 def test_the_guide_runs(guide: str, tmp_path: Path) -> None:
     """Files are written, commands and the script run in an empty folder, and what they say is what is shown."""
@@ -143,7 +171,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     """Every scalar of short runs has its row in docs/runs.md, and every row names what one of these runs records."""
-    from areno.api import get_algorithm
     from areno.launch.compose import load
 
     sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
@@ -168,21 +195,27 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()
         recorded |= RunReader(tmp_path / name).metrics().keys()
-    page = (ROOT / "docs" / "runs.md").read_text()
-    documented = set()
-    for cell in re.findall(r"^\| `(\w+/[^`]+)`", page, re.M):
-        namespace, names = cell.split("/", 1)
-        first, *rest = names.split()
-        documented.add(f"{namespace}/{first}")
-        for name in rest:
-            documented.add(f"{namespace}/{first.rsplit('_', 1)[0]}{name}" if name[0] == "_" else f"{namespace}/{name}")
+    recorded |= agent_run(tmp_path / "agents", "two_turns.py", "total_train_steps=1").names()
+    documented = documented_metrics()
     assert recorded == documented, recorded ^ documented
+
+
+def documented_metrics() -> set[str]:
+    """The names in the table of docs/runs.md."""
+    names = set()
+    for cell in re.findall(r"^\| `(\w+/[^`]+)`", (ROOT / "docs" / "runs.md").read_text(encoding="utf-8"), re.M):
+        namespace, rest = cell.split("/", 1)
+        first, *others = rest.split()
+        names.add(f"{namespace}/{first}")
+        for name in others:
+            names.add(f"{namespace}/{first.rsplit('_', 1)[0]}{name}" if name[0] == "_" else f"{namespace}/{name}")
+    return names
 
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
     from areno.api.inputs.backend import RuntimeConfig
-    from areno.config.fields import settings
+    from areno.config.schema.fields import settings
 
     page = ROOT / "docs" / "sdk.md"
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,8 @@ from areno.api.trainers.run import Run
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig, PreferenceExperimentConfig
 from areno.config.models import ModelConfig, PolicyConfig
-from areno.config.run import EvaluatorConfig, GenerationConfig, SaverConfig
+from areno.config.rollout.sampling import GenerationConfig
+from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
 

@@ -81,6 +81,7 @@ def check_interpreted() -> None:
         assert outputs[24, sample].tokens == by_hand(item, sample, 10)[0]
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_draw_the_same() -> None:
     run_interpreted("from tests.test_frequency_penalty import check_interpreted; check_interpreted()")
 

@@ -179,7 +179,11 @@ def compare_two_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["compare_interpreted", "compare_frozen", pytest.param("compare_two_ranks", marks=pytest.mark.slow)]
+    "what",
+    [
+        "compare_interpreted",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare_frozen", "compare_two_ranks")),
+    ],
 )
 def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
     run_interpreted(f"from tests.test_fused import {what}; {what}()", timeout=200)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from areno.api.metrics import accuracy, rollout_metrics, row_metrics, with_prefix
+from areno.api.rollout.log import group_metrics
 from areno.tracking.recorder import MetricsRecorder
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
@@ -55,6 +56,19 @@ def test_rollout_metrics():
         "total_skipped_long": 7,
     }
     assert stats == pytest.approx({f"rollout/{name}": value for name, value in expected.items()})
+
+
+def test_the_share_of_groups_without_a_difference():
+    def share(*groups):
+        samples = [sample(1, [-1.0], reward) for group in groups for reward in group]
+        numbers = [number for number, group in enumerate(groups) for _ in group]
+        for one, number in zip(samples, numbers, strict=True):
+            one.group = number
+        return group_metrics(samples).get("rollout/frac_groups_zero_std")
+
+    assert share([1.0, 1.0], [0.0, 1.0], [0.5, 0.5, 0.5], [0.0, 0.0, 1e-9]) == 0.5
+    assert share([1.0, None], [None], [0.0, 0.0, None]) == 1.0, "a reward alone is no group"
+    assert share([1.0], [0.0]) is None
 
 
 def test_nothing_to_average_is_left_out():

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+from two_ranks import compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.errors import ConfigError
-from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
-from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, load_weights, save_weights
+from areno.models.weights import checkpoint_table
 
 MODELS = Path(__file__).parents[2] / "shared/data/models"
 
@@ -75,25 +72,6 @@ def random_reference(case: str, folder: Path) -> transformers.PreTrainedModel:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
     reference.save_pretrained(folder)
     return reference
-
-
-def load(folder: Path, tp: ParallelGroup | None = None) -> Transformer:
-    model = build_model(load_config(folder), dtype=torch.float32, device="cpu", tp=tp)
-    load_weights(model, folder)
-    return model
-
-
-def packed(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, PackedAttend]:
-    """Tokens and positions end to end, and the attention that keeps the rows apart."""
-    lengths = [len(row) for row in rows]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    return torch.cat(rows), positions, PackedAttend(cu_seqlens, max(lengths), "sdpa")
-
-
-def random_rows(vocab: int, lengths: tuple[int, ...] = (7, 60, 1, 7, 33)) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -223,48 +201,12 @@ def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None
         build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=4))
 
 
-def _rank_main(rank: int, rendezvous: str, folders: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
-    for folder in folders:
-        _compare_with_one_rank(load(Path(folder)), load(Path(folder), tp), folder)
-    dist.destroy_process_group()
-
-
-def _compare_with_one_rank(alone: Transformer, model: Transformer, folder: str) -> None:
-    tp = model.tp
-    padded = torch.cat([alone.output.weight, torch.zeros(1, 32)])
-    assert torch.equal(model.output.weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
-    inputs = packed(random_rows(101, (5, 9)))
-    with torch.no_grad():
-        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
-    weights = torch.randn(14, 32, generator=torch.Generator().manual_seed(2))
-    for one in (alone, model):
-        (one(*inputs) * weights).sum().backward()
-    expected = dict(alone.named_parameters())
-    for own, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue  # an untied head, which the hidden states do not reach
-        assert model.is_sharded(own) == (parameter.shape != expected[own].shape)
-        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
-            full = torch.empty(part.full_shape)
-            for owner in range(tp.size):
-                part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)
-            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
-    save_weights(model, f"{folder}-saved")
-    for one in (alone, model):
-        one.init_weights(seed=5)
-    with torch.no_grad():
-        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
-
-
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients (after gathering), initialisation and saving; 101 tokens leave the last rank a padded row."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     cases = ("qwen3-tied", "llama-linear")
     references = [random_reference(case, tmp_path / case) for case in cases]
-    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), [str(tmp_path / case) for case in cases]), nprocs=2)
+    on_two_ranks(compare_models, *(tmp_path / case for case in cases))
     for case, reference in zip(cases, references, strict=True):
         saved = transformers.AutoModelForCausalLM.from_pretrained(f"{tmp_path / case}-saved", dtype=torch.float32)
         for name, parameter in reference.state_dict().items():

@@ -38,7 +38,12 @@ def test_a_failed_run_removes_only_what_it_made(work, mine, how):
         raise DataError("row 3 is bad")
 
     assert run(main, "cluster.fileroot=out", "trial_name=one", *how) == 1
-    sweep = {"out/test/one", "out/test/one/multirun.yaml", "out/test"} if how else set()
+    of_sweep = {
+        "out/test",
+        "out/test/one",
+        *(f"out/test/one/{name}" for name in ("multirun.yaml", "sweep.json", "sweep.csv")),
+    }
+    sweep = of_sweep if how else set()
     assert set(everything(work)) == {*before, *sweep}
 
 

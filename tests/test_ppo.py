@@ -22,12 +22,14 @@ from safetensors.torch import load_file
 import areno
 from areno.api import get_algorithm
 from areno.config.datasets import DatasetConfig
-from areno.config.models import CriticConfig, NormConfig, OptimizerConfig, RefConfig, TokenPolicyConfig
-from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, GenerationConfig, RewardConfig, SaverConfig
+from areno.config.models import CriticConfig, NormConfig, OptimizerConfig, RefConfig
+from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout.sampling import GenerationConfig
+from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.launch import command
 from areno.launch.compose import load
-from areno.recipes.grpo import GRPOConfig
+from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.ppo import PPOActorConfig, PPOConfig
 from areno.tracking.reader import RunReader
 from areno.types import TrainSequence
@@ -246,7 +248,7 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     played = run(ppo_config(tmp_path, total_train_steps=3, **how), tmp_path / "three", digits)
     end = load_file(tmp_path / "three/checkpoints/latest/model.safetensors")
     assert sum(not torch.equal(start[name], end[name]) for name in start) > 20
-    assert "warmup_steps" not in (tmp_path / "three/logs/run.log").read_text()
+    assert "so its checkpoint is the untrained" not in (tmp_path / "three/logs/run.log").read_text()
     assert len(played.rows) == 1
     assert len(played.series("train/loss")) == 1
     assert len(played.series("train/critic_loss")) == 3
@@ -426,7 +428,7 @@ def test_models_that_do_not_fit(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def grpo_config(folder: Path, **more: Any) -> GRPOConfig:
-    actor = TokenPolicyConfig(path=str(MODEL), gradient_checkpointing=False, optimizer=optimizer())
+    actor = GRPOActorConfig(path=str(MODEL), gradient_checkpointing=False, optimizer=optimizer())
     return GRPOConfig(**settings(folder, actor=actor, **more))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import started
 from tiny_engine import model_folder
 
 from areno.engine.processes.child import dumps, without_main_module
@@ -27,6 +28,7 @@ print("script runs", flush=True)
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
 from areno.loss_fns.sft import sft_loss_fn
+from processes import started
 from tiny_engine import spec
 
 def scaled(pack, logprobs_N, factor):
@@ -51,6 +53,7 @@ BUSY = """
 import sys, time
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
+from processes import started
 from tiny_engine import ROLLOUT, request, spec
 
 def sleepy(*_):
@@ -82,23 +85,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def driver(script: str, folder: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """The script as the leader of a process group of its own; whatever is left of that dies in the end."""
     path = folder / "script.py"
     path.write_text(script)
-    process = subprocess.Popen(
-        [sys.executable, str(path), str(folder), *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])},
-        start_new_session=True,
-    )
-    try:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
+    command = [sys.executable, str(path), str(folder), *args]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def worker_pid(process: subprocess.Popen[str]) -> int:
@@ -131,7 +123,7 @@ def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Pat
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("work", ["rollout", "train"])
+@pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str) -> None:
     with driver(BUSY, folder, work) as process:
         pid = worker_pid(process)

@@ -93,12 +93,12 @@ def test_damaged_settings_are_named(folder):
 
 def test_samples(folder):
     (folder / "rollouts").mkdir()
-    (folder / "rollouts/10.jsonl").write_text('{"reward": 1.0}\n{"reward": null}\n')
-    (folder / "rollouts/9.jsonl").write_text('{"reward": 0.5}\n{"rew')
+    (folder / "rollouts/000010.jsonl").write_text('{"reward": 1.0}\n{"reward": null}\n')
+    (folder / "rollouts/000009.jsonl").write_text('{"reward": 0.5}\n{"rew')
     run = RunReader(folder)
     assert run.sampled_steps() == [9, 10]
     assert run.samples(10) == [{"reward": 1.0}, {"reward": None}]
-    with pytest.raises(ArenoError, match=r"9.jsonl, line 2: is not JSON"):
+    with pytest.raises(ArenoError, match=r"000009.jsonl, line 2: is not JSON"):
         run.samples(9)
     with pytest.raises(ArenoError, match="has no samples of step 3"):
         run.samples(3)
@@ -121,8 +121,8 @@ def test_checkpoints(tmp_path, elsewhere):
     [
         (["epoch=0 stage=epoch_start", "step=1 loss=2 seconds=3"], "unfinished"),
         (["epoch=0 stage=epoch_start", "done: 2 steps in 3 s; loss 2.000 -> 1.000"], "completed"),
-        (["epoch=0 stage=epoch_start", "warning: stopped in step 2; no checkpoint was saved"], "stopped"),
-        (["warning: stopped in step 2; no checkpoint was saved", "epoch=0 stage=epoch_start"], "unfinished"),
+        (["epoch=0 stage=epoch_start", "warning: stopped in step 2; there is no state"], "stopped"),
+        (["warning: stopped in step 2; there is no state", "epoch=0 stage=epoch_start"], "unfinished"),
         (["model: 1.0M parameters", "  completion: done: x"], None),
     ],
 )

@@ -19,9 +19,9 @@ from areno.errors import ArenoError
 from areno.report.contents import contents, pack, packed_samples
 from areno.report.curves import charts, thinned
 from areno.report.differences import differing, short_names
-from areno.report.headlines import headlines
 from areno.report.page import write_report
 from areno.report.tables import compare_tables, duration, runs_table
+from areno.tracking.headlines import headlines
 from areno.tracking.reader import RunReader, Series
 
 SETTINGS = "seed: {seed}\nactor:\n  optimizer:\n    lr: 0.1\ntrial_name: {name}\n"
@@ -42,7 +42,7 @@ def make_run(folder: Path, name: str, seed: int, n_steps: int, n_samples: int = 
         (run / "rollouts").mkdir()
     for step in range(1, n_steps + 1) if n_samples else ():
         samples = [sample(step, number) for number in range(n_samples)]
-        (run / "rollouts" / f"{step}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+        (run / "rollouts" / f"{step:06d}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
     return run
 
 
@@ -202,6 +202,31 @@ def test_the_page_in_a_browser(tmp_path, browser):
     page.select_option("#run", "1")
     page.wait_for_function("document.querySelector('#count').textContent.endsWith('of 24 samples')")
     assert "seed" in page.locator("#settings").inner_text()
+    assert said == []
+
+
+def test_the_turns_of_an_agent_in_a_browser(tmp_path, browser):
+    run = make_run(tmp_path, "a", 1, 1, n_samples=1)
+    question, result = {"role": "user", "content": "2+2 <b>"}, {"role": "tool", "content": "4"}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+    answer = {"role": "assistant", "content": "It is 4"}
+    turns = [
+        {"messages": [question], "message": call, "finish_reason": "tool_calls"},
+        {"messages": [question, call, result], "message": answer, "finish_reason": "stop"},
+        {"messages": [{"role": "system", "content": "judge"}], "message": answer, "finish_reason": "stop"},
+    ]
+    rows = [{"tokens": [1] * 9, "trained": [[0, 4], [1, 2], [0, 2], [1, 1]]}]
+    of_agent = sample(1, 0) | {"trajectory": {"turns": turns, "rows": rows}}
+    (run / "rollouts/000001.jsonl").write_text(json.dumps(of_agent) + "\n")
+    page, said = opened(browser, write_report([run], tmp_path / "report.html"))
+    page.click("tr.sample")
+    card = page.locator(".card.chosen")
+    assert card.locator(".message").all_inner_texts() == [
+        "user\n2+2 <b>", 'assistant · sampled, ended by tool_calls\nadd({"a": 2})', "tool\n4",
+        "assistant · sampled, ended by stop\nIt is 4", "system\njudge", "assistant · sampled, ended by stop\nIt is 4",
+    ]  # fmt: skip
+    assert "3 turns · row 0: 3 of 9 tokens trained" in card.inner_text()
+    assert "another conversation" in card.inner_text()
     assert said == []
 
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import kill_runs
 import pytest
-from resumed import folder_of, go, killed_after, killed_at, log, states, whole
+from resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
 from areno import DPOTrainer, SFTTrainer
 from areno.api.trainers.run import Run
 from areno.checkpoint.saver import Saver
 from areno.config.recover import RecoverConfig
 from areno.config.run import ClusterConfig
-from areno.engine.engine import Engine
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.dpo import DPOConfig
@@ -46,17 +43,17 @@ def check(expected, trial="t"):
     assert kill_runs.differences(expected, kill_runs.left_by(folder_of("sft", trial))) == []
 
 
-def stopped_after(step, *settings):
-    with killed_after(step):
-        go("sft", *OFTEN, *settings)
-    assert states()[-1] == f"step-{step:06d}"
+@pytest.fixture
+def stopped_after(tmp_path_factory):
+    """(step, *settings): puts a run here that was killed after a step."""
+    return lambda step, *settings: stopped_sft(step, tmp_path_factory, *settings)
 
 
 # Where it stopped ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 6])
-def test_after_any_step(step, expected):
+@pytest.mark.parametrize("step", [2, 3, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, 6))])
+def test_after_any_step(step, expected, stopped_after):
     """Steps 2 and 6 are the last of an epoch."""
     stopped_after(step)
     assert go("sft", *OFTEN) == 0
@@ -103,6 +100,37 @@ def test_after_the_last_step_and_after_the_end(expected, capsys):
     check(expected)
 
 
+def test_changes_that_cannot_be_written_down(stopped_after, capsys):
+    stopped_after(2)
+    (folder_of("sft") / ".tmp-versions.json").mkdir()
+    capsys.readouterr()
+    assert go("sft", *OFTEN, "total_train_steps=9") == 2
+    assert f"error: cluster.fileroot: cannot write to {folder_of('sft')}: Is a directory\n" == capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "short", "longer"),
+    [
+        ("sft", ["total_train_steps=2"], "total_train_steps=4"),
+        pytest.param(
+            "sft", ["total_train_epochs=1", "total_train_steps=90"], "total_train_epochs=2", marks=pytest.mark.slow
+        ),
+        pytest.param("sft", ["total_train_n_seqs=16"], "total_train_n_seqs=32", marks=pytest.mark.slow),
+        ("dpo", ["evaluator.patience=1", "evaluator.min_delta=5"], "evaluator.patience=2"),
+    ],
+)
+def test_what_lets_a_finished_run_go_on(recipe, short, longer, folder, capsys):
+    kill_runs.write_rows(recipe, folder)
+    assert go(recipe, *short) == 0
+    capsys.readouterr()
+    assert go(recipe, *short) == 0
+    assert f"--resume outputs/{folder_of(recipe).parent.name}/t {longer}\n" in capsys.readouterr().out
+    assert go(recipe, longer, resume=folder_of(recipe)) == 0
+    said = capsys.readouterr().err
+    assert f"{longer.partition('=')[0]} " in said
+    assert re.search(r"going on after step \d; [1-9] steps are left", said)
+
+
 def test_between_the_last_state_and_the_word_that_it_is_finished(expected):
     with killed_at(Run, "has_result"):
         go("sft", *OFTEN)
@@ -117,7 +145,7 @@ def test_a_longer_run_is_the_run_that_would_have_been_as_long(tmp_path_factory):
     assert go("sft", *OFTEN) == 0
     before = RunReader(folder_of("sft")).records()
     assert go("sft", *OFTEN, longer) == 0
-    assert "changed: total_train_steps 7 -> 9 (where the run ends)" in log()
+    assert "changed: total_train_steps 7 -> 9 (where the run ends," in log()
     assert RunReader(folder_of("sft")).records()[: len(before)] == before
     assert RunReader(folder_of("sft")).config["total_train_steps"] == 9
     left = kill_runs.left_by(folder_of("sft"))
@@ -126,7 +154,7 @@ def test_a_longer_run_is_the_run_that_would_have_been_as_long(tmp_path_factory):
     assert {name.split("/")[1] for name in kill_runs.differences(expected, left)} == {"step-000007"}
 
 
-def test_a_run_that_is_past_its_new_end_says_so():
+def test_a_run_that_is_past_its_new_end_says_so(stopped_after):
     stopped_after(5)
     assert go("sft", *OFTEN, "total_train_steps=4") == 0
     assert "going on after step 5; 0 steps are left" in log()
@@ -136,7 +164,7 @@ def test_a_run_that_is_past_its_new_end_says_so():
 # How it goes on ------------------------------------------------------------------------------------------------------
 
 
-def test_by_its_folder_also_when_that_has_been_moved(expected, folder):
+def test_by_its_folder_also_when_that_has_been_moved(expected, folder, stopped_after):
     stopped_after(3)
     shutil.copytree("outputs/quickstart_base/t", "there")
     shutil.rmtree("outputs")
@@ -144,7 +172,7 @@ def test_by_its_folder_also_when_that_has_been_moved(expected, folder):
     assert kill_runs.differences(expected, kill_runs.left_by(folder / "there")) == []
 
 
-def test_changes_are_listed_and_stay(capsys):
+def test_changes_are_listed_and_stay(capsys, stopped_after):
     stopped_after(3)
     settings = ["actor.optimizer.lr=1e-4", "saver.freq_steps=2", "actor.mb_spec.max_tokens_per_mb=64"]
     assert go("sft", *settings, resume=folder_of("sft")) == 0
@@ -171,7 +199,7 @@ def test_changes_are_listed_and_stay(capsys):
         ("actor.optimizer.type=adam_8bit", "actor.optimizer.type: the run in {} cannot go on with another one"),
     ],
 )
-def test_another_run_of_that_name(setting, message, capsys):
+def test_another_run_of_that_name(setting, message, capsys, stopped_after):
     stopped_after(3)
     before = sorted(Path().rglob("*"))
     capsys.readouterr()
@@ -182,14 +210,14 @@ def test_another_run_of_that_name(setting, message, capsys):
         assert go("sft", setting, resume=folder_of("sft")) == 2
 
 
-def test_another_recipe(capsys):
+def test_another_recipe(capsys, stopped_after):
     stopped_after(3)
     assert go("gspo", resume=folder_of("sft")) == 2
     assert "is a run of sft, not of gspo" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["off", "resume"])
-def test_modes(how, capsys):
+def test_modes(how, capsys, stopped_after):
     setting = f"recover.mode={how}"
     code = go("sft", setting)
     if how == "off":
@@ -198,7 +226,7 @@ def test_modes(how, capsys):
         assert go("sft", setting) == 2
         assert "trial_name: " in capsys.readouterr().err
         assert go("sft", resume=folder_of("sft")) == 2
-        assert "has no state to go on from: the run was started with recover.mode=off" in capsys.readouterr().err
+        assert "has no state to go on from: it was started with recover.mode=off, or " in capsys.readouterr().err
     else:
         assert code == 2
         assert "recover.mode: is resume, but" in capsys.readouterr().err
@@ -206,7 +234,7 @@ def test_modes(how, capsys):
         assert go("sft", *OFTEN, setting) == 0
 
 
-def test_names_that_are_no_run(capsys, folder):
+def test_names_that_are_no_run(capsys, folder, stopped_after):
     (folder / "other").mkdir()
     for name, message in {
         "nowhere": "there is no folder",
@@ -220,7 +248,7 @@ def test_names_that_are_no_run(capsys, folder):
     assert f"it has no config.yaml; {folder_of('sft')} is one" in capsys.readouterr().err
 
 
-def test_a_run_without_a_name_is_new_and_tells_of_the_last_one(capsys):
+def test_a_run_without_a_name_is_new_and_tells_of_the_last_one(capsys, stopped_after):
     stopped_after(2)
     capsys.readouterr()
     assert go("sft", "trial_name=null", "total_train_steps=1") == 0
@@ -239,7 +267,8 @@ def test_another_content_under_the_same_name(change, folder, capsys):
 
     shutil.copytree(find_file("examples/quickstart/model"), "model")
     setting = "actor.path=model"
-    stopped_after(3, setting)
+    with killed_after(3):
+        go("sft", *OFTEN, setting)
     shutil.copytree("model", "moved")
     if change == "rows":
         rows = (folder / "rows.jsonl").read_text().splitlines()
@@ -250,7 +279,9 @@ def test_another_content_under_the_same_name(change, folder, capsys):
     capsys.readouterr()
     assert go("sft", *OFTEN, setting) == 2
     key = {"rows": "train_dataset", "model": "actor.path"}[change]
-    assert f"{key}: is not what the run in {folder_of('sft')} began with" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{key}: is not what the run in {folder_of('sft')} began with" in said
+    assert "to go on with it" not in said
     assert states() == ["step-000002", "step-000003"]
     if change == "model":
         assert go("sft", "actor.path=moved", resume=folder_of("sft")) == 0
@@ -313,8 +344,8 @@ def test_a_sweep_goes_on(capsys, tmp_path_factory):
     said = capsys.readouterr()
     assert "t/0 is finished: its 7 steps are done, with the result" in said.out
     assert said.err.count("going on after step 3; 4 steps are left") == 1
-    results = re.findall(r"^  (\d)  .*  (\S+)$", said.out, re.M)
-    assert [number for number, _ in results] == ["0", "1", "2"]
+    results = re.findall(r"^  [ *]  (\d)  .*  (\S+)$", said.out, re.M)
+    assert sorted(number for number, _ in results) == ["0", "1", "2"]
     folder = folder_of("sft", "t/1")
     assert (
         kill_runs.differences(whole("sft", tmp_path_factory, "actor.optimizer.lr=2e-3"), kill_runs.left_by(folder))
@@ -325,39 +356,61 @@ def test_a_sweep_goes_on(capsys, tmp_path_factory):
     assert go("sft", resume=folder.parent) == 2
     assert "holds a sweep: start it again with the same command and its trial_name" in capsys.readouterr().err
     assert go("sft", *sweep) == 0
-    assert re.findall(r"^  (\d)  .*  (\S+)$", capsys.readouterr().out, re.M) == results
+    assert re.findall(r"^  [ *]  (\d)  .*  (\S+)$", capsys.readouterr().out, re.M) == results
+
+
+def test_a_sweep_without_a_name_goes_on_under_that_of_its_folder(capsys, folder):
+    sweep = [*OFTEN, "-m", "trial_name=null", "total_train_steps=2", "actor.optimizer.lr=1e-3,2e-3"]
+
+    def is_second(run, stats):
+        run.recovery.writer.poll(wait=True)
+        return run.folder.name == "1" and run.step == 2
+
+    with killed_at(Run, "end_step", is_second):
+        go("sft", *sweep)
+    [name] = [path.name for path in Path("outputs/quickstart_base").iterdir()]
+    capsys.readouterr()
+    assert go("sft", "trial_name=null", "total_train_steps=1") == 0
+    told = f"outputs/quickstart_base/{name} is not finished; to go on with it: the same command with trial_name={name}"
+    assert told in capsys.readouterr().out
+    assert go("sft", *sweep, f"trial_name={name}") == 0
+    said = capsys.readouterr()
+    assert f"{name}/0 is finished" in said.out
+    assert "going on after step 1; 1 steps are left" in said.err
 
 
 # A lost worker -------------------------------------------------------------------------------------------------------
 
 
-def lost_in_training(patch, *calls):
-    """Kill the worker at these calls of Engine.train."""
-    train, made = Engine.train, []
-
-    def killing(engine, *args, **kwargs):
-        made.append(1)
-        if len(made) in calls:
-            os.kill(engine._workers._processes[0].pid, signal.SIGKILL)
-        return train(engine, *args, **kwargs)
-
-    patch.setattr(Engine, "train", killing)
-
-
-@pytest.mark.parametrize(("recipe", "calls"), [("sft", (1,)), ("sft", (4, 5, 9)), ("dpo", (3,)), ("ppo", (4,))])
-def test_a_lost_worker_is_started_again(recipe, calls, folder, monkeypatch, tmp_path_factory):
+@pytest.mark.parametrize(
+    ("recipe", "name", "calls"),
+    [
+        ("sft", "train", (5,)),
+        pytest.param("sft", "train", (1, 5), marks=pytest.mark.slow),
+        pytest.param("sft", "train", (4, 5, 9), marks=pytest.mark.slow),
+        pytest.param("sft", "save_state", (2,), marks=pytest.mark.slow),
+        pytest.param("dpo", "train", (3,), marks=pytest.mark.slow),
+        pytest.param("dpo", "logprobs", (1,), marks=pytest.mark.slow),
+        pytest.param("ppo", "train", (4,), marks=pytest.mark.slow),
+        pytest.param("ppo", "values", (2,), marks=pytest.mark.slow),
+        pytest.param("gspo", "generate", (1, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_worker_is_started_again(recipe, name, calls, folder, monkeypatch, tmp_path_factory, capsys):
     kill_runs.write_rows(recipe, folder)
-    lost_in_training(monkeypatch, *calls)
+    lost_in(monkeypatch, name, *calls)
     assert go(recipe, *OFTEN, "engine.workers=spawn") == 0
     dropped = folder_of(recipe) / "logs/dropped.log"  # such as the words of a restart after an older state
     lines = log() + (dropped.read_text() if dropped.exists() else "")
     assert f"({len(calls)} of recover.retries=3)" in log()
     assert lines.count("starting the workers again") == lines.count("was killed by SIGKILL") == len(calls)
+    since = re.split("going on after step|it begins again", capsys.readouterr().err)[-1]
+    assert "could not be written" not in since, "states of before are forgotten"
     assert kill_runs.differences(whole(recipe, tmp_path_factory), kill_runs.left_by(folder_of(recipe))) == []
 
 
 def test_workers_that_are_lost_too_often(monkeypatch, capsys):
-    lost_in_training(monkeypatch, 2, 3)
+    lost_in(monkeypatch, "train", 2, 3)
     assert go("sft", *OFTEN, "engine.workers=spawn", "recover.retries=1") == 1
     said = capsys.readouterr().err
     assert said.count("starting the workers again (1 of recover.retries=1)") == 1

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.trainers.collect import add_scores
-from areno.config.run import RewardConfig
+from areno.api.rollout.score import add_scores
+from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError
 from areno.rewards.pool import RewardPool
 from areno.types import RewardOutcome, RewardRecord
@@ -169,7 +169,7 @@ def test_what_a_function_starts_ends_with_the_pool(reward_file, action):
 def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_file):
     script = f"""
 import time
-from areno.config.run import RewardConfig
+from areno.config.rollout.reward import RewardConfig
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))
@@ -306,7 +306,7 @@ def reward_fn(record):
 
 
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.rewards.pool._SLOW_S", 0.3)
+    monkeypatch.setattr("areno.rewards.worker_pool._SLOW_S", 0.3)
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.2) as pool:
         pool.wait_ready()
         outcomes = pool.score(records("a", *["hang"] * 6))
@@ -338,8 +338,16 @@ def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, 
 
 
 def test_an_import_that_takes_long_is_told(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.rewards.pool._SLOW_S", 0.2)
+    monkeypatch.setattr("areno.rewards.worker_pool._SLOW_S", 0.2)
     path = reward_file("import time\ntime.sleep(0.8)\ndef reward_fn(record): return 1.0\n")
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(path) as pool:
         pool.wait_ready()
     assert "reward.fn: importing" in caplog.text
+
+
+def test_an_error_that_has_no_text_is_told_by_its_place(reward_file):
+    class_ = "class Mute(Exception):\n    def __str__(self): raise ValueError\n"
+    path = reward_file(class_ + "def reward_fn(record):\n    raise Mute\n")
+    with pool_of(path) as pool:
+        outcomes = pool.outcomes(records("a"))
+    assert outcomes[0].message == f"Mute ({path.name}:4)"

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import is_running, started
 
-from areno.config.run import RewardConfig
+from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
 from areno.types import PromptItem, RewardRecord, RolloutSequence
@@ -81,13 +82,6 @@ def pids_of(pool):
 
 def records(*completions):
     return [RewardRecord(prompt="p", completion=text) for text in completions]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def gone_within(pids, seconds: float) -> bool:
@@ -217,7 +211,7 @@ def test_bad_reward_file_is_found_at_the_start(tmp_path, source, suffix, message
 def test_import_that_hangs(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("areno.rewards.pool.IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr("areno.rewards.worker_pool._IMPORT_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match="importing it took more than"), pool_of(path) as pool:
         pool.wait_ready()
 
@@ -257,7 +251,7 @@ def test_processes_end_with_a_killed_driver(reward_file, action, tmp_path):
 import sys, time
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
-from areno.config.run import RewardConfig
+from areno.config.rollout.reward import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()
 print("pids", *[worker.process.pid for worker in pool._workers], flush=True)
@@ -266,12 +260,12 @@ if {action!r} == "idle":
 pool.score([RewardRecord(completion={action!r})] * 2)
 """
     root = Path(__file__).parents[1]
-    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-    line = next(line for line in driver.stdout if line.startswith("pids"))
-    time.sleep(0.3)
-    driver.kill()
-    driver.wait()
-    assert gone_within([int(pid) for pid in line.split()[1:]], 12.0)
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root) as driver:
+        line = next(line for line in driver.stdout if line.startswith("pids"))
+        time.sleep(0.3)
+        driver.kill()
+        driver.wait()
+        assert gone_within([int(pid) for pid in line.split()[1:]], 12.0)
 
 
 def test_built_in_math_reward():

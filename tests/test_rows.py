@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from areno.api.trainers.collect import first_groups, has_signal, n_groups
+from areno.api.rollout.collect import first_groups, has_signal, n_groups
 from areno.api.trainers.rows import (
     correct_rows,
     critic_advantages,

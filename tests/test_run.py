@@ -110,7 +110,7 @@ def test_a_run_that_is_past_its_new_end_makes_no_more_steps(tmp_path):
     shorter.close()
 
 
-@pytest.mark.parametrize(("freq_steps", "kept"), [(9, "no checkpoint was saved"), (1, "that of step 1")])
+@pytest.mark.parametrize(("freq_steps", "kept"), [(9, "no checkpoint"), (1, "that of step 1")])
 def test_a_run_that_stops_early_says_what_is_left(freq_steps, kept, tmp_path):
     run = start(tmp_path, saver=SaverConfig(freq_steps=freq_steps))
     for _ in run.steps():
@@ -148,7 +148,8 @@ def test_a_run_that_is_interrupted_while_it_saves_names_the_step_that_is_there(t
     with pytest.raises(KeyboardInterrupt):
         run.end_step({})
     run.close()
-    assert "stopped in step 1; the last checkpoint is that of step 1" in (tmp_path / "logs" / "run.log").read_text()
+    log = (tmp_path / "logs" / "run.log").read_text()
+    assert "stopped in step 1; there is no state to go on from, and the last checkpoint is that of step 1" in log
     assert os.readlink(tmp_path / "checkpoints/latest") == "step-000001"
 
 
@@ -259,7 +260,7 @@ def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
     with pytest.raises(EngineError, match=r"3 steps in a row were not applied.*optimizer\.lr.*max_skipped_steps"):
         run.watch_update(BAD, False)
     warned = [record.message for record in caplog.records if "the update was skipped" in record.message]
-    assert [text.split(":")[0] for text in warned] == ["step 2", "step 4"]
+    assert [text.split(":")[0] for text in warned] == ["step 2"], "later ones are counted in train/skipped_steps"
     run.close()
 
 

@@ -6,6 +6,7 @@ import datetime
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import kill_runs
@@ -28,7 +29,7 @@ def session(files: RunFiles, steps: range, resumed: int | None = None) -> None:
     for step in steps:
         for folder in ("rollouts", "eval", "eval/hard"):
             (files.folder / folder).mkdir(parents=True, exist_ok=True)
-            (files.folder / folder / f"{step}.jsonl").write_text("{}")
+            (files.folder / folder / f"{step:06d}.jsonl").write_text("{}")
     with (files.folder / "logs/run.log").open("a") as log:
         log.writelines(f"step {step}\n" for step in steps)
 
@@ -38,7 +39,7 @@ def test_files_are_cut_back_to_a_step(tmp_path):
     session(files, range(1, 4))
     sizes = files.sizes()
     session(files, range(4, 6))  # a session of its own, whose state was lost
-    (tmp_path / "rollouts/6.tmp").write_text("half")
+    (tmp_path / "rollouts/000006.tmp").write_text("half")
     begun_at = files.sizes()
     with (tmp_path / "logs/run.log").open("a") as log:
         log.write("this session\n")
@@ -48,7 +49,9 @@ def test_files_are_cut_back_to_a_step(tmp_path):
     assert (tmp_path / "logs/run.log").read_text() == "step 1\nstep 2\nstep 3\nthis session\ngoes on\n"
     assert (tmp_path / "logs/dropped.log").read_text() == "step 4\nstep 5\n"
     for folder in ("rollouts", "eval", "eval/hard"):
-        assert sorted(p.name for p in (tmp_path / folder).iterdir() if p.is_file()) == ["1.jsonl", "2.jsonl", "3.jsonl"]
+        assert sorted(p.name for p in (tmp_path / folder).iterdir() if p.is_file()) == [
+            f"00000{step}.jsonl" for step in (1, 2, 3)
+        ]
     session(files, range(4, 5), resumed=3)
     lines = (tmp_path / "logs/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
@@ -66,6 +69,18 @@ def test_a_tensorboard_that_has_read_later_steps_drops_them(tmp_path):
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     files.cut_back(3, sizes, files.sizes())
     session(files, range(4, 6), resumed=3)
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_a_clock_that_was_set_back_is_not_seen_in_the_events(tmp_path, monkeypatch):
+    files = RunFiles(tmp_path)
+    session(files, range(1, 4))
+    now = time.time()
+    monkeypatch.setattr("areno.tracking.scalar_files.time.time", lambda: now - 7200)
+    session(files, range(4, 6), resumed=3)
+    assert [step for step, *_ in kill_runs.events(tmp_path)] == [1, 2, 3, 4, 5]
+    board = EventAccumulator(str(files.events))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5]
 

@@ -14,8 +14,8 @@ import pytest
 from areno import SamplingParams
 from areno.api.inputs.arguments import check_sampling
 from areno.api.inputs.plan import sampling_params
-from areno.config.fields import settings
-from areno.config.run import GenerationConfig, SamplingConfig
+from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
+from areno.config.schema.fields import settings
 from areno.errors import ConfigError, DataError
 
 WRONG: list[tuple[str, Any, str]] = [
@@ -112,6 +112,8 @@ def test_a_gconfig_section_reaches_the_decoder_whole() -> None:
         ignore_eos=True,
         skip_special_tokens=False,
         frequency_penalty=0.5,
+        presence_penalty=0.25,
+        min_p=0.1,
     )
     params = sampling_params(gconfig)
     assert params.max_context_len == 99

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import started
 
 from areno.checkpoint.saver import Saver
 from areno.checkpoint.trigger import Trigger
@@ -313,16 +314,17 @@ saver.claim(Path("one"))
 saver.save(write, 7)
 """
     root = Path(__file__).parents[1]
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-    assert process.stdout.readline() == "writing\n"
-    other = Saver(SaverConfig(path=str(tmp_path)), "default")
-    with pytest.raises(ConfigError, match=r"saver\.path: .* belongs to the run in .*/one, which still goes on; choose"):
-        other.claim(Path("other"))
-    with pytest.raises(CheckpointError, match="another process is writing there"):
-        other.save(write_model, 7)
-    assert (tmp_path / ".tmp-step-000007/half").exists()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with started([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root) as process:
+        assert process.stdout.readline() == "writing\n"
+        other = Saver(SaverConfig(path=str(tmp_path)), "default")
+        expected = r"saver\.path: .* belongs to the run in .*/one, which still goes on; choose"
+        with pytest.raises(ConfigError, match=expected):
+            other.claim(Path("other"))
+        with pytest.raises(ConfigError, match=r"trial_name: the run in .*/one still goes on, in another process"):
+            other.claim(root / "one")
+        with pytest.raises(CheckpointError, match="another process is writing there"):
+            other.save(write_model, 7)
+        assert (tmp_path / ".tmp-step-000007/half").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".owner", ".tmp-step-000007"]
     other.claim(Path("other"))
     other.release()

@@ -201,9 +201,11 @@ def test_sessions_do_not_nest(trainer: Trainer) -> None:
     assert sampled(trainer)
 
 
-def test_the_proxy_is_not_there_yet(trainer: Trainer) -> None:
-    with pytest.raises(ArenoError, match="pass proxy=False"):
-        trainer.rollout_session(sampling_params=SAMPLING)
+def test_the_arguments_of_the_proxy_are_checked(trainer: Trainer) -> None:
+    with pytest.raises(ConfigError, match="timeout_s: is 0"):
+        trainer.rollout_session(sampling_params=SAMPLING, timeout_s=0)
+    with pytest.raises(EngineError, match="this rollout session serves nothing"):
+        session(trainer).get_base_url()
     with pytest.raises(ArenoError, match="loss_mask_policy is for the trajectories of agents"):
         session(trainer, loss_mask_policy=object())
 

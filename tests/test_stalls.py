@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bad_input import ROOT, Driver, children, is_running, reads_proc, run
+from command_runs import ROOT, Driver, run
+from processes import children, is_running, reads_proc, started
 
 from areno.recipes.gspo import GSPOConfig
 
@@ -28,20 +29,20 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @reads_proc
 @pytest.mark.parametrize("phase", ["rollout", "train"])
 def test_a_stopped_worker_ends_the_run(phase: str) -> None:
-    driver = Driver(phase, "engine.workers=spawn", "engine.stall_timeout_s=25", "recover.retries=0")
-    os.kill(driver.worker(), signal.SIGSTOP)
-    code, line = driver.end(60)
-    assert code == 1
-    assert re.search(
-        r"^error: worker 0 \(cpu\) made no progress for 25 s in \w+, since it is stopped \(SIGSTOP\)", line
-    )
-    command = "train" if phase == "train" else "(decoding|submit|begin_rollout)"
-    text = "".join(driver.lines)
-    assert re.search(f"command {command} in the run > {phase}\n", text)
-    assert "a stopped process shows no stack" in text
-    assert "Thread MainThread:" in text
-    for log in Path("out").rglob("run.log"):  # where the rollout was recorded
-        assert "Thread MainThread:" in log.read_text()
+    with Driver(phase, "engine.workers=spawn", "engine.stall_timeout_s=25", "recover.retries=0") as driver:
+        os.kill(driver.worker(), signal.SIGSTOP)
+        code, line = driver.end(60)
+        assert code == 1
+        assert re.search(
+            r"^error: worker 0 \(cpu\) made no progress for 25 s in \w+, since it is stopped \(SIGSTOP\)", line
+        )
+        command = "train" if phase == "train" else "(decoding|submit|begin_rollout)"
+        text = "".join(driver.lines)
+        assert re.search(f"command {command} in the run > {phase}\n", text)
+        assert "a stopped process shows no stack" in text
+        assert "Thread MainThread:" in text
+        for log in Path("out").rglob("run.log"):  # where the rollout was recorded
+            assert "Thread MainThread:" in log.read_text()
 
 
 def test_a_loss_that_never_returns_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -92,29 +93,24 @@ STUBBORN = """
 def test_a_driver_that_cannot_be_interrupted_ends(tmp_path: Path) -> None:
     Path("stubborn.py").write_text(textwrap.dedent(STUBBORN))
     quick = ["total_train_steps=1", "train_dataset.batch_size=2", "gconfig.n_samples=2", "reward.workers=1"]
-    process = subprocess.Popen(
-        [sys.executable, "stubborn.py", *quick, "engine.device=cpu", "cluster.fileroot=out", "valid_dataset=null",
-         "engine.stall_timeout_s=6"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    lines, started = [], []
-    try:
+    command = [sys.executable, "stubborn.py", *quick, "engine.device=cpu", "cluster.fileroot=out", "valid_dataset=null"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    lines, below = [], []
+    with started([*command, "engine.stall_timeout_s=6"], env=environment, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
         for line in process.stderr:
             lines.append(line)
             if line == "not me\n":
-                started = children(process.pid)
+                below = children(process.pid)
         process.wait(10)
-    finally:
-        process.kill()
-    error = "".join(lines)
-    assert process.returncode == 1
-    assert error.count("not me") == 1
-    assert error.count("in never\n") == 2, "before the interrupt, and before the end"
-    assert "error: worker 0, which lives in the driver (train), made no progress" in error.splitlines()[-1]
-    assert error.rstrip().endswith("; the process ends")
-    assert started, "the reward process and its keeper"
-    deadline = time.monotonic() + 5
-    while any(is_running(pid) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        error = "".join(lines)
+        assert process.returncode == 1
+        assert error.count("not me") == 1
+        assert error.count("in never\n") == 2, "before the interrupt, and before the end"
+        assert "error: worker 0, which lives in the driver (train), made no progress" in error.splitlines()[-1]
+        assert error.rstrip().endswith("; the process ends")
+        assert below, "the reward process and its keeper"
+        deadline = time.monotonic() + 5
+        while any(is_running(pid) for pid in below):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)

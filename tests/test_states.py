@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import time
 import zlib
 from pathlib import Path
 
 import kill_runs
 import pytest
-from resumed import folder_of, go, killed_after, log, states, whole
+from resumed import folder_of, go, log, states, stopped_sft, whole
 
 from areno.checkpoint.recover import StateWriter
 from areno.checkpoint.state import States
@@ -23,12 +24,10 @@ OFTEN = ["recover.freq_steps=1"]
 
 
 @pytest.fixture
-def work(tmp_path, monkeypatch):
+def work(tmp_path, monkeypatch, tmp_path_factory):
     """A run that was killed after step 3, with the states of steps 2 and 3."""
     monkeypatch.chdir(tmp_path)
-    kill_runs.write_rows("sft", tmp_path)
-    with killed_after(3):
-        go("sft", *OFTEN)
+    stopped_sft(3, tmp_path_factory)
     return folder_of("sft") / "state"
 
 
@@ -93,7 +92,7 @@ def test_another_version_of_the_format(work, capsys):
     manifest.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "sizes": {**sizes, "run.json": len(text)}}))
     capsys.readouterr()
     assert go("sft", *OFTEN) == 1
-    assert "has format 0, of areno 0.0.7; this areno reads format 1" in capsys.readouterr().err
+    assert "has format 0, of areno 0.0.7; this areno reads format 2" in capsys.readouterr().err
     assert states() == ["step-000002", "step-000003"]
 
 
@@ -235,6 +234,23 @@ def test_a_disk_that_would_be_full_is_not_filled(writer, monkeypatch, caplog):
     assert "GiB free, and it needs" in caplog.text
     assert engine.folder is None
     assert names(folder) == ["latest", "step-000001"]
+
+
+def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
+    engine = FakeEngine()
+    (tmp_path / "state").mkdir()
+    writer = StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None, slow_s=0.2)
+    assert writer.begin(1, {})
+    time.sleep(0.1)
+    assert not caplog.text
+    deadline = time.monotonic() + 20
+    while not caplog.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert "the state of step 1 has been under way for 0 s: the disk of" in caplog.text
+    caplog.clear()
+    assert writer.write(2, {})
+    time.sleep(0.4)
+    assert not caplog.text, "it was written in time"
 
 
 @pytest.mark.parametrize("place", ["rename", "write_text_whole"])

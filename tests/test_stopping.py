@@ -55,10 +55,10 @@ class Call:
     [
         ("gspo", Engine, "generate", 3, signal.SIGTERM, 1),  # the first call is an evaluation
         ("gspo", RewardPool, "score", 3, signal.SIGINT, 1),
-        ("gspo", Engine, "generate", 4, signal.SIGTERM, 2),  # in the evaluation after step 2
-        ("gspo", Engine, "train", 3, signal.SIGUSR1, 3),  # the update is finished
+        pytest.param("gspo", Engine, "generate", 4, signal.SIGTERM, 2, marks=pytest.mark.slow),  # in an evaluation
+        pytest.param("gspo", Engine, "train", 3, signal.SIGUSR1, 3, marks=pytest.mark.slow),  # the update is finished
         ("gspo", Saver, "save", 1, signal.SIGTERM, 3),
-        ("ppo", Engine, "values", 2, signal.SIGTERM, 1),
+        pytest.param("ppo", Engine, "values", 2, signal.SIGTERM, 1, marks=pytest.mark.slow),
         ("ppo", Engine, "train", 3, signal.SIGINT, 3),  # the critic's; the policy's comes after it
         ("dpo", Engine, "train", 2, signal.SIGTERM, 2),
     ],

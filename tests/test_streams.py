@@ -21,7 +21,7 @@ from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, to
 
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec
-from areno.engine.streams import FairLock
+from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -269,12 +269,36 @@ def test_a_stream_gives_partial_outputs_and_then_the_whole(scripted: Engine) -> 
         return await asyncio.gather(collect(scripted, request(0)), collect(scripted, request(1)))
 
     first, second = asyncio.run(main())
-    assert [(output.tokens, output.finish_reason) for output in first] == [
-        ([5], None),
-        ([6, 7], None),
-        ([5, 6, 7, 1], "stop"),
-    ]
+    *partial, whole = first
+    assert (whole.tokens, whole.finish_reason) == ([5, 6, 7, 1], "stop")
+    assert [token for output in partial for token in output.tokens] in ([], [5], [5, 6, 7])
     assert [output.tokens for output in second] == [[3]]
+
+
+def test_a_slow_reader_gets_what_has_come_as_one_output() -> None:
+    partial = [piece([5]), piece([6, 7])]
+    [both] = joined(partial)
+    assert (both.tokens, both.logprobs, both.versions, both.finish_reason) == ([5, 6, 7], [-1.0] * 3, [0] * 3, None)
+    assert [output.tokens for output in partial] == [[5], [6, 7]]  # others may hold them
+    whole = piece([5, 6, 7, 1], "stop")
+    other = dataclasses.replace(piece([9]), sample=1)
+    assert joined([*partial, other, whole]) == [whole, other]
+
+
+def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:
+    engine.begin_rollout(LONG_ROLLOUT)
+
+    async def main() -> None:
+        async for _ in engine.generate_stream(long(0, n_samples=3), timeout_s=0.01):
+            pass
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    deadline = time.monotonic() + 20
+    while engine._missing and time.monotonic() < deadline:
+        engine.poll(0.1)
+    assert not engine._missing
+    engine.end_rollout()
 
 
 def test_an_aborted_stream_tells_the_workers(scripted: Engine) -> None:
@@ -290,15 +314,15 @@ def test_an_aborted_stream_tells_the_workers(scripted: Engine) -> None:
 
 
 def test_a_request_streams_its_tokens(engine: Engine) -> None:
-    engine.begin_rollout(ROLLOUT)
-    outputs = asyncio.run(collect(engine, dataclasses.replace(request(0), stream=True)))
+    engine.begin_rollout(LONG_ROLLOUT)
+    outputs = asyncio.run(collect(engine, dataclasses.replace(long(0), stream=True)))
     engine.end_rollout()
     *partial, whole = outputs
     assert len(partial) > 1
     assert {output.finish_reason for output in partial} == {None}
     tokens = [token for output in partial for token in output.tokens]
     assert tokens == whole.tokens[: len(tokens)]
-    assert whole.tokens == rollout(engine, [request(0)])[0][0].tokens
+    assert len(whole.tokens) == LONG
 
 
 def test_a_fair_lock_serves_in_the_order_of_arrival() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from areno.api import get_algorithm
-from areno.config.fields import rows
 from areno.config.models import MicroBatchSpec
+from areno.config.schema.fields import rows
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.launch.elsewhere import NOT_HERE, RECIPES, hint
@@ -98,7 +98,11 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
         ("gspo", "critic.warmup_steps=1", "critic: unknown key; it is a setting of ppo"),
         ("gspo", "actor.beta=1", "actor.beta: unknown key; it is a setting of dpo"),
         ("dpo", "gconfig.n_samples=1", "gconfig: unknown key; it is a setting of grpo, gspo and ppo"),
-        ("gspo", "stats_logger.wandb.mode=online", "stats_logger.wandb: unknown key; metrics go to the console, to"),
+        (
+            "gspo",
+            "stats_logger.wandb.wandb_api_key=x",
+            "stats_logger.wandb.wandb_api_key: unknown key; it would be kept",
+        ),
         ("gspo", "actor.use_lora=true", "actor.use_lora: unknown key; there are no LoRA adapters yet"),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],

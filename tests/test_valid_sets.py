@@ -53,7 +53,7 @@ def test_a_set_takes_what_it_leaves_out_from_the_section(tmp_path):
 def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
     from dataclasses import asdict
 
-    from areno.config.build import build
+    from areno.config.schema.build import build
 
     config = load(GSPOConfig, "quickstart", ["valid_dataset.sets={a: {max_rows: 3}, b: {split: train}}"])
     assert build(GSPOConfig, json.loads(json.dumps(asdict(config)))) == config
@@ -284,11 +284,11 @@ def test_files_of_a_single_set(tmp_path):
         )
         for outcome in outcomes
     ]
-    EvalFiles(tmp_path / "eval").eval_samples(12, samples, "")
+    EvalFiles(tmp_path / "eval", str).eval_samples(12, samples, "")
     [file] = (path for path in Path(tmp_path).rglob("*") if path.is_file())
     assert file == tmp_path / "eval/000012.jsonl"
     first, second = map(json.loads, file.read_text().splitlines())
     assert (first["step"], first["set"], first["row"], first["sample"]) == (12, None, 4, 0)
-    assert (first["reward"], first["reward_parts"]) == (1.5, {"fn": 1.0, "model": 0.5})
+    assert (first["reward"], first["parts"]) == (1.5, {"fn": 1.0, "model": 0.5})
     assert (second["sample"], second["reward"], second["status"], second["message"]) == (1, None, "timeout", "slow")
-    assert "reward_parts" not in second
+    assert "parts" not in second

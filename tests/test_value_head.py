@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from safetensors.torch import load_file, save_file
-from test_models import CASES, SHAPE, packed, random_reference, random_rows
+from test_models import CASES, SHAPE, random_reference
 from tiny_engine import saved_tensors
+from two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import CheckpointError
-from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights
@@ -39,23 +37,11 @@ def random_classifier(case: str, folder: Path, num_labels: int = 1, **extra: obj
     return reference
 
 
-def load(folder: Path, tp: ParallelGroup | None = None) -> Transformer:
-    model = build_model(load_config(folder, "value"), dtype=torch.float32, device="cpu", tp=tp)
-    load_weights(model, folder)
-    return model
-
-
-def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The head's output at every token of every row."""
-    with torch.no_grad():
-        return model.values(model(*packed(rows))).split([len(row) for row in rows])
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """At the last token, which is where transformers reads the score of a row without padding; and at the others."""
     reference = random_classifier(case, tmp_path)
-    model = load(tmp_path)
+    model = load(tmp_path, head="value")
     rows = random_rows(101)
     scores = []
     for row, values in zip(rows, values_of(model, rows), strict=True):
@@ -71,7 +57,7 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 def test_trailing_pad_tokens_do_not_count_as_in_transformers(tmp_path: Path) -> None:
     """Also where the pad token is part of the row, such as an end-of-sequence token that serves as both."""
     reference = random_classifier("qwen2", tmp_path, pad_token_id=PAD)
-    backend = TrainBackend(load(tmp_path), None, attn_backend="sdpa", recompute=False)
+    backend = TrainBackend(load(tmp_path, head="value"), None, attn_backend="sdpa", recompute=False)
     rows = [[3, 4, 5, 6, 7, 8, 9], [20, 21, 22, 23, 24], [5, 6, 7, PAD], [PAD, 5, PAD, 6, PAD, PAD], [PAD, PAD]]
     padded = torch.full((len(rows), 7), PAD)
     for i, row in enumerate(rows):
@@ -84,7 +70,7 @@ def test_trailing_pad_tokens_do_not_count_as_in_transformers(tmp_path: Path) -> 
 
 def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     reference = random_classifier("qwen3-tied", tmp_path)
-    model = load(tmp_path)
+    model = load(tmp_path, head="value")
     rows = random_rows(101, (5, 9))
     weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
     (model.values(model(*packed(rows))) * weights).sum().backward()
@@ -128,20 +114,20 @@ def assert_transformers_agrees(folder: Path, model: Transformer) -> None:
 @pytest.mark.parametrize("case", ["qwen3", "llama", "qwen2"])
 def test_transformers_loads_what_we_save(case: str, tied: bool, tmp_path: Path) -> None:
     random_classifier(case, tmp_path / "in", tie_word_embeddings=tied)
-    model = load(tmp_path / "in")
+    model = load(tmp_path / "in", head="value")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
     save_weights(model, tmp_path / "out", source=tmp_path / "in")
     assert_transformers_agrees(tmp_path / "out", model)
-    again = load(tmp_path / "out")
+    again = load(tmp_path / "out", head="value")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_critic_starts_from_the_body_of_a_language_model(case: str, tmp_path: Path) -> None:
     reference = random_reference(case, tmp_path / "lm")
-    model = load(tmp_path / "lm")
+    model = load(tmp_path / "lm", head="value")
     rows = random_rows(101)
     with torch.no_grad():
         hidden = model(*packed(rows))
@@ -173,11 +159,11 @@ def test_tensors_of_a_classifier(tmp_path: Path) -> None:
     random_classifier("qwen3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "lm_head.weight": torch.zeros(101, 32)}, tmp_path / "model.safetensors")
-    assert load(tmp_path).score is not None  # some reward models still carry the vocabulary head
+    assert load(tmp_path, head="value").score is not None  # some reward models still carry the vocabulary head
     del tensors["score.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"the weights lack score\.weight"):
-        load(tmp_path)
+        load(tmp_path, head="value")
 
 
 @pytest.mark.parametrize("num_labels", [2, 3])
@@ -200,33 +186,11 @@ def test_a_head_that_is_not_there(tmp_path: Path) -> None:
 # --- tensor parallelism ---
 
 
-def _rank_main(rank: int, rendezvous: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
-    alone, model = load(folder), load(folder, tp)
-    rows = random_rows(101, (5, 9))
-    weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
-    for one in (alone, model):
-        (one.values(one(*packed(rows))) * weights).sum().backward()
-    torch.testing.assert_close(values_of(model, rows), values_of(alone, rows), atol=1e-4, rtol=0)
-    expected = dict(alone.named_parameters())
-    assert not model.is_sharded("score.weight")
-    for own, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
-            full = torch.empty(part.full_shape)
-            for owner in range(tp.size):
-                part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)
-            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
-    save_weights(model, f"{folder}-saved")
-    dist.destroy_process_group()
-
-
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     reference = random_classifier("qwen3", tmp_path / "model")
-    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), tmp_path / "model"), nprocs=2)
+    on_two_ranks(compare_values, tmp_path / "model")
     saved = saved_tensors(tmp_path / "model-saved")
     assert saved.keys() == reference.state_dict().keys()
     for name, tensor in reference.state_dict().items():

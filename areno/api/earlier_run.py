@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from areno.api.changes import Change, changes
+from areno.api.inputs.changes import Change, changes
 from areno.checkpoint.state import States
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import Section
+from areno.config.schema.fields import Section
 from areno.errors import ConfigError, Problem
 from areno.files.durable import locked
 from areno.tracking import new_run

@@ -7,6 +7,7 @@ partial credit below it does not count.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from areno.tracking.stopwatch import Stopwatch
 from areno.types import ScoredSample, TrainSequence
 
 _RIGHT = 1.0 - 1e-6
+_PARTS = "reward/"
 
 
 def rollout_metrics(
@@ -31,14 +33,17 @@ def rollout_metrics(
     Rewards and advantages are over the samples that have a reward; logprobs_mean is over all response tokens. What has
     no value, such as the mean of no rewards, is left out.
     """
+    stats = _agent_stats(samples)
+    done = np.array([sample.is_done for sample in samples], dtype=bool)
+    samples, advantages = [sample for sample in samples if sample.is_done], np.asarray(advantages)[done]
     prompts = [len(sample.item.tokens) for sample in samples]
     responses = [len(sample.sequence.resp_tokens) for sample in samples]
     scored = np.array([sample.outcome.value is not None for sample in samples], dtype=bool)
-    stats = _sample_stats(
-        {"seq_len": np.add(prompts, responses), "prompt_len": prompts, "response_len": responses},
+    stats |= _sample_stats(
+        {"seq_len": [sample.n_tokens for sample in samples], "prompt_len": prompts, "response_len": responses},
         logprobs=[math.fsum(sample.sequence.resp_logprobs) for sample in samples],
         rewards=[sample.outcome.value for sample in samples if sample.outcome.value is not None],
-        advantages=np.asarray(advantages, dtype=np.float64)[scored],
+        advantages=advantages.astype(np.float64)[scored],
     )
     if samples:
         stats |= {
@@ -47,6 +52,7 @@ def rollout_metrics(
             "reward_errors": sum(sample.outcome.status in ("error", "not_finite") for sample in samples),
             "reward_not_finite": sum(sample.outcome.status == "not_finite" for sample in samples),
         }
+    stats |= _part_stats(samples)
     stats["skipped_long"] = skipped_long
     if total_skipped_long is not None:
         stats["total_skipped_long"] = total_skipped_long
@@ -62,13 +68,11 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
     found = {name: metrics[f"rollout/{name}"] for name in names if f"rollout/{name}" in metrics}
+    parts = {name.removeprefix("rollout/"): value for name, value in metrics.items()}
+    found |= {name: value for name, value in parts.items() if name.startswith(_PARTS) and not name.endswith("_std")}
     if n_samples == 1:
         return found
-    passed: dict[int, list[bool]] = {}  # by group
-    for sample in samples:
-        if sample.outcome.value is not None:
-            passed.setdefault(sample.group, []).append(sample.outcome.value >= _RIGHT)
-    counts = [(len(group), sum(group)) for group in passed.values()]
+    counts = [(len(group), sum(value >= _RIGHT for value in group)) for group in rewards_by_group(samples).values()]
     for k in pass_sizes(n_samples):
         if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
             found[f"pass@{k}"] = float(np.mean(estimates))
@@ -77,12 +81,47 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
     return found
 
 
+def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
+    """The rewards of each group, of the samples that have one."""
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.outcome.value is not None:
+            rewards.setdefault(sample.group, []).append(sample.outcome.value)
+    return rewards
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that at least one of k samples passes, estimated without bias from n >= k samples of which c passed.
 
     1 - C(n - c, k) / C(n, k): Codex, arXiv 2107.03374 eq. 1.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """Mean and spread of each part of the rewards, over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.outcome.parts.items():
+            found.setdefault(f"{_PARTS}{name}", []).append(value)
+    means = {name: float(np.mean(values)) for name, values in found.items()}
+    return means | {f"{name}_std": float(np.std(values)) for name, values in found.items()}
+
+
+def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """How the agents of a step fared; nothing for single completions."""
+    found = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
+    if not found and not failed:
+        return {}
+    return {
+        "agent_errors": failed["agent_error"],
+        "agent_timeouts": failed["agent_timeout"],
+        "agent_filtered": failed["agent_filtered"],
+        "agent_turns_mean": float(np.mean([len(one.turns) for one in found])) if found else 0.0,
+        "agent_rows_mean": float(np.mean([len(one.rows) for one in found])) if found else 0.0,
+        "tool_calls_mean": float(np.mean([len(one.tool_calls) for one in found])) if found else 0.0,
+    }
 
 
 def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areno import __version__
-from areno.api.changes import changes
 from areno.api.earlier_run import STATE, EarlierRun, refuse
+from areno.api.inputs.changes import changes
 from areno.checkpoint.recover import StatefulEngine, StateWriter
 from areno.checkpoint.state import State, States
 from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig
 from areno.errors import CheckpointError, ConfigError, Problem, WorkerLost
 from areno.files.durable import locked
+from areno.tracking.new_run import versions
 from areno.tracking.run_files import RunFiles
 
 logger = logging.getLogger("areno.recover")
@@ -49,7 +50,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         inputs: Mapping[str, str],
     ):
         self.config, self.folder = config, folder
-        self._settings = asdict(config)
+        self._settings, self._versions = asdict(config), versions()
         self.is_on = engine is not None and config.recover.mode != "off"
         self._engine, self._inputs = engine, inputs
         self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
@@ -62,7 +63,8 @@ class Recovery(AbstractContextManager["Recovery"]):
         self._waiting = False  # a state is due, but the one before was still under way
         self._begun_at: dict[str, int] = {}  # the sizes of the run's files when this session began
         if engine is not None:
-            self.writer = StateWriter(config.recover, self.states, engine, self.files.sync)
+            told_s = config.engine.stall_timeout_s
+            self.writer = StateWriter(config.recover, self.states, engine, self.files.sync, told_s)
 
     def __enter__(self) -> Recovery:
         """Raises ConfigError where another process has this run, where its settings differ, or for a wrong mode."""
@@ -115,6 +117,9 @@ class Recovery(AbstractContextManager["Recovery"]):
             raise ConfigError(problems)
         for change in found:
             logger.info("changed: %s (%s)", change, change.effect)
+        before = state.record["versions"]
+        for name in (name for name in self._versions if before.get(name) != self._versions[name]):
+            logger.info("changed: version of %s: %s -> %s", name, before.get(name), self._versions[name])
 
     def load(self) -> dict[str, Any] | None:
         """Load the newest state that is whole into the engine, and cut the run's files back to it; its record.
@@ -152,13 +157,14 @@ class Recovery(AbstractContextManager["Recovery"]):
         logger.warning(
             "starting the workers again (%d of recover.retries=%d)", self._n_restarts, self.config.recover.retries
         )
-        self.writer.drop()
         self._engine().restart()
+        self.writer.poll(wait=True)  # of a state under way it is now known whether all ranks had written it
 
     def record(self, run: Mapping[str, Any]) -> dict[str, Any]:
         """What is kept beside the engine's state."""
         return {
             "areno": __version__,
+            "versions": self._versions,
             "config": self._settings,
             "inputs": dict(self._inputs),
             "files": self.files.sizes(),
@@ -186,10 +192,10 @@ class Recovery(AbstractContextManager["Recovery"]):
             self._polled_at = now
             self.writer.poll()
 
-    def finished(self, step: int, result: float) -> None:
-        """Note the end of a run whose last state is whole."""
+    def finished(self, step: int, result: float, ended_by: str) -> None:
+        """Note the end of a run whose last state is whole. ended_by: the setting."""
         if self.written_step == step:
-            self.states.set_finished(step, result)
+            self.states.set_finished(step, result, ended_by)
 
     @property
     def written_step(self) -> int | None:

@@ -1,21 +1,31 @@
-"""The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it."""
+"""The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it.
+
+A session may serve the policy to agents meanwhile (areno.agents.proxy).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from areno.api.inputs.arguments import check_count
 from areno.api.inputs.plan import TrainerPlan
 from areno.engine.engine import Engine, OnProgress
+from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
+if TYPE_CHECKING:
+    from areno.agents.proxy import SessionProxy
+
 # What a cache is made for at least: growing it later would take its CUDA graphs along.
 _SHORTEST = 128  # tokens
 _FEWEST = 64  # samples, and a multiple of which there is room for
+_SERVED = 256  # samples, where agents ask and nobody knows how often
 _MOST = 1024  # samples on each copy of the model: a step with more is hardly faster for each of them
 
 
@@ -51,16 +61,49 @@ class Sessions:
             self.engine.end_rollout(drop=True)
 
 
+@dataclass(kw_only=True, frozen=True)
+class ProxySettings:
+    """How a session serves the policy to agents: defaults of sampling, seconds for a request, the seed of draws."""
+
+    params: SamplingParams
+    timeout_s: float
+    seed: int
+
+
 class RolloutSession:
     """One stretch of rollout, as an async or a plain context manager; made by Trainer.rollout_session.
 
-    max_running: samples decoded at once, over all ranks; None is as many as a rollout has.
+    max_running: samples decoded at once, over all ranks; None is as many as a rollout has. proxy: None where nothing is
+    served.
     However the block is left, by an error or a cancelled task, too, the Trainer can be used afterwards.
     """
 
-    def __init__(self, sessions: Sessions, max_running: int | None):
-        self._sessions, self._max_running = sessions, max_running
+    def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
+        self._sessions, self._max_running, self._settings = sessions, max_running, proxy
         self._running_spec: RolloutSpec | None = None  # that the engine decodes with now
+        self._room: RequestLimits | None = None  # of that
+        self._proxy: SessionProxy | None = None
+
+    def get_base_url(self) -> str:
+        """Where the policy is served, as OpenAI clients want it: http://127.0.0.1:PORT/v1."""
+        return self.proxy.base_url
+
+    @property
+    def api_key(self) -> str:
+        """The key of this session, without which a request is refused."""
+        return self.proxy.api_key
+
+    @property
+    def timeout_s(self) -> float:
+        """For a request, and for an agent."""
+        return self.proxy.server.sampler.limits.timeout_s
+
+    @property
+    def proxy(self) -> SessionProxy:
+        """The server of this session. EngineError outside of the `with` block, and without one."""
+        if self._proxy is None:
+            raise EngineError("this rollout session serves nothing; use it in a `with` block, and with proxy=True")
+        return self._proxy
 
     def prepare(self, n_tokens: int) -> None:
         """Make the engine ready for sequences of up to `n_tokens` tokens, prompt and completion.
@@ -93,7 +136,7 @@ class RolloutSession:
                 )
             self._running_spec = None
             sessions.engine.end_rollout()
-        sessions.engine.begin_rollout(spec)
+        self._room = sessions.engine.begin_rollout(spec)
         sessions.longest, sessions.most = longest, most
         self._running_spec = spec
 
@@ -141,17 +184,35 @@ class RolloutSession:
             raise EngineError("a rollout session is already open; leave its `with` block before opening another")
         sessions.settle()
         sessions.open = self
-        if sessions.plan.max_len is not None:
-            try:
+        try:
+            if self._settings is not None:
+                self._serve(self._settings)
+            elif sessions.plan.max_len is not None:
                 self._make_room(0)
-            except BaseException:
-                sessions.open = None
-                raise
+        except BaseException:
+            sessions.open = None
+            raise
         return self
+
+    def _serve(self, settings: ProxySettings) -> None:
+        from areno.agents.proxy import SessionProxy
+
+        engine, plan = self._sessions.engine, self._sessions.plan
+        # Conversations grow, and a larger cache would end those that are under way.
+        context = engine.info.context_len
+        self._make_room(min(settings.params.max_context_len or context, context), _SERVED)
+        assert self._room is not None
+        self._proxy = SessionProxy(
+            engine, self._room, plan.tokenizer, settings.params, timeout_s=settings.timeout_s, seed=settings.seed,
+            thinking=plan.enable_thinking,
+        )  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         sessions = self._sessions
         sessions.open = None
+        if self._proxy is not None:
+            self._proxy.stop()
+            self._proxy = None
         if self._running_spec is None:
             return
         self._running_spec = None

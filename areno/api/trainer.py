@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from areno.agents.trajectories import LossMaskPolicy
 from areno.api.inputs.arguments import (
     check_count,
     check_folder,
@@ -22,7 +23,7 @@ from areno.api.inputs.arguments import (
 )
 from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
 from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
-from areno.api.session import RolloutSession, Sessions
+from areno.api.session import ProxySettings, RolloutSession, Sessions
 from areno.api.step_log import StepLog
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
@@ -33,7 +34,7 @@ from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, write_whole
 from areno.models.companions import is_replaceable
-from areno.tracking.progress import RolloutProgress
+from areno.tracking.display.progress import RolloutProgress
 from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
@@ -95,7 +96,8 @@ class Trainer:
         self.clock = Stopwatch() if clock is None else clock
         self._steps = StepLog(self.clock) if clock is None else None
         self._rollouts = 0  # that chose their own seed
-        self._temperature = 1.0  # of the last rollout
+        self.temperature = 1.0  # of the last rollout
+        self.loss_mask_policy = LossMaskPolicy()  # of the last session that served agents
 
     def init(self) -> None:
         """Load the tokenizer, start the workers and load the model. Call it once, before anything else.
@@ -183,27 +185,34 @@ class Trainer:
         self,
         *,
         sampling_params: SamplingParams,
-        loss_mask_policy: Any = None,
+        loss_mask_policy: LossMaskPolicy | None = None,
         max_running_prompts: int | None = None,
         timeout_s: float = 300.0,
         proxy: bool = True,
+        seed: int | None = None,
     ) -> RolloutSession:
         """A rollout session, as an async or a plain context manager. Samples can only be drawn inside a session.
 
         sampling_params: defaults for requests that bring none of their own. max_running_prompts: samples decoded at
-        once; None takes that of ArenoConfig. proxy: serve the model to agents. It is not available yet, so pass
-        proxy=False; loss_mask_policy and timeout_s are for agents.
+        once; None takes that of ArenoConfig. proxy: serve the policy to agents, at session.get_base_url(), with a cache
+        for conversations of sampling_params.max_context_len tokens. loss_mask_policy: which tokens of their
+        trajectories are trained. timeout_s: for a request of an agent. seed: of what is drawn for agents; None gives
+        each session its own.
         """
         _ = self.engine
-        if proxy:
-            hint = "pass proxy=False and draw samples by rollout_batch or rollout_token_batch"
-            raise ArenoError(f"the OpenAI-compatible proxy is not available yet; {hint}")
-        if loss_mask_policy is not None:
+        if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
         check_sampling(1, sampling_params)
+        check_positive("timeout_s", timeout_s)
         if max_running_prompts is not None:
             check_count("max_running_prompts", max_running_prompts)
-        return RolloutSession(self._sessions, max_running_prompts or self._plan.max_running)
+        settings = None
+        if proxy:
+            seed = self._own_seed() if seed is None else seed
+            settings = ProxySettings(params=sampling_params, timeout_s=timeout_s, seed=seed)
+            self.temperature = sampling_params.temperature or 1.0
+            self.loss_mask_policy = loss_mask_policy or LossMaskPolicy()
+        return RolloutSession(self._sessions, max_running_prompts or self._plan.max_running, settings)
 
     def rollout_batch(
         self,
@@ -250,16 +259,20 @@ class Trainer:
         if seed is not None:
             check_count("seed", seed, least=None)
         else:
-            self._rollouts += 1
-            seed = engine.spec.seed * 1_000_003 + self._rollouts
+            seed = self._own_seed()
         report: Any = contextlib.nullcontext(on_progress)
         if on_progress is None:
             copies, interval_s = engine.spec.dp_size, self._plan.progress_interval_s
             report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
         with self._named(), self.clock.phase("rollout"), report as say:
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
-        self._temperature = sampling_params.temperature or 1.0  # 0 is greedy, with log-probabilities at 1
+        self.temperature = sampling_params.temperature or 1.0  # 0 is greedy, with log-probabilities at 1
         return results
+
+    def _own_seed(self) -> int:
+        """Of a rollout that was given none; a script that is run again gets the same."""
+        self._rollouts += 1
+        return self.engine.spec.seed * 1_000_003 + self._rollouts
 
     # -- training --------------------------------------------------------------------------------------------------
 
@@ -285,7 +298,7 @@ class Trainer:
         temperature: the one the rows were sampled at; None is that of this Trainer's last rollout. rows_per_unit: so
         many adjacent rows are never separated. Raises DataError for rows of the wrong form.
         """
-        temperature = self._temperature if temperature is None else temperature
+        temperature = self.temperature if temperature is None else temperature
         mb_spec = self._micro_batches(mini_bs, mb_spec)
         update = UpdateSpec(
             mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed=seed, rows_per_unit=rows_per_unit
@@ -366,7 +379,7 @@ class Trainer:
 
         temperature: that of softmax(logits / temperature); None is the one of this Trainer's last rollout.
         """
-        temperature = self._temperature if temperature is None else temperature
+        temperature = self.temperature if temperature is None else temperature
         check_positive("temperature", temperature)
         scored = self._score("score_logprobs", self.engine.logprobs, role, token_rows, temperature, mb_spec)
         return [row.tolist() for row in scored]

@@ -1,4 +1,4 @@
-"""python -m areno.bench rollout|train|step|logprob|sampling|state: tokens per second against what the device could do.
+"""python -m areno.bench WORK: tokens per second, against what a device can. `--help` lists the works.
 
 One engine does the work of a GSPO step on random prompts: sample, one optimizer step on the samples, or either alone.
 Medians of several repeats after a warm-up; `--json` prints one line for machines, progress goes to stderr. On a CPU
@@ -11,40 +11,55 @@ import json
 import logging
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from areno.bench.against.with_transformers import WithTransformers
+from areno.bench.against.with_vllm import WithVllm
+from areno.bench.agents_cost.compare import run_agents
 from areno.bench.arguments import Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.ours import run_ours
 from areno.bench.report import page, record
 from areno.bench.sampling import run_sampling, sampling_page
+from areno.bench.serving.compare import run_serving, serving_page
 from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import measure, tell
-from areno.bench.with_transformers import WithTransformers
-from areno.bench.with_vllm import WithVllm
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 
+_ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving}
 _OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark and print what it found. 2 for a bad argument, 1 where the work failed."""
     try:
-        settings = parse(argv)
-        with tempfile.TemporaryDirectory() as folder:
-            found = run(settings, Path(folder))
+        show(parse(argv))
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    show = {"sampling": sampling_page, "state": states_page}.get(settings.kind, page)
-    print(json.dumps(found) if settings.json else show(found))
     return 0
+
+
+def show(settings: Settings) -> None:
+    """Run one benchmark and print what it found. Raises ArenoError."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(settings, Path(folder))
+    agents_page = partial(sampling_page, title="rollout", base="direct")
+    pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
+    to_text = pages.get(settings.kind, page)
+    print(json.dumps(found) if settings.json else to_text(found))
+
+
+def log_progress() -> None:
+    """Progress goes to stderr."""
+    logging.basicConfig(level=logging.INFO, format="bench: %(message)s", stream=sys.stderr)
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
@@ -56,8 +71,8 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         option = "--uniform" if "uniform" in settings.work.name else "--new-tokens"
         message = f"makes rows of {longest} tokens, the model's context is {config.max_position_embeddings}"
         raise ConfigError([Problem(option, message)])
-    if settings.kind == "sampling":
-        return run_sampling(settings, path, random_init)
+    if settings.kind in _ALONE:
+        return _ALONE[settings.kind](settings, path, random_init)
     if settings.kind == "state":
         with tempfile.TemporaryDirectory(prefix="areno-bench-", dir=settings.folder) as states:
             return run_states(settings, path, random_init, Path(states))
@@ -80,5 +95,5 @@ def _run_other(name: str, settings: Settings, folder: str, random_init: bool) ->
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="bench: %(message)s", stream=sys.stderr)
+    log_progress()
     sys.exit(main())

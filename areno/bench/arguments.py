@@ -9,15 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-import torch
-
 from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve"]
 
-_ALONE = ("sampling", "state")  # works that no other library does
-_WORKS = "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step"
+_WITH_TEXT = ("sampling", "agents", "serve")
+_ALONE = ("sampling", "state", "agents", "serve")  # works that no other library does
+_WORKS = (
+    "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step. "
+    "agents: what a rollout by agents costs. serve: what clients over HTTP get"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,11 @@ class Settings:
     optimizer: Literal["adam", "adam_8bit"]
     recompute: bool
     tokens_per_mb: int
+    clients: int
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
+    exact: bool
     eager_decode: bool
     tokenizer: str | None
     folder: str | None
@@ -55,17 +59,23 @@ class Settings:
 
 def parse(argv: list[str] | None = None) -> Settings:
     """The settings of a command line. ConfigError names the argument that is wrong; --help ends the program."""
-    parser = _Parser(
-        prog="python -m areno.bench",
-        description="Times rollout, training, a whole step or scoring on random prompts, against the device's floor.",
+    parser = _Parser(prog="python -m areno.bench")
+    add_arguments(parser)
+    return settings_of(parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the benchmark. They need no torch, which takes seconds to load."""
+    parser.description = (
+        "Times rollout, training, a whole step or scoring on random prompts, against the device's floor."
     )
     add = parser.add_argument
     add("work", choices=get_args(Kind), help=_WORKS)
     add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
-    add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    add("--device", help="default: cuda:0, or cpu where there is no GPU")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
-    add("--prompts", type=_positive, help="default 32, with --uniform 256")
-    add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1")
+    add("--prompts", type=_positive, help="default 32; serve, or with --uniform: 256")
+    add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1; serve: always 1")
     add("--prompt-len", type=_positive, default=256, help="tokens")
     add("--new-tokens", type=_positive, default=256, help="tokens of each completion")
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
@@ -73,22 +83,27 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
     kept = "keep all activations; else what there is memory for"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
+    add("--clients", type=_positive, default=64, help="serve: how many ask at the same time")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
+    add("--exact", action="store_true", help="as engine.exact")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
-    add("--tokenizer", metavar="FOLDER", help="for `sampling`: times stop strings too")
+    add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; agents, serve: need one")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")
     add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
     add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
     add("--against-repeats", type=_positive, default=2)
     add("--profile", metavar="FILE", help="trace one repeat more: device time by kernel group, and idleness (CUDA)")
     add("--json", action="store_true", help="one line for machines")
-    return _checked(parser.parse_args(argv))
 
 
-def _checked(args: argparse.Namespace) -> Settings:
-    kind, device, against = args.work, args.device, tuple(dict.fromkeys(args.against or ()))
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that the arguments describe. ConfigError names the argument that is wrong."""
+    import torch
+
+    kind, against = args.work, tuple(dict.fromkeys(args.against or ()))
+    device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     cuda, with_vllm = device.startswith("cuda"), "vllm" in against
     low, high = args.uniform or (0, 0)
@@ -99,7 +114,10 @@ def _checked(args: argparse.Namespace) -> Settings:
         (args.profile and kind in _ALONE, "--profile", f"is for other works, not for {kind}"),
         (args.folder and kind != "state", "--folder", f"is for state, not for {kind}"),
         (args.folder and not Path(args.folder).is_dir(), "--folder", f"{args.folder} is no folder"),
-        (args.tokenizer and kind != "sampling", "--tokenizer", f"is for sampling, not for {kind}"),
+        (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
+        (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
+        (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
+        (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),
         *(
@@ -113,9 +131,10 @@ def _checked(args: argparse.Namespace) -> Settings:
     if args.uniform:
         work = Work.uniform(args.prompts or 256, args.samples or 1, low, high)
     else:
-        work = Work.fixed(args.prompts or 32, args.samples or 8, args.prompt_len, args.new_tokens)
+        prompts, samples = (256, 1) if kind == "serve" else (32, 8)
+        work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
-    values = vars(args) | {"kind": kind, "work": work, "dtype": dtype, "against": against}
+    values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 

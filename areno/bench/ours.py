@@ -17,6 +17,7 @@ from areno.bench.work import Work, row
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
+from areno.engine.limits import RequestLimits
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.loss_fns import gspo_loss_fn
 from areno.models.cost import Cost
@@ -42,6 +43,7 @@ class Ours:
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
                 gradient_checkpointing=settings.recompute,
                 attn_backend=settings.attn_backend,
+                exact=settings.exact,
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )
@@ -57,33 +59,20 @@ class Ours:
             out[name] = time.perf_counter() - self._created
         return out
 
+    def begin(self, max_running: int, max_len: int) -> RequestLimits:
+        """Begin a rollout phase; what it has room for."""
+        settings = self._settings
+        decoder = DecoderConfig(
+            max_prefill_tokens=settings.max_prefill_tokens, mem_fraction=settings.mem_fraction,
+            eager_decode=settings.eager_decode,
+        )  # fmt: skip
+        max_len = min(max_len, self.engine.info.context_len)
+        return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=decoder))
+
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
         """One rollout phase. params: of SamplingParams, beside those that the work sets."""
-        settings = self._settings
-        limits = self.engine.begin_rollout(
-            RolloutSpec(
-                max_running=settings.work.n_rows,
-                max_len=max(settings.work.row_lens),
-                decoder=DecoderConfig(
-                    max_prefill_tokens=settings.max_prefill_tokens,
-                    mem_fraction=settings.mem_fraction,
-                    eager_decode=settings.eager_decode,
-                ),
-            )
-        )
-        self.kv_tokens = limits.kv_tokens
-        outputs = self.engine.generate(
-            [
-                GenerationRequest(
-                    request_id=index,
-                    prompt=prompt,
-                    n_samples=work.n_samples,
-                    params=SamplingParams(**{"max_new_tokens": new_len, "ignore_eos": True, **params}),
-                    seed=index,
-                )
-                for index, (prompt, new_len) in enumerate(zip(prompts, work.new_lens, strict=True))
-            ]
-        )
+        self.kv_tokens = self.begin(self._settings.work.n_rows, max(self._settings.work.row_lens)).kv_tokens
+        outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
         return [
             row(prompts[request_id], output.tokens, output.logprobs, output.sample)
@@ -100,6 +89,17 @@ class Ours:
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
         """Under the actor."""
         return [row.tolist() for row in self.engine.logprobs("actor", [item.tokens or [] for item in rows])]
+
+
+def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
+    """Of a work's prompts. params: of SamplingParams, beside those that the work sets."""
+    return [
+        GenerationRequest(
+            request_id=index, prompt=prompt, n_samples=work.n_samples, seed=index,
+            params=SamplingParams(**{"max_new_tokens": new_len, "ignore_eos": True, **params}),
+        )
+        for index, (prompt, new_len) in enumerate(zip(prompts, work.new_lens, strict=True))
+    ]  # fmt: skip
 
 
 def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> dict[str, Any]:

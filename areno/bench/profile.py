@@ -22,6 +22,8 @@ from areno import kernels
 # Folders of areno/kernels -> what their Triton kernels do.
 OWN_FOLDERS = {
     "paged": "attention",
+    "spans": "attention",
+    "products": "gemm",
     "elementwise": "norm/rope/activation",
     "logprobs": "head",
     "sampling": "sampling",

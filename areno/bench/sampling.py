@@ -8,7 +8,7 @@ from typing import Any
 
 from areno.bench.arguments import Settings
 from areno.bench.ours import Ours
-from areno.bench.timing import tell
+from areno.bench.timing import repeat_name, tell
 from areno.bench.work import Work
 
 _QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # what the model card of Qwen3 recommends
@@ -30,12 +30,17 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
                 started = time.perf_counter()
                 ours.rollout(work, prompts, **params)
                 taken = time.perf_counter() - started
-                tell(f"{name}, {'warm-up' if repeat < 0 else f'repeat {repeat + 1}/{settings.repeats}'}: {taken:.3f} s")
+                tell(f"{name}, {repeat_name(repeat, settings.repeats)}: {taken:.3f} s")
                 if repeat >= 0:
                     seconds[name].append(taken)
+    return speeds(work, seconds, "plain")
+
+
+def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
+    """Of each way to do the work: the median of its seconds, tokens per second, and the speed relative to `base`."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        name: {"rollout_s": value, "tok_s": work.n_new / value, "relative": medians["plain"] / value}
+        name: {"rollout_s": value, "tok_s": work.n_new / value, "relative": medians[base] / value}
         for name, value in medians.items()
     }
 
@@ -54,11 +59,11 @@ def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def sampling_page(found: dict[str, dict[str, float]]) -> str:
-    """The table as text."""
-    width = max(map(len, found))
+def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", base: str = "plain") -> str:
+    """The table as text. base: the line that the speed of the others is relative to."""
+    width = max(map(len, [title, *found]))
     rows = [
         f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['tok_s']:10,.0f} tokens/s  {value['relative']:5.2f}"
         for name, value in found.items()
     ]
-    return "\n".join([f"{'sampling':<{width}}  {'rollout':>10}  {'':>19}  speed against plain", *rows])
+    return "\n".join([f"{title:<{width}}  {'rollout':>10}  {'':>19}  speed against {base}", *rows])

@@ -12,7 +12,7 @@ from typing import Any
 
 from areno.bench.arguments import Settings
 from areno.bench.ours import Ours
-from areno.bench.timing import tell
+from areno.bench.timing import repeat_name, tell
 
 
 def run_states(settings: Settings, model: str, random_init: bool, folder: Path) -> dict[str, float]:
@@ -32,7 +32,7 @@ def run_states(settings: Settings, model: str, random_init: bool, folder: Path) 
             shutil.rmtree(path, ignore_errors=True)
             taken = _repeat(ours, settings, repeat, path)
             shown = ", ".join(f"{name} {value:.3f} s" for name, value in taken.items())
-            tell(f"state, {'warm-up' if repeat < 0 else f'repeat {repeat + 1}/{settings.repeats}'}: {shown}")
+            tell(f"state, {repeat_name(repeat, settings.repeats)}: {shown}")
             if repeat < 0:
                 first_save_s = taken["save"]
             else:
@@ -101,12 +101,10 @@ def _forget_content(file: Path) -> None:
 def states_page(found: dict[str, float]) -> str:
     """The figures as text."""
     size = f"{found['gigabytes']:,.3f} GB, {found['bytes_per_parameter']:.2f} bytes for each parameter"
-    step = f"{found['step_s']:.3f} s (spread {100 * found['step_spread']:.1f} %)"
-    saved = f"{found['save_s']:.3f} s, the first time {found['first_save_s']:.3f} s"
     lines = {
-        "step": step,
+        "step": f"{found['step_s']:.3f} s (spread {100 * found['step_spread']:.1f} %)",
         "step with a state": f"{found['state_step_s']:.3f} s: {100 * found['slowdown']:+.1f} %",
-        "call of save_state": saved,
+        "call of save_state": f"{found['save_s']:.3f} s, the first time {found['first_save_s']:.3f} s",
         "on the disk after": f"{found['written_s']:.3f} s ({found['written_gb_s']:.2f} GB/s)",
         "size": size,
         "load_state": f"{found['load_s']:.3f} s",

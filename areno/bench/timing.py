@@ -69,7 +69,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
         else:
             for phase, value in seconds.items():
                 timed.seconds.setdefault(phase, []).append(value)
-        name = "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
+        name = repeat_name(repeat, repeats)
         tell(f"{contender.name} {kind} {name}: " + ", ".join(f"{key} {value:.3f} s" for key, value in seconds.items()))
     return timed
 
@@ -99,6 +99,11 @@ def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Time
         contender.rollout(work.with_new_at_most(1), prompts)
         seconds["prefill"] = time.perf_counter() - started
     return seconds
+
+
+def repeat_name(repeat: int, repeats: int) -> str:
+    """What progress calls a repeat; the one before the first is the warm-up."""
+    return "warm-up" if repeat < 0 else f"repeat {repeat + 1}/{repeats}"
 
 
 def tell(line: str) -> None:

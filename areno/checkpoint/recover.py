@@ -34,20 +34,27 @@ class _Write:
     step: int
     folder: Path
     record: Mapping[str, Any]
+    alarm: threading.Timer
     thread: threading.Thread | None = None
     error: Exception | None = None
 
 
 class StateWriter:
-    """Of one run. before: called, in another thread, before a state becomes whole.
+    """Of one run. before: called, in another thread, before a state becomes whole. slow_s: when writing takes longer,
+    that is told; None: never.
 
     A state that cannot be written is told in a warning, and the run goes on: what was written before stays.
     """
 
     def __init__(
-        self, config: RecoverConfig, states: States, engine: Callable[[], StatefulEngine], before: Callable[[], object]
+        self,
+        config: RecoverConfig,
+        states: States,
+        engine: Callable[[], StatefulEngine],
+        before: Callable[[], object],
+        slow_s: float | None = None,
     ):
-        self.config, self.states = config, states
+        self.config, self.states, self._slow_s = config, states, slow_s
         self._engine, self._before = engine, before
         self._write: _Write | None = None
         self.written_step: int | None = None  # of the newest whole state, where this run wrote or loaded it
@@ -60,12 +67,12 @@ class StateWriter:
         try:
             folder = self.states.begin_again(step) if step == self.written_step else None
             if folder is not None:
-                self._write = _Write(step, folder, record)
+                self._write = _Write(step, folder, record, self._alarm(step))
                 self._finish(self._write)
                 return True
             self._check_room()
             folder = self.states.begin(step)
-            self._write = _Write(step, folder, record)
+            self._write = _Write(step, folder, record, self._alarm(step))
             self._engine().save_state(folder / ENGINE)
         except (CheckpointError, OSError) as error:
             self._failed(step, error)
@@ -97,7 +104,23 @@ class StateWriter:
             self.drop()
             raise
         else:
+            write.alarm.cancel()
             self._write, self.written_step = None, write.step
+
+    def _alarm(self, step: int) -> threading.Timer:
+        """A disk that does not answer is no error, and only a thread waits for it: nobody else would notice."""
+
+        def tell() -> None:
+            logger.warning(
+                "the state of step %d has been under way for %.0f s: the disk of %s is slow, or does not answer. There "
+                "is no newer state until it is written", step, self._slow_s, self.states.folder,
+            )  # fmt: skip
+
+        timer = threading.Timer(self._slow_s or 0.0, tell)
+        timer.daemon = True
+        if self._slow_s is not None:
+            timer.start()
+        return timer
 
     def _finish(self, write: _Write) -> None:
         def finish() -> None:
@@ -121,6 +144,7 @@ class StateWriter:
         """Forget what is under way, and remove it unless it has just become whole."""
         write, self._write = self._write, None
         if write is not None:
+            write.alarm.cancel()
             if write.thread is not None:
                 write.thread.join()
             remove(write.folder)

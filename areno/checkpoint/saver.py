@@ -76,6 +76,9 @@ class Saver:
             try:
                 claim.enter_context(locked(self.folder / OWNER))
             except BlockingIOError:
+                if self._owner() == str(run_dir.absolute()):
+                    text = "the run in {} still goes on, in another process"
+                    raise ConfigError(Problem("trial_name", text, run_dir.absolute())) from None
                 raise self._belongs("belongs to {}, which still goes on; choose another folder") from None
             claim.callback(self._disown)
             (self.folder / OWNER).write_text(f"{run_dir.absolute()}\n", encoding="utf-8")

@@ -4,7 +4,7 @@
                         run.json       the format, and the record of the driver
                         manifest.json  the sizes of these files and the checksum of run.json; it is written last
 <run>/state/latest                     the name of the last one that was written
-            finished.json              of a run that came to its end: its last step and its result
+            finished.json              of a run that came to its end: its last step, its result, and what ended it
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areno.files.durable import REPLACED, UNFINISHED, remove, remove_whole, sync
 
 logger = logging.getLogger("areno.recover")
 
-FORMAT = 1
+FORMAT = 2
 ENGINE, RECORD, MANIFEST = "engine", "run.json", "manifest.json"
 DAMAGED = "damaged-"
 _PREFIX = "step-"
@@ -158,18 +158,24 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """{"step", "result"} of a run that came to its end."""
+        """{"step", "result", "ended_by": the setting that ended it} of a run that came to its end."""
         try:
             return json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 
-    def set_finished(self, step: int | None, result: float | None = None) -> None:
+    @property
+    def are_unfinished(self) -> bool:
+        """Whether there is one to go on from, of a run that has not come to its end."""
+        return bool(self.steps()) and self.finished is None
+
+    def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
         """Note the end of the run. step: None for a run that goes on after all."""
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:
-            write_text_whole(self.folder / "finished.json", json.dumps({"step": step, "result": result}) + "\n")
+            record = {"step": step, "result": result, "ended_by": ended_by}
+            write_text_whole(self.folder / "finished.json", json.dumps(record) + "\n")
 
 
 def find_damage(folder: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.fields import Missing, Section, build_check, check, setting, settings
+from areno.config.schema.fields import Missing, Section, build_check, check, setting, settings
 from areno.errors import Key, Problem
 
 
@@ -35,33 +35,41 @@ class DatasetConfig(Section):
         None,
         help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
         "repo[:config[:split]]. null: loader makes the rows itself",
+        flag="--dataset-path",
     )
     loader: str | None = setting(
         None,
         help="Your own loader, as file.py[:function]. load_dataset(path, split) returns the rows, or "
-        "load_dataset(split) if it reads no path",
+        "load_dataset(split) if it reads no path. verifiers:NAME: the rows of an environment of the verifiers package",
+        flag="--dataset-loader-fn",
     )
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig, help="Names of the columns, where they differ from the fields of a row"
     )
     split: str = setting("train", help="Split to read, if the source has several")
-    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0)
+    batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
     shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it is not full")
     max_length: int = setting(
-        1024, help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted", gt=0
+        1024,
+        help="Longest prompt (RL) or row (SFT, DPO) in tokens. Longer ones are skipped and counted",
+        gt=0,
+        flag="--max-prompt-tokens",
     )
 
-    @build_check
-    def something_to_read(self) -> Iterator[Problem]:
-        if self.path is None and self.loader is None:
-            yield Missing("path", f"missing ({settings(DatasetConfig)['path'].help})")
+    @property
+    def is_given(self) -> bool:
+        """Whether it says where the rows come from."""
+        return self.path is not None or self.loader is not None
 
     @check
     def columns_of_a_loader(self) -> Iterator[Problem]:
         if self.loader is not None and self.columns.given():
             text = "is set, but {} makes the rows and does not read it; set {} to null to read the file itself"
             yield Problem("columns", text, self.loader, Key("loader"))
+
+
+MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 
 
 @dataclass(kw_only=True)
@@ -78,8 +86,8 @@ class ValidSetConfig(DatasetConfig):
 
     @build_check
     def something_to_read(self) -> Iterator[Problem]:
-        for problem in super().something_to_read():
-            yield Missing(problem.key, f"{problem.message}; for a run without evaluation, use valid_dataset=null")
+        if not self.is_given:
+            yield Missing("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
 
 
 def set_name_problems(names: Collection[Any]) -> Iterator[str]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from areno.config import datasets, models, run
-from areno.config.fields import Section, build_check, check, forbid, setting
 from areno.config.recover import RecoverConfig
-from areno.config.values import show
+from areno.config.rollout.agent import AgentConfig
+from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout.sampling import GenerationConfig
+from areno.config.schema.fields import Missing, Section, build_check, check, forbid, setting
+from areno.config.schema.values import show
+from areno.config.tracking.stats_logger import StatsLoggerConfig
 from areno.errors import ConfigError, Problem, did_you_mean
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
@@ -31,8 +35,8 @@ class ExperimentConfig(Section):
         None, help="Name of the run's folder in the folder of the experiment. null: the start time"
     )
     seed: int = setting(1, help="Seed of data order, sampling and random weights", ge=0)
-    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0)
-    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0)
+    total_train_epochs: int = setting(10, help="Passes over the training data", gt=0, flag="--epochs")
+    total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
     total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
     actor: models.ModelConfig = setting(help="The model that is trained")
@@ -40,12 +44,23 @@ class ExperimentConfig(Section):
     train_dataset: datasets.DatasetConfig = setting(
         factory=datasets.DatasetConfig, help="Training data", required_in_build=True
     )
-    valid_dataset: datasets.ValidDatasetConfig | None = setting(None, help="Evaluation data. null: no evaluation")
+    valid_dataset: datasets.ValidDatasetConfig | None = setting(
+        None, help="Evaluation data. null: no evaluation", flags={}
+    )
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
     recover: RecoverConfig = setting(factory=RecoverConfig, help="Going on with a run that was interrupted")
-    stats_logger: run.StatsLoggerConfig = setting(factory=run.StatsLoggerConfig, help="Metrics")
+    stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
+
+    def brings_rows(self) -> bool:
+        """Whether there is training data without train_dataset naming any."""
+        return False
+
+    @build_check
+    def something_to_read(self) -> Iterator[Problem]:
+        if not self.train_dataset.is_given and not self.brings_rows():
+            yield Missing("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check
     def evaluation_of_nothing(self) -> Iterator[Problem]:
@@ -73,6 +88,15 @@ class ExperimentConfig(Section):
     def eval_metrics(self) -> tuple[str, ...]:
         """What an evaluation measures of a set, the default of evaluator.metric first."""
         return ()
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """What the result of a run is, in words, and whether more or less of it is better. A sweep compares it."""
+        return self._objective("eval/loss", "train/loss of the last step", "min")
+
+    def _objective(
+        self, evaluated: str, trained: str, mode: Literal["max", "min"]
+    ) -> tuple[str, Literal["max", "min"]]:
+        return (trained if self.valid_dataset is None else f"{evaluated} of the last evaluation"), mode
 
     def loss_fn(self) -> LossFn:
         """The loss function that the settings describe. Raises ConfigError if the class defines none."""
@@ -116,6 +140,9 @@ class PreferenceExperimentConfig(ExperimentConfig):
     def eval_metrics(self) -> tuple[str, ...]:
         return ("loss", "accuracy", "margin", "ranking_accuracy")
 
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        return self._objective("eval/accuracy", "train/accuracy, mean of the last 5 steps", "max")
+
 
 @dataclass(kw_only=True)
 class PolicyExperimentConfig(ExperimentConfig):
@@ -123,20 +150,31 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     actor: models.PolicyConfig = setting(help="The policy")
     ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
-    gconfig: run.GenerationConfig = setting(factory=run.GenerationConfig, help="Sampling in training")
-    eval_gconfig: run.GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig")
+    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
+    eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig", flags={})
     rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
-    reward: run.RewardConfig = setting(
-        factory=run.RewardConfig, help="Reward function and reward model", required_in_build=True
+    agent: AgentConfig = setting(factory=AgentConfig, help="Agents that sample in the place of the recipe")
+    reward: RewardConfig = setting(
+        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     dynamic_bs: bool = setting(
         False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
     )
 
+    def brings_rows(self) -> bool:
+        return self.agent.is_environment
+
+    @build_check
+    def something_rewards(self) -> Iterator[Problem]:
+        return self.reward.problems_of_none(self.agent.fn is not None)
+
     def eval_metrics(self) -> tuple[str, ...]:
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         return ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences", *of_groups)
+
+    def objective(self) -> tuple[str, Literal["max", "min"]]:
+        return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @build_check
     def samples_for_no_evaluation(self) -> Iterator[Problem]:

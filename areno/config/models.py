@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, build_check, check, forbid, setting
+from areno.config.schema.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
 
@@ -15,22 +15,34 @@ class OptimizerConfig(Section):
     """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
 
     type: Literal["adam", "adam_8bit"] = setting(
-        "adam", help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes"
+        "adam",
+        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
+        flag="--adam-8bit=adam_8bit",
     )
-    lr: float = setting(1e-6, help="Peak learning rate", gt=0)
-    min_lr_ratio: float = setting(0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("cosine", help="Shape of the decay of lr")
-    lr_decay_steps: int = setting(
-        1000, help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up", gt=0
+    lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
+    min_lr_ratio: float = setting(
+        0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1, flag="--min-lr"
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "cosine", help="Shape of the decay of lr", flag="--lr-decay-style"
+    )
+    lr_decay_steps: int | None = setting(
+        None,
+        help="Optimizer steps until the decay ends at min_lr_ratio, including warm-up. null: all of the run. In a "
+        "script that calls Trainer itself: 1000",
+        gt=0,
+        flag="--lr-decay-steps",
     )
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1)
-    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1)
+    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
+    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
     eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
-    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0)
-    gradient_clipping: float = setting(1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0)
+    weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
+    gradient_clipping: float = setting(
+        1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
+    )
 
     @forbid(
         "min_lr_ratio", "is {self.min_lr_ratio}, but lr_scheduler_type is constant, so lr does not decay; leave it out"
@@ -43,7 +55,7 @@ class OptimizerConfig(Section):
 class MicroBatchSpec(Section):
     """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
 
-    mini_bs: int = setting(16, help="Rows per micro-batch, if max_tokens_per_mb is null", gt=0)
+    mini_bs: int = setting(16, help="Rows per micro-batch, if max_tokens_per_mb is null", gt=0, flag="--mini-bs")
     max_tokens_per_mb: int | None = setting(
         None, help="Token budget of a micro-batch, filled first-fit decreasing. It takes the place of mini_bs", gt=0
     )
@@ -88,7 +100,7 @@ class NormConfig(Section):
 class ModelConfig(Section):
     """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
 
-    path: str = setting(help="Hugging Face model folder or hub id")
+    path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto", help="Type of weights and activations. auto: bfloat16 on CUDA, float32 on CPU. Masters are always fp32"
     )
@@ -101,13 +113,28 @@ class ModelConfig(Section):
         10, help="End the run after so many steps in a row whose loss or gradient was not finite. null: never", gt=0
     )
     gradient_checkpointing: bool = setting(
-        True, help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed"
+        True,
+        help="Recompute activations in the backward pass. On CUDA, only in as many layers as needed",
+        flag="--activation-checkpointing",
     )
     gradient_accumulation_steps: int | None = setting(
-        None, help="Micro-batches per optimizer step. null: one optimizer step per batch", gt=0
+        None,
+        help="Micro-batches per optimizer step. null: one optimizer step per batch",
+        gt=0,
+        flag="--gradient-accumulation-steps",
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and its schedule")
+
+    @forbid(
+        "optimizer.lr_decay_steps",
+        "is null, but with gradient_accumulation_steps and mb_spec.max_tokens_per_mb the number of updates depends on "
+        "the rows; set it",
+    )
+    def schedule_of_unknown_length(self) -> bool:
+        unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
+        decays = self.optimizer.lr_scheduler_type != "constant"
+        return unknown and decays and self.optimizer.lr_decay_steps is None
 
 
 @dataclass(kw_only=True)
@@ -165,9 +192,13 @@ class PolicyConfig(ModelConfig):
     ppo_n_minibatches: int = setting(
         1, help="Optimizer steps per rollout batch. The ratio is always to the policy of the rollout", gt=0
     )
-    eps_clip: float = setting(0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
+    eps_clip: float = setting(
+        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--clip-eps"
+    )
     eps_clip_higher: float | None = setting(None, help="Upper clip range, if different (DAPO 2503.14476)", gt=0)
-    c_clip: float | None = setting(None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1)
+    c_clip: float | None = setting(
+        None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+    )
     recompute_logprob: bool = setting(
         False,
         help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
@@ -189,9 +220,11 @@ class PolicyConfig(ModelConfig):
     m2_threshold: float | None = setting(
         None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
     )
-    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0)
+    kl_ctl: float = setting(0.0, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k3", help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1"
+        "k3",
+        help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = setting(
         False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss"
@@ -328,7 +361,9 @@ class RefConfig(Section):
     """The frozen reference policy."""
 
     path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor's initial weights, loaded once for both"
+        None,
+        help="Model folder or hub id. null: the actor's initial weights, loaded once for both",
+        flag="--ref-ckpt",
     )
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
 
@@ -337,19 +372,27 @@ class RefConfig(Section):
 class ScoringRefConfig(Section):
     """A reference that scores the data before training and is then released."""
 
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor itself, before training")
+    path: str | None = setting(
+        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
+    )
 
 
 @dataclass(kw_only=True)
 class CriticConfig(Section):
     """The value function of PPO: a transformer body with one output per token."""
 
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body")
+    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
-    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0)
-    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0)
-    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0)
+    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
+    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
+    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
     ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
-    gradient_checkpointing: bool = setting(True, help="Recompute the critic's activations in the backward pass")
+    gradient_checkpointing: bool = setting(
+        True, help="Recompute the critic's activations in the backward pass", flag="--activation-checkpointing"
+    )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(factory=lambda: OptimizerConfig(lr=1e-5), help="Optimizer and its schedule")
+    optimizer: OptimizerConfig = setting(
+        factory=lambda: OptimizerConfig(lr=1e-5),
+        help="Optimizer and its schedule",
+        flags={"lr": "--critic-lr", "type": "--adam-8bit=adam_8bit"},
+    )

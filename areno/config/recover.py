@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import build_check, setting
 from areno.config.run import FrequencyConfig
+from areno.config.schema.fields import build_check, setting
 from areno.errors import Key, Problem
 
 

@@ -2,78 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Missing, Section, build_check, check, forbid, setting, settings
+from areno.config.schema.fields import Section, check, forbid, setting, settings
+from areno.config.schema.values import is_no_folder
 from areno.errors import Key, Problem
-
-
-def is_no_folder(path: str | None) -> bool:
-    """Whether nothing can be written to a folder of this name. Null is fine. `~name` needs a user of that name."""
-    return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
-
-
-@dataclass(kw_only=True)
-class SamplingConfig(Section):
-    """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
-
-    greedy: bool = setting(False, help="Always take the most likely token")
-    top_p: float = setting(1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1)
-    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1)
-    max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0)
-    min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
-    temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", ge=0)
-    frequency_penalty: float = setting(
-        0.0,
-        help="Lower a token's logit by this for each time that the completion has it already. Not part of logprobs",
-        ge=-2,
-        le=2,
-    )
-    stop: list[str] | None = setting(None, help="Strings that end a completion")
-    stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
-    ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
-    skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
-
-    @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
-    def shortest_above_longest(self) -> bool:
-        return self.min_new_tokens > self.max_new_tokens
-
-    @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
-    def no_token_to_sample(self) -> bool:
-        return self.top_k == 0
-
-    @forbid("stop", "contains an empty string, which would end every completion; leave it out")
-    def empty_stop_string(self) -> bool:
-        return "" in (self.stop or [])
-
-
-@dataclass(kw_only=True)
-class GenerationConfig(SamplingConfig):
-    """How completions are sampled."""
-
-    n_samples: int = setting(8, help="Completions per prompt", gt=0)
-    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0)
-    max_tokens: int | None = setting(
-        None, help="Longest prompt plus completion in tokens. null: the model's limit", gt=0
-    )
-    # Training divides by the temperature, so it cannot be 0 in a run.
-    temperature: float = setting(1.0, help="Softmax temperature, in sampling and in training", gt=0)
-
-    @build_check  # a script may make a section greedy that has more settings
-    def choice_of_greedy(self) -> Iterator[Problem]:
-        for name in ("top_p", "top_k"):
-            if self.greedy and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but greedy takes the most likely token; set greedy=false")
-
-    @forbid(
-        "max_tokens",
-        "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
-    )
-    def no_room_for_prompts(self) -> bool:
-        return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
 
 
 @dataclass(kw_only=True)
@@ -87,7 +22,7 @@ class DecoderConfig(Section):
     max_kv_tokens: int | None = setting(
         None, help="Size of the KV cache in tokens. null: as much as is needed, within mem_fraction", gt=0
     )
-    eager_decode: bool = setting(False, help="Decode without CUDA graphs")
+    eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
 
     def decoder(self) -> DecoderConfig:
         """These settings alone, without those that a subclass adds."""
@@ -99,10 +34,17 @@ class RolloutConfig(DecoderConfig):
     """How samples are drawn: the decoder's settings, and what a step does with the samples."""
 
     max_concurrent_rollouts: int | None = setting(
-        None, help="Sequences that are decoded at the same time. null: batch_size * n_samples", gt=0
+        None,
+        help="Sequences that are decoded at the same time. null: batch_size * n_samples",
+        gt=0,
+        flag="--max-running-prompts",
     )
-    drop_rollout_state: bool = setting(False, help="Free KV cache and CUDA graphs between steps")
-    enable_thinking: bool | None = setting(None, help="Passed to the chat template. null: the template's own default")
+    drop_rollout_state: bool = setting(
+        False, help="Free KV cache and CUDA graphs between steps", flag="--drop-rollout-state"
+    )
+    enable_thinking: bool | None = setting(
+        None, help="Passed to the chat template. null: the template's own default", flag="--disable-thinking=false"
+    )
     dynamic_sampling: bool = setting(
         False,
         help="Drop prompts whose samples all have the same reward, and sample other prompts instead (DAPO 2503.14476 "
@@ -113,48 +55,21 @@ class RolloutConfig(DecoderConfig):
         help="Batches of prompts that dynamic_sampling may sample per step. After them, train on what there is",
         gt=0,
     )
-    dump_to_file: bool = setting(False, help="Write every completion with its reward to rollouts/<step>.jsonl")
+    dump_to_file: bool = setting(False, help="Keep every sample of training in rollouts/<step>.jsonl")
+    dump_n_samples: int = setting(
+        8,
+        help="Without dump_to_file: how many samples of each step are kept in rollouts/<step>.jsonl, as whole groups "
+        "that are drawn at random. 0 keeps none",
+        ge=0,
+    )
+
+    @forbid("dump_n_samples", "is {self.dump_n_samples}, but dump_to_file keeps all samples; leave one of the two out")
+    def some_of_all(self) -> bool:
+        return self.dump_to_file and not self.is_default("dump_n_samples")
 
     @forbid("max_sampling_rounds", "is {self.max_sampling_rounds}, but dynamic_sampling is false; set it to true")
     def unused_rounds(self) -> bool:
         return not self.dynamic_sampling and not self.is_default("max_sampling_rounds")
-
-
-@dataclass(kw_only=True)
-class RewardConfig(Section):
-    """The reward of a completion, from a function, a reward model, or both (their sum)."""
-
-    fn: str | None = setting(None, help="Reward function: file.py[:function] (default: reward_fn) or the built-in math")
-    path: str | None = setting(
-        None,
-        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
-        "tokenizer. Its score of the whole row is added to the result of fn",
-    )
-    offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
-    timeout_s: float = setting(
-        30.0,
-        help="Time limit for one call of fn in seconds. A sample that takes longer counts as a timeout",
-        gt=0,
-        le=86400,
-    )
-    workers: int = setting(2, help="Number of processes that call fn", gt=0, le=512)
-
-    @build_check
-    def something_rewards(self) -> Iterator[Problem]:
-        if self.fn is None and self.path is None:
-            yield Missing(
-                "fn", "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
-            )
-
-    @build_check
-    def limits_of_no_function(self) -> Iterator[Problem]:
-        for name in ("timeout_s", "workers"):
-            if self.fn is None and self.path is not None and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but fn is null, so no function is called; leave it out")
-
-    @forbid("offload", "is true, but reward.path is null, so there is no reward model")
-    def nothing_to_offload(self) -> bool:
-        return self.offload and self.path is None
 
 
 @dataclass(kw_only=True)
@@ -174,8 +89,9 @@ class SaverConfig(FrequencyConfig):
         None,
         help="Folder of the checkpoints, for one run only. In a sweep, each run has a subfolder. null: checkpoints/ in "
         "the run's folder",
+        flag="--save-path",
     )
-    freq_steps: int | None = setting(100, help="Every this many steps", gt=0)
+    freq_steps: int | None = setting(100, help="Every this many steps", gt=0, flag="--save-interval")
     mode: Literal["sync", "async"] = setting(
         "sync",
         help="sync: the step waits until its checkpoint is on the disk. async: it waits only until the weights are "
@@ -256,40 +172,30 @@ class EvaluatorConfig(FrequencyConfig):
 
 
 @dataclass(kw_only=True)
-class TensorBoardConfig(Section):
-    """TensorBoard event files."""
-
-    path: str | None = setting(
-        None,
-        help="Folder of the event files. In a sweep, each run has a subfolder. null: tensorboard/ in the run's folder",
-    )
-
-    @forbid("path", "is {self.path!r}; the path of a folder is expected")
-    def no_path(self) -> bool:
-        return is_no_folder(self.path)
-
-
-@dataclass(kw_only=True)
-class StatsLoggerConfig(Section):
-    """Where metrics go besides the console and logs/metrics.jsonl."""
-
-    tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard")
-
-
-@dataclass(kw_only=True)
 class EngineConfig(Section):
     """Devices and processes."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("auto", help="Device type. auto uses cuda if it is available")
-    world_size: int | None = setting(None, help="Number of devices. null: every visible one, and one on CPU", gt=0)
-    tp_size: int = setting(1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0)
+    world_size: int | None = setting(
+        None, help="Number of devices. null: every visible one, and one on CPU", gt=0, flag="--world-size"
+    )
+    tp_size: int = setting(
+        1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
+    )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
         "inline for one CPU device",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
-        "auto", help="Attention in training and prefill. flash uses the flash-attn package, native uses torch"
+        "auto",
+        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch",
+        flag="--attn-backend",
+    )
+    exact: bool = setting(
+        False,
+        help="Compute each token in one order of operations, so that the log-probability of a sampled token has the "
+        "same bits in rollout and in training. The run ends where one does not",
     )
     dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
     stall_timeout_s: float | None = setting(
@@ -299,6 +205,10 @@ class EngineConfig(Section):
         gt=0,
         le=86400,
     )
+
+    @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
+    def flash_is_not_exact(self) -> bool:
+        return self.exact and self.attn_backend == "flash"
 
     @check
     def tensor_parallel_divides_world(self) -> Iterator[Problem]:

@@ -31,9 +31,12 @@ def render_generation_prompt(
     return render(tokenizer, messages, tools, enable_thinking, opened=True)
 
 
-def render(tokenizer: Any, messages: list[Any], tools: Any, thinking: bool | None = None, opened: bool = False) -> str:
-    """The text of the messages. opened: it goes on to where the assistant's next turn begins."""
-    apply = partial(tokenizer.apply_chat_template, messages, tools=tools, tokenize=False, add_generation_prompt=opened)
+def render(
+    tokenizer: Any, messages: list[Any], tools: Any, thinking: bool | None = None, opened: bool = False, **more: Any
+) -> str:
+    """The text of the messages. opened: it goes on to where the assistant's next turn begins. more: the template's."""
+    how = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **more}
+    apply = partial(tokenizer.apply_chat_template, messages, **how)
     try:
         if thinking is not None:
             # Some tokenizers bring a method of their own that does not know the switch; there it has no meaning.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from areno.config.values import text_problem
+from areno.config.schema.values import text_problem
 from areno.errors import DataError
 
 Row = Mapping[str, Any]

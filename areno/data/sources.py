@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.config.experiments import ExperimentConfig
+from areno.config.rollout.agent import VERIFIERS
 from areno.data.checked import SHOWN, fitting
+from areno.data.environments import environment_rows
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, Row, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
-from areno.files.user_code import check_file, describe_error, load_function, split_spec
+from areno.files.user_code import describe_error, found_file, load_function, split_spec
 
 _FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 
@@ -139,9 +141,10 @@ def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Ro
 
 def check_source(config: DatasetConfig | None, key: str) -> None:
     """Raise for a local file or a loader that is not there, before anything is read. Anything else is for load_rows."""
+    if config is not None and (config.loader or "").startswith(VERIFIERS):
+        return
     if config is not None and config.loader is not None:
-        file, _ = split_spec(config.loader, "load_dataset")
-        check_file(find_file(file, f"{key}.loader"), file, f"{key}.loader")
+        found_file(config.loader, "load_dataset", f"{key}.loader")
     elif config is not None and config.path is not None:
         _find(config.path, key)
 
@@ -169,6 +172,8 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
+    if loader.startswith(VERIFIERS):
+        return environment_rows(loader, config.split, f"{key}.loader")
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     function = load_function(str(loader_file), name, f"{key}.loader")

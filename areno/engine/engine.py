@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
+from areno.config.schema.values import flat
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
@@ -151,7 +152,7 @@ class Engine(AbstractContextManager["Engine"]):
                 batches[rank].append(request)
             for rank, batch in enumerate(batches):
                 if batch:
-                    self._workers.cast(rank, "submit", batch)
+                    self._workers.cast(rank, "submit" if len(batch) > 1 else "submit_one", batch)
 
     def abort(self, request_id: int) -> None:
         """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
@@ -195,6 +196,7 @@ class Engine(AbstractContextManager["Engine"]):
                         del self._missing[request_id], self._rank_of[request_id]
                 if not self._streams.take(output, is_last=request_id not in self._missing):
                     self._ready.append(output)
+            self._streams.hand_over()
 
     def _poll_for_streams(self) -> None:
         with self._turn:
@@ -208,33 +210,42 @@ class Engine(AbstractContextManager["Engine"]):
         """Whether somebody reads the outputs of a generate_stream."""
         return self._streams.are_read
 
-    async def generate_stream(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+    async def generate_stream(
+        self, request: GenerationRequest, timeout_s: float | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
 
-        Without `request.stream` there are no partial outputs. Any number of streams may run beside each other and
-        beside generate() in another thread, whose requests are numbered from 0: a stream needs another request_id. To
-        stop reading (cancelled, aclose) aborts the request.
+        Without `request.stream` there are no partial outputs. With it, who reads slowly gets longer ones. Any number of
+        streams may run beside each other and beside generate() in another thread, whose requests are numbered from 0:
+        a stream needs another request_id. To stop reading (cancelled, aclose) aborts the request.
 
         Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected. A
-        worker that dies, and the end of the phase, raise EngineError in every stream.
+        worker that dies, and the end of the phase, raise EngineError in every stream. TimeoutError where the last
+        sample is not there after `timeout_s` seconds.
         """
         check_params(request.params)
         read_tokens(request.prompt, "prompt", self.info.vocab_size)
         with self._books:
             self.submit([request])
             consumer = self._streams.open(request.request_id)
-        unfinished = request.n_samples
+        unfinished, timer = request.n_samples, None
+        if timeout_s is not None:
+            timer = consumer.loop.call_later(timeout_s, consumer.queue.put_nowait, TimeoutError())
         try:
             while unfinished:
-                output = await consumer.queue.get()
-                if isinstance(output, Exception):
-                    raise output
-                unfinished -= output.finish_reason is not None
-                yield output
+                for output in await consumer.next():
+                    unfinished -= output.finish_reason is not None
+                    yield output
         finally:
+            if timer is not None:
+                timer.cancel()
             with self._books:
                 if unfinished and self._streams.abandon(consumer):
                     self.abort(request.request_id)
+
+    def rollout_stats(self) -> list[RolloutStats]:
+        """The latest counters of each data-parallel rank. Any thread may ask."""
+        return self._workers.stats()
 
     def generate(
         self,
@@ -260,7 +271,7 @@ class Engine(AbstractContextManager["Engine"]):
                 ended = [id for id in {output.request_id for output in outputs} if len(done[id]) == n_samples[id]]
                 self.submit(itertools.islice(waiting, len(ended)))
             if on_progress is not None:
-                on_progress(outputs, self._workers.stats())
+                on_progress(outputs, self.rollout_stats())
         for outputs in done.values():
             outputs.sort(key=lambda output: output.sample)
         return done
@@ -425,16 +436,8 @@ class Engine(AbstractContextManager["Engine"]):
 
 
 def _difference(name: str, loaded: RoleSpec, wanted: RoleSpec) -> str:
-    was, now = _flat(dataclasses.asdict(loaded)), _flat(dataclasses.asdict(wanted))
+    was, now = flat(dataclasses.asdict(loaded)), flat(dataclasses.asdict(wanted))
     fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
     changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
     how = "the actor is what the engine was built for" if name == "actor" else "call release_role first to replace it"
     return f"role {name!r} is loaded already, asked for now with {changed}; {how}"
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted keys."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.fields import partial_section, problems_between, settings
-from areno.config.values import InvalidValue, show
+from areno.config.schema.fields import partial_section, problems_between, settings
+from areno.config.schema.values import InvalidValue, show
 from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.types import GenerationRequest, SamplingParams
 
@@ -21,6 +21,7 @@ class RequestLimits:
     context_len: int
     kv_tokens: int
     stop_strings: bool  # whether there is a tokenizer, without which stop strings cannot be found
+    grammars: bool = False  # whether grammars can be compiled, which needs the tokenizer, too
 
     def max_new(self, request: GenerationRequest) -> int:
         """The most tokens that each sample of the request may get. Raises EngineError if it cannot be served.
@@ -63,11 +64,25 @@ class RequestLimits:
             )
         if params.stop and not self.stop_strings:
             raise refused("stop strings need a tokenizer, and there is none; use {}", Key("gconfig.stop_token_ids"))
+        if request.grammar is not None and not self.grammars:
+            raise refused("a grammar needs a tokenizer, and there is none; set {}", Key("tokenizer_path"))
+        if request.grammar is not None and params.min_new_tokens:
+            raise refused("it has a grammar, which decides when it ends; leave {} at 0", Key("gconfig.min_new_tokens"))
+        if request.logit_bias and not 0 <= min(request.logit_bias) <= max(request.logit_bias) < self.vocab_size:
+            raise refused("logit_bias has token ids outside of the vocabulary of 0..{}", self.vocab_size - 1)
+        if not 0 <= request.top_logprobs <= self.vocab_size:
+            raise refused("top_logprobs is {}; 0 to {} are there", request.top_logprobs, self.vocab_size)
         return max_new
+
+
+_MOST_KNOWN = 1024
+_known_good: set[str] = set()  # parameters that were checked: requests with the same ones come by the thousand
 
 
 def check_params(params: SamplingParams) -> None:
     """Raise ConfigError with every value that is out of the bounds that SamplingConfig declares."""
+    if (text := repr(params)) in _known_good:
+        return
     problems, known = [], {}
     for name, value in asdict(params).items():
         field, value = settings(SamplingParams)[name], _plain(value)
@@ -82,6 +97,9 @@ def check_params(params: SamplingParams) -> None:
     problems += problems_between(partial_section(SamplingParams, known))
     if problems:
         raise ConfigError([problem.under("SamplingParams") for problem in problems])
+    if len(_known_good) >= _MOST_KNOWN:
+        _known_good.clear()
+    _known_good.add(text)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ Engine checks that a role can do what it is asked for, so nothing here does.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from areno.engine.exact import make_exact
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, RoleSpec
@@ -22,6 +24,8 @@ from areno.files.paths import model_of
 from areno.models.registry import build_model, load_config, tp_problems
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
+
+logger = logging.getLogger("areno")
 
 
 @dataclass
@@ -106,6 +110,8 @@ class Roles:
                 raise ConfigError(problems)
             model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
             self._fill(model, spec)
+            if self.spec.exact:
+                logger.info("exact: %s", make_exact(model))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
                 dp=context.dp, section=spec.section,

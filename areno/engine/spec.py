@@ -62,6 +62,7 @@ class EngineSpec:
     dummy_load: bool = False
     seed: int = 1
     attn_backend: Literal["auto", "flash", "native"] = "auto"
+    exact: bool = False  # each token by itself: rows of staleness 0 must have the model's very log-probabilities
     gradient_checkpointing: bool = True
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)

@@ -10,8 +10,8 @@ import atexit
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areno.errors import EngineError
@@ -54,10 +54,41 @@ class Consumer:
     queue: asyncio.Queue[GenerationOutput | Exception] = field(default_factory=asyncio.Queue)
     abandoned: bool = False  # nobody reads the queue any more, but the workers still have to end the request
 
-    def put(self, item: GenerationOutput | Exception) -> None:
-        if not self.abandoned:
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and its consumer with it
-                self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+    async def next(self) -> list[GenerationOutput]:
+        """What has come since the last call, at least one output. Raises an Exception that has come."""
+        items = [await self.queue.get()]
+        while not self.queue.empty():
+            items.append(self.queue.get_nowait())
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+        return joined(items)  # type: ignore[arg-type]
+
+
+def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+    """The same with one output for each sample: who reads slowly reads longer pieces."""
+    if len(outputs) == 1:
+        return outputs
+    found: dict[int, GenerationOutput] = {}
+    for output in outputs:
+        before = found.get(output.sample)
+        if before is not None and output.finish_reason is None:  # a finished one has the whole completion
+            output = replace(
+                before,
+                tokens=before.tokens + output.tokens,
+                logprobs=before.logprobs + output.logprobs,
+                versions=before.versions + output.versions,
+                top_logprobs=before.top_logprobs + output.top_logprobs,
+            )
+        found[output.sample] = output
+    return list(found.values())
+
+
+def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None:
+    """Give each consumer its item. Called in their event loop."""
+    for consumer, item in items:
+        if not consumer.abandoned:
+            consumer.queue.put_nowait(item)
 
 
 class Streams:
@@ -69,6 +100,7 @@ class Streams:
     def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
         self._poll_once, self._lock = poll_once, lock
         self._consumers: dict[int, Consumer] = {}  # request id -> consumer
+        self._taken: dict[asyncio.AbstractEventLoop, list[tuple[Consumer, GenerationOutput | Exception]]] = {}
         self._thread: threading.Thread | None = None
 
     @property
@@ -101,22 +133,29 @@ class Streams:
             return consumer in self._consumers.values()  # a later request may have taken the id over
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Hand an output to the consumer of its request; False where it has none. Called with the lock held."""
+        """Keep an output for the consumer of its request; False where it has none. Called with the lock held."""
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False
         if is_last:
             del self._consumers[output.request_id]
-        consumer.put(output)
+        self._taken.setdefault(consumer.loop, []).append((consumer, output))
         return True
+
+    def hand_over(self) -> None:
+        """Give out what was taken, waking each event loop once. Called with the lock held."""
+        taken, self._taken = self._taken, {}
+        for loop, items in taken.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its consumers with it
+                loop.call_soon_threadsafe(_put, items)
 
     def fail(self, error: Exception) -> None:
         """Raise an error in every consumer and forget them."""
         with self._lock:
-            consumers = list(self._consumers.values())
+            for consumer in self._consumers.values():
+                self._taken.setdefault(consumer.loop, []).append((consumer, error))
             self._consumers.clear()
-        for consumer in consumers:
-            consumer.put(error)
+            self.hand_over()
 
     def end(self, error: Exception) -> None:
         """The same, and return when nothing polls any more."""

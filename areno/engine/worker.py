@@ -18,6 +18,7 @@ from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
+from areno.engine.sampling.grammar import GrammarCompiler
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.keeper import StateKeeper
 from areno.engine.train.backend import LossFn
@@ -29,6 +30,7 @@ from areno.models.weights import checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
+_STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
 
 
@@ -40,7 +42,7 @@ class Worker:
         if context.device.type == "cuda":
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
-        self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype)
+        self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
         self.roles = Roles(spec, context, self.attn_backend)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.world_size)
@@ -93,10 +95,12 @@ class Worker:
                 block_size=KV_BLOCK,
                 max_running=max_running,
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
-                eos_token_ids={*self.actor.config.eos_token_ids, *self.spec.eos_token_ids},
+                eos_token_ids=self._eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
                 detokenize=lambda tokens: self._tokenizer.decode(tokens),
+                compile_grammar=lambda text: self._grammars.compile(text),
+                stream_every_s=_STREAM_EVERY_S,
             )
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
@@ -134,18 +138,30 @@ class Worker:
             return AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise EngineError(
-                "stop strings need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
+                "stop strings and grammars need a tokenizer, and {} has none that loads; set {}, or use stop_token_ids",
                 folder, Key("tokenizer_path"),
             ) from error  # fmt: skip
+
+    @cached_property
+    def _eos_token_ids(self) -> set[int]:
+        return {*self.actor.config.eos_token_ids, *self.spec.eos_token_ids}
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer, self.actor.config.vocab_size, self._eos_token_ids)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; they join the running batch at the next step."""
         if self.decoder is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
-        if any(request.params.stop for request in requests):
+        if any(request.params.stop or request.grammar for request in requests):
             _ = self._tokenizer  # an error belongs to the request
         for request in requests:
             self.decoder.submit(request)
+
+    def submit_one(self, requests: Sequence[GenerationRequest]) -> None:
+        """The same for a request that came alone, which others may follow at once."""
+        self.submit(requests)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests early; their outputs say so."""

@@ -7,13 +7,12 @@ import fcntl
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from areno.errors import ArenoError, CheckpointError, Problem
+from areno.files.stopping import SIGNALS, handled
 
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
@@ -109,21 +108,10 @@ def locked(path: Path) -> Iterator[None]:
 def interrupts_held() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGUSR1 take effect at the end. Only the main thread gets them."""
     came: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    numbers = (
-        (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
-    )
-    before = {number: handler for number in numbers if (handler := signal.getsignal(number)) is not None}
     try:
-        for number in before:
-            signal.signal(number, note)
-        yield
+        with handled(lambda number, _: came.append(number), *SIGNALS):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 LIMIT_S = 10.0  # that a stop waits for the work under way
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _ASKED = b"\nstopping as soon as nothing is lost by it, at the latest in %d s; a second signal ends at once\n" % LIMIT_S
 
 
@@ -24,14 +25,32 @@ def terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Give these signals a handler. Outside the main thread, where Python handles none, they keep theirs."""
+    in_main = threading.current_thread() is threading.main_thread()
+    own = {number: signal.getsignal(number) for number in numbers if in_main}
+    before = {number: found for number, found in own.items() if found is not None}  # None: not from Python, and stays
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, found in before.items():
+            signal.signal(number, found)
+
+
 class Stop:
     """As a context manager, holds the first signal until `check` or `at_once`; a second one interrupts at once.
 
     Only handlers that would raise a KeyboardInterrupt are replaced: that of Python for Ctrl-C, and `terminate`. So
     SIGTERM ends a script as it always has. Outside the main thread nothing is held.
+
+    tell: is given, in place of stderr, what to say to the user when a signal is held. It must not take a lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[bytes], object] | None = None) -> None:
+        self._tell = tell or partial(os.write, 2)
         self._before: dict[int, Any] = {}
         self._asked: int | None = None  # the signal
         self._at_once = False
@@ -40,7 +59,7 @@ class Stop:
     def __enter__(self) -> Stop:
         self._asked = None
         if threading.current_thread() is threading.main_thread():
-            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            found = {number: signal.getsignal(number) for number in SIGNALS}
             self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, terminate)}
             for number in self._before:
                 signal.signal(number, self._take)
@@ -74,7 +93,7 @@ class Stop:
             self._cancel()
             self._before[number](number, frame)
         self._asked = number
-        os.write(2, _ASKED)  # a logger may be in use
+        self._tell(_ASKED)  # in the middle of anything: a logger may be in use
         self._timer = threading.Timer(LIMIT_S, signal.pthread_kill, (threading.main_thread().ident, number))
         self._timer.daemon = True
         self._timer.start()

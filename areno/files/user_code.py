@@ -8,9 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+from areno.files.paths import find_file
 
 
 def split_spec(spec: str, default: str) -> tuple[str, str]:
@@ -21,13 +23,31 @@ def split_spec(spec: str, default: str) -> tuple[str, str]:
     return spec, default
 
 
+def found_file(spec: str, default: str, key: str) -> str:
+    """`file.py` or `file.py:function` as `absolute file:function`.
+
+    Raises ConfigError of the setting `key` if there is no such file or it does not parse.
+    """
+    file, name = split_spec(spec, default)
+    if not file.endswith(".py"):
+        raise ConfigError(Problem(key, f"is {spec!r}; expected file.py or file.py:function"))
+    path = find_file(file, key)
+    _check_file(path, file, key)
+    return f"{path}:{name}"
+
+
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
     """Import a file and return its function `name`. Raises ConfigError of the setting `key` if either is not possible.
 
     The file's folder is put on sys.path, so the file can import its neighbours.
     """
+    return function_of(load_module(file, key), name, file, key)
+
+
+def load_module(file: str, key: str) -> ModuleType:
+    """Import a file. Raises ConfigError of the setting `key` if that is not possible."""
     path = Path(os.path.realpath(os.path.expanduser(file)))
-    check_file(path, file, key)
+    _check_file(path, file, key)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module_name = f"areno_user_{path.stem}"
@@ -42,21 +62,24 @@ def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(Problem(key, f"{file} does not import: {describe_error(error, path)}")) from error
+    return module
+
+
+def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
+    """The function `name` of a module of `load_module`. Raises ConfigError of the setting `key` if it has none."""
     function = getattr(module, name, None)
     if callable(function):
         return function
     if function is not None:
         raise ConfigError(Problem(key, f"{name} in {file} is {type(function).__name__}; a function is needed"))
     callables = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
-    own = [n for n, v in callables.items() if getattr(v, "__module__", None) == module_name]
+    own = [n for n, v in callables.items() if getattr(v, "__module__", None) == module.__name__]
     hint = did_you_mean(name, own, otherwise=f"; it has {', '.join(own) or 'no functions'}")
     raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
 
 
-def check_file(path: Path, shown: str, key: str) -> None:
-    """Raise ConfigError of the setting `key` unless `path` is a Python file that parses."""
-    if path.suffix != ".py":
-        raise ConfigError(Problem(key, f"is {shown!r}; expected file.py or file.py:function"))
+def _check_file(path: Path, shown: str, key: str) -> None:
+    """Raise ConfigError of the setting `key` unless `path` is a file that parses as Python."""
     if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
@@ -76,5 +99,8 @@ def describe_error(error: BaseException, path: Path | None = None) -> str:
     if path is not None:
         frames = [frame for frame in frames if frame.filename == str(path)] or frames
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # that of a user's class
+        text = ""
     return f"{type(error).__name__}{': ' + text if text else ''}{where}"

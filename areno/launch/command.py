@@ -11,35 +11,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm
-from areno.config.build import build, with_defaults
-from areno.config.fields import Missing
+from areno.config.schema.build import build, with_defaults
+from areno.config.schema.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem
-from areno.files.stopping import Terminated, terminate
+from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
 from areno.launch.elsewhere import RECIPES, hint, listed
+from areno.launch.sweeps.results import Sweep
+from areno.launch.sweeps.side_by_side import JobFailed, SideBySide, shares
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
     from areno.tracking.new_run import NewFolder
-
-
-class JobFailed(Exception):
-    """One run of a sweep failed. Hydra's launcher goes on with the next run, and a sweeper sees no objective."""
 
 
 def run_recipe(module: str) -> NoReturn:
@@ -56,10 +55,10 @@ def run_algorithm(algorithm: Algorithm) -> NoReturn:
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
 
-def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
+def run(algorithm: Algorithm, command: str, arguments: Sequence[str], greet: bool = True) -> int:
     """Do what the arguments ask for, and return the exit code. A run that fails raises SystemExit.
 
-    command: how the user started it, for the help text.
+    command: how the user started it, for the help text. greet: nobody has shown the user yet that something happens.
     """
     args = _parser(command).parse_intermixed_args(arguments)
     try:
@@ -70,6 +69,8 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         if args.help:
             print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
             return 0
+        if greet and not (args.cfg or args.info):
+            _show_life(command, args)
         from areno.launch import resume  # --help does without it and Hydra, whose import takes long
         from areno.launch.compose import HydraSession
 
@@ -80,7 +81,9 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
             name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
         options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
         session = HydraSession(algorithm.config, name, args.overrides, **options)
-        with _signals_interrupt(), _told_recipes(algorithm.name, name, config_dir), session:
+        # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
+        unwinding = handled(terminate, signal.SIGTERM, signal.SIGUSR1)
+        with unwinding, told_recipes(algorithm.name, name, config_dir), session:
             if args.info:
                 session.show_info(args.info)
             elif args.cfg in ("hydra", "all"):
@@ -104,6 +107,13 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str]) -> int:
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _show_life(command: str, args: argparse.Namespace) -> None:
+    """Say on a terminal that something happens: until the run can say more, imports take seconds."""
+    if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:
+        words = [command.removeprefix("python -m "), *(word for word in (args.config_name, args.resume) if word)]
+        print(f"areno {__version__}: {' '.join(words)} starts ...", file=sys.stderr, flush=True)
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -168,14 +178,20 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
         session.run(lambda job: _run(algorithm, command, job, folder))
         return 0
 
-    outcomes: list[tuple[Job, float | str]] = []
-    with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
-        session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, outcomes))
-    print(f"\n{len(outcomes)} runs in {output_dir}")
-    for job, outcome in outcomes:
-        result = f"{outcome:.6g}" if isinstance(outcome, float) else outcome
-        print(f"  {job.number}  {' '.join(job.overrides)}  {result}")
-    return int(any(isinstance(outcome, str) for _, outcome in outcomes))
+    sweep = Sweep(output_dir, *config.objective())
+    try:
+        with contextlib.suppress(JobFailed):  # Hydra raises the first of them again when all have ended
+            if session.n_jobs == 1:
+                session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, sweep))
+            else:
+                _run_side_by_side(algorithm, command, session, folder, sweep, config)
+    except KeyboardInterrupt:
+        resume.tell_how_with_sweep(output_dir)
+        raise
+    print(f"\n{sweep.text()}")
+    if failed := any(outcome.objective is None for outcome in sweep.outcomes):
+        resume.tell_how_with_sweep(output_dir)
+    return int(failed)
 
 
 def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
@@ -188,20 +204,54 @@ def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Pa
     _run(algorithm, command, Job(composition, folder, session.overrides, None), resume.existing(folder), explicit=True)
 
 
-def _run_in_sweep(
-    algorithm: Algorithm, command: str, job: Job, folder: NewFolder, outcomes: list[tuple[Job, float | str]]
-) -> float:
-    """Run one job of a sweep. A failure becomes JobFailed: SystemExit would end the whole sweep in Hydra's launcher."""
+def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
+    """Run one job of a sweep, in this process."""
+    assert job.number is not None
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
+    objective, reason = _outcome(algorithm, command, job, folder)
+    sweep.add(job.number, job.overrides, objective, job.run_dir, reason)
+    if objective is None:
+        raise JobFailed(f"run {job.number} failed")
+    return objective
+
+
+def _run_side_by_side(
+    algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
+) -> None:
+    """Run the jobs of a sweep, several at a time, each in a process of its own. config: of the first."""
+    from areno.launch.sweeps.job_lines import JobLines
+    from areno.tracking.display.display import chosen_console
+
+    live = chosen_console(config.stats_logger.console) == "live"
+    with (
+        JobLines(live, sweep.objective) as lines,
+        SideBySide(shares(session.n_jobs, config.engine), lines.tell) as runs,
+    ):
+
+        def start(job: Job) -> Future[float]:
+            assert job.number is not None
+            number = job.number
+
+            def ended(objective: float | None, reason: str) -> None:
+                sweep.add(number, job.overrides, objective, job.run_dir, reason)
+                lines.end(number, objective, reason)
+
+            own = [line for line in job.overrides if line not in session.overrides]
+            work = functools.partial(_outcome, algorithm, command, job, folder)
+            return runs.start(number, work, lambda: lines.begin(number, own), ended)
+
+        session.run(start)
+
+
+def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
+    """Run one job of a sweep: its objective, or None and the reason. SystemExit would end the sweep in the launcher."""
     try:
-        objective = _run(algorithm, command, job, folder)
+        return _run(algorithm, command, job, folder), ""
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        outcomes.append((job, "failed"))
-        raise JobFailed(f"run {job.number} failed") from None
-    outcomes.append((job, objective))
-    return objective
+        cause = error.__cause__
+        return None, str(cause) if cause is None or isinstance(cause, ArenoError) else describe_error(cause)
 
 
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
@@ -218,7 +268,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         earlier = resume.earlier_run(config, job.run_dir)
         if earlier is not None:
             changed = resume.take_up(earlier, config, algorithm.name, job.overrides, explicit)
-            if (result := resume.told_result(earlier, changed, command)) is not None:
+            if (result := resume.told_result(earlier, config, changed, command)) is not None:
                 return result
             folder = resume.existing(job.run_dir)
         else:
@@ -226,18 +276,22 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
             folder.describe(config, job.overrides, algorithm.name)
         try:
             with RunLog(own_process=True):
-                return float(algorithm.run(config, job.run_dir))
+                result = float(algorithm.run(config, job.run_dir))
+            if job.number is None and config.stats_logger.console != "quiet":
+                resume.tell_next(command, job.run_dir)
+            return result
         except BaseException as error:
             folder.discard()
-            resume.tell_how(command, job.run_dir, sweep=job.number is not None)
+            if job.number is None and not isinstance(error, ConfigError):  # which would come again
+                resume.tell_how(command, job.run_dir)
             if isinstance(error, SystemExit):  # of the user's own code, or of a library's: it may say nothing
                 raise ArenoError(f"the run was ended by {describe_error(error)}") from error
             raise
     except ArenoError as error:
-        raise SystemExit(_report(error)) from None
-    except Exception:
+        raise SystemExit(_report(error)) from error
+    except Exception as error:
         traceback.print_exc()
-        raise SystemExit(1) from None
+        raise SystemExit(1) from error
 
 
 def _separate(config: ExperimentConfig, number: int) -> None:
@@ -262,7 +316,7 @@ def _trace(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def _told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
+def told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
     """Around what composes a configuration: its errors say if the task is not for the recipe."""
     try:
         yield
@@ -273,20 +327,3 @@ def _told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Ite
             problem = Problem("--config-name", f"{config_name} is for {listed(meant)}, not for {recipe}")
             raise ConfigError([problem, *error.problems]) from error
         raise
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Unwind on SIGTERM and SIGUSR1 as on Ctrl-C: workers and reward processes end, nothing half-written stays.
-
-    Clusters send SIGUSR1 some time before they end a job.
-    """
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
-        yield
-        return
-    before = {number: signal.signal(number, terminate) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

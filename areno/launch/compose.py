@@ -1,10 +1,10 @@
-"""Composes a configuration from YAML files and overrides with Hydra. No other module of launch uses Hydra or OmegaConf.
+"""Composes a configuration from YAML files and overrides with Hydra, which no other module of areno uses.
 
 The result is one plain dictionary, together with all problems that were found.
 
 Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
 that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
-(`++key=value`). `areno.config.build` then checks everything at once.
+(`++key=value`). `areno.config.schema.build` then checks everything at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -30,24 +29,28 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areno.config.build import Consequence, build, with_defaults
 from areno.config.experiments import NEEDS
-from areno.config.fields import Section
+from areno.config.schema.build import Consequence, build, with_defaults
+from areno.config.schema.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.paths import root
 from areno.launch import library
 from areno.launch.elsewhere import hint
+from areno.launch.hydra_text import explain, quoted
+from areno.launch.sweeps.side_by_side import N_JOBS
 
 T = TypeVar("T", bound=Section)
 
 _RUN_DIR = "${areno.run_dir:${cluster.fileroot},${experiment_name},${trial_name}}"
+_MARK = "areno's recipes"
 _HYDRA = {
+    "help": {"header": _MARK},  # whether this is in a composition tells if the recipe is
     "run": {"dir": _RUN_DIR},
     "sweep": {"dir": _RUN_DIR, "subdir": "${hydra.job.num}"},
     "output_subdir": None,
@@ -56,8 +59,7 @@ _HYDRA = {
     "job_logging": {"root": None},
     "hydra_logging": {"root": None},
 }
-_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
-_HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
+_LAUNCHER = {"_target_": "hydra_plugins.areno_launcher.ArenoLauncher", "n_jobs": 1}  # in place of Hydra's `basic`
 _HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
 
 
@@ -138,16 +140,20 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.config_dir = Path(os.path.expanduser(config_dir)).absolute() if config_dir else None
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
+        self.n_jobs = 1  # runs of a sweep at the same time
         self._job_name = job_name
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
+        self._composed: DictConfig | None = None
+        self._listed: set[str] | None = None  # groups in the defaults of the files; None: not looked up yet
 
     def __enter__(self) -> HydraSession:
         if self.config_dir and not self.config_dir.is_dir():
             raise ConfigError(f"--config-dir: there is no folder {str(self.config_dir)!r}")
         SearchPath.config_dir = self.config_dir
         Plugins.instance().register(SearchPath)
+        ConfigStore.instance().store(group="hydra/launcher", name="basic", node=_LAUNCHER, provider="areno")
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
         # HydraConfig is global and outlives the session that set it; a later one must not see it.
@@ -166,33 +172,60 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     def compose(self) -> Composition:
         """The configuration of files and command line. For a sweep: that of its first run."""
+        config = self._composed = self._compose()
         line = self._command_line
-        try:
-            config = self._hydra.compose_config(self.config_name, line.sample, RunMode.RUN)
-            HydraConfig.instance().set_config(config)
-        except _HYDRA_ERRORS as error:
-            raise ConfigError([*line.problems, Problem("", explain(error))]) from error
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
         composition = self._plain(config, line.problems)
+        composition.problems += self._take_n_jobs(config)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
         return composition
 
+    def _compose(self) -> DictConfig:
+        try:
+            config = self._hydra.compose_config(self.config_name, self._command_line.sample, RunMode.RUN)
+            if config.hydra.help.header != _MARK:
+                self._look_up_defaults()
+            HydraConfig.instance().set_config(config)
+            return config
+        except _HYDRA_ERRORS as error:
+            if self._listed is None:
+                self._look_up_defaults()
+                return self._compose()
+            raise ConfigError([*self._command_line.problems, Problem("", explain(error))]) from error
+
     def run(self, job: Callable[[Job], Any]) -> None:
         """Call `job` once, or once for each combination of a sweep, one after another in this process.
 
-        `job` may raise ArenoError, SystemExit and exceptions of its own kind. Others are taken for errors of Hydra.
+        `job` returns the objective or, if the run goes on, a Future of it. It may raise ArenoError, SystemExit and
+        exceptions of its own kind. Others are taken for errors of Hydra.
         """
         line = self._command_line
         try:
             if self.multirun:
                 self._hydra.multirun(self.config_name, self._task(job), [*line.lines, "hydra.mode=MULTIRUN"])
             else:
+                if (config := self._composed) is not None:  # to compose again would take as long as the first time
+                    OmegaConf.set_readonly(config.hydra, False)
+                    vars(self._hydra.config_loader)["load_configuration"] = lambda *_, **__: config
                 self._hydra.run(self.config_name, self._task(job), line.lines)
         except ArenoError:
             raise
         except _HYDRA_ERRORS as error:
             raise ConfigError(explain(error)) from error
+
+    def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
+        """How many runs of a sweep go on at the same time. A launcher of another package has its own way."""
+        launcher = config.hydra.launcher
+        if launcher._target_ != _LAUNCHER["_target_"]:
+            return
+        n_jobs = launcher.n_jobs
+        if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs < 1:
+            yield Problem(N_JOBS, f"is {n_jobs!r}; a number above 0 is expected")
+        elif self.multirun:
+            self.n_jobs = n_jobs
+        elif any(line.lstrip("+").startswith(N_JOBS) for line in self.overrides):
+            yield Problem(N_JOBS, f"is {n_jobs}, but this is a single run; add -m")
 
     @property
     def sweep(self) -> list[str]:
@@ -201,11 +234,13 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
     def show_info(self, topic: str) -> None:
         """Print what Hydra reports on `topic`: all, config, defaults, defaults-tree, plugins, searchpath."""
+        self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_info(topic, self.config_name, self._command_line.sample)
 
     def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
         """Print the configuration of Hydra itself (`hydra`), or this and the run's (`all`)."""
+        self._look_up_defaults()
         with _logging_kept():
             self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
 
@@ -248,16 +283,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """The overrides, sorted into groups, values and deletions. An unreadable one or a wrong choice is a problem."""
         self._check_config_name()
         line = _CommandLine()
-        try:
-            defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
-        except _HYDRA_ERRORS as error:
-            raise ConfigError(f"{self.config_name}: {explain(error)}") from error
-        if not any(default.config_path == "recipe" for default in defaults.defaults):
-            raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
-        listed = set(defaults.overrides.known_choices)
         groups = library.groups(self.config_dir)
         parser = OverridesParser.create(config_loader=self._hydra.config_loader)
-        for text in map(_quoted, self.overrides):
+        for text in map(quoted, self.overrides):
             try:
                 [override] = parser.parse_overrides([text])
                 if override.is_sweep_override() and not self.multirun:
@@ -269,21 +297,37 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                         )
                     )
                 else:
-                    self._sort(override, text, line, groups, listed)
+                    self._sort(override, text, line, groups)
             except HydraException:
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
                 line.problems.append(Problem("", f"cannot read {text!r}; key=value is expected{hint}"))
         return line
 
-    def _sort(
-        self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]], listed: set[str]
-    ) -> None:
+    def _look_up_defaults(self) -> None:
+        """Find the groups in the defaults of the files. Raises ConfigError where the defaults are wrong."""
+        self._check_config_name()
+        try:
+            defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
+        except _HYDRA_ERRORS as error:
+            raise ConfigError(f"{self.config_name}: {explain(error)}") from error
+        if not any(default.config_path == "recipe" for default in defaults.defaults):
+            raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
+        self._listed = set(defaults.overrides.known_choices)
+        vars(self).pop("_command_line", None)
+
+    def _is_listed(self, group: str) -> bool:
+        """Whether a group is in the defaults of the files. It is taken to be, as most are, until Hydra refuses it: to
+        look it up takes half as long as to compose.
+        """
+        return self._listed is None or group in self._listed
+
+    def _sort(self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]) -> None:
         key = override.key_or_group
         if override.is_hydra_override() or override.package:
             line.add(text)
         elif key in groups and not isinstance(override.value(), (dict, list)):
             if override.is_delete():
-                line.add(text) if key in listed else line.deletions.append(key)
+                line.add(text) if self._is_listed(key) else line.deletions.append(key)
                 return
             values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
             # Hydra takes no null for a choice, but takes a file of that name.
@@ -297,7 +341,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 line.problems.append(Problem(key, f"is chosen more than once, in {text!r} for the second time"))
             elif all(name in groups[key] for name in names):
                 line.chosen.add(key)
-                start = f"{'' if key in listed else '+'}{key}="
+                start = f"{'' if self._is_listed(key) else '+'}{key}="
                 quoted = ["'null'" if name == "null" else name for name in names]
                 line.add(start + ",".join(quoted), start + quoted[0])
         elif override.is_delete():
@@ -371,41 +415,9 @@ def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
         yield key, value
 
 
-def _quoted(override: str) -> str:
-    """An override with quotes around words with letters or signs that Hydra's grammar has no place for, such as ä."""
-    try:
-        override.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"cannot read {override!r}; it is not UTF-8") from None
-    key, equals, value = override.partition("=")
-    if "'" in value or '"' in value:
-        return override
-
-    def quote(found: re.Match[str]) -> str:
-        word = found[0].strip()
-        return found[0] if _HYDRA_WORD.fullmatch(word) else found[0].replace(word, f'"{word}"')
-
-    return key + equals + _WORD.sub(quote, value)
-
-
 def _delete(data: dict[Any, Any], key: str) -> bool:
     """Remove a dotted key from nested dictionaries. False if it was not there."""
     section, _, inner = key.partition(".")
     if inner:
         return isinstance(data.get(section), dict) and _delete(data[section], inner)
     return data.pop(key, _delete) is not _delete
-
-
-def explain(error: BaseException) -> str:
-    """An error of Hydra, OmegaConf or the YAML reader as one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, MissingConfigException):
-        options = sorted(error.options or ())
-        choices = f"; there are {', '.join(options)}" if options else ""
-        name = (error.missing_cfg_file or "").rsplit("/", 1)[-1].removesuffix(".yaml")
-        return f"{lines[0].rstrip('.')}{choices}{did_you_mean(name, options)}"
-    if not lines and error.__cause__ is not None:
-        return explain(error.__cause__)
-    return lines[0] if lines else type(error).__name__

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from areno.api.algorithms import get_algorithm
-from areno.config.fields import rows
+from areno.config.schema.fields import rows
 
 RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
 
 _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
 _NO_LORA = "there are no LoRA adapters yet; all weights are trained"
-_NO_TRACKER = "metrics go to the console, to TensorBoard and to logs/metrics.jsonl"
+_SECRET = "it would be kept in the files of the run; set the environment variable"
 NOT_HERE = {
     "teacher": "there is no distillation from a teacher yet",
     "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
     "perf_tracer": "there is no tracer; the times of a step are logged as time/*",
     "memory_profiler": "there is no profiler; the memory of a step is logged as train/memory_gib",
-    "rollout.agent": "there are no agents yet; the samples of a run are single completions",
+    "rollout.agent": "the settings of agents are agent.fn, agent.timeout_s, agent.workers, agent.train_tool_results",
     "rollout.max_head_offpolicyness": "rollout and training take turns, so samples are never stale",
     "cluster.n_nodes": "a run uses the devices of one machine",
     "cluster.n_gpus_per_node": "the number of devices is engine.world_size",
     **dict.fromkeys(("sglang", "vllm", "megatron", "fsdp", "archon"), _OWN_ENGINE),
     **dict.fromkeys(("scheduler", "launcher", "name_resolve", "allocation_mode"), _OWN_PROCESSES),
     **dict.fromkeys([f"actor.{name}" for name in ("use_lora", "lora_rank", "lora_alpha", "target_modules")], _NO_LORA),
-    **dict.fromkeys([f"stats_logger.{name}" for name in ("wandb", "swanlab", "trackio")], _NO_TRACKER),
+    "stats_logger.wandb.wandb_api_key": f"{_SECRET} WANDB_API_KEY",
+    "stats_logger.swanlab.api_key": f"{_SECRET} SWANLAB_API_KEY",
+    "stats_logger.wandb.id_suffix": "the id of a run is kept in its folder, in trackers.json",
+    **dict.fromkeys(
+        [f"stats_logger.{name}.config" for name in ("wandb", "swanlab")], "a run is always sent with all its settings"
+    ),
 }
 
 

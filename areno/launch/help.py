@@ -6,9 +6,9 @@ import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from areno.config.fields import Row, Section, rows
+from areno.config.schema.fields import Row, Section, rows
+from areno.config.schema.values import flat
 from areno.launch import library
 
 _USAGE = """\
@@ -25,7 +25,8 @@ options:
   --config-name, -cn NAME   name of a task or experiment file (default: {default})
   --config-dir, -cd DIR     folder of your own YAML files, which is searched first
   --resume FOLDER           go on with the run in this folder, with its own settings and the changes that follow
-  --multirun, -m            run every combination of the values that are given as a,b
+  --multirun, -m            run every combination of the values that are given as a,b;
+                            with hydra.launcher.n_jobs=4, four at a time
   --cfg, -c job             print the configuration and do not run (or: hydra, all; more: --resolve, --package NAME)
   --info, -i [TOPIC]        show how Hydra reads the command line: defaults, searchpath, config, plugins, all
   --version                 print the version
@@ -39,10 +40,10 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
     groups = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts = [
         _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
-        _files("tasks (conf/)", library.tasks(config_dir)),
-        _files("experiments (recipes/)", library.experiments()),
-        _files("variants (variant=name)", variants),
-        _columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
+        files("tasks (conf/)", library.tasks(config_dir)),
+        files("experiments (recipes/)", library.experiments()),
+        files("variants (variant=name)", variants),
+        columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
         *_settings(cls),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -52,12 +53,9 @@ def _keys(file: Path) -> Iterator[str]:
     """The dotted settings of a YAML file. Nothing for a broken file: a run that names it reports what is wrong."""
     import yaml
 
-    def dotted(values: Any, prefix: str = "") -> Iterator[str]:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            yield from dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
-
     with contextlib.suppress(yaml.YAMLError):
-        yield from dotted(yaml.safe_load(file.read_text(encoding="utf-8")))
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        yield from flat(values) if isinstance(values, dict) else ()
 
 
 def _settings(cls: type[Section]) -> Iterator[str]:
@@ -78,16 +76,17 @@ def _line(row: Row) -> str:
     return f"  {row.key}\n{body}"
 
 
-def _files(title: str, files: dict[str, Path]) -> str:
+def files(title: str, files: dict[str, Path]) -> str:
     """A line for each file: its name, the recipes that it is for, and what it is."""
     lines = {name: library.headline(file) for name, file in files.items()}
     for name, file in files.items():
         if recipes := library.recipes(file):
             lines[name] = f"[{', '.join(recipes)}] {lines[name]}"
-    return _columns(title, lines)
+    return columns(title, lines)
 
 
-def _columns(title: str, lines: dict[str, str]) -> str:
+def columns(title: str, lines: dict[str, str]) -> str:
+    """A title, and a line for each name with what it is."""
     if not lines:
         return ""
     width = max(map(len, lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areno.api.algorithms import get_algorithm
-from areno.config.fields import Row, rows
+from areno.config.schema.fields import Row, rows
 from areno.launch.elsewhere import RECIPES
 
 _HEAD = """\

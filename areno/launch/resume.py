@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from areno.api.changes import Change
 from areno.api.earlier_run import EarlierRun
+from areno.api.inputs.changes import Change
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
 from areno.tracking import new_run
 from areno.tracking.new_run import NewFolder
+from areno.tracking.reader import RunReader
 
 
 def named_run(text: str, recipe: str) -> Path:
@@ -29,9 +35,9 @@ def named_run(text: str, recipe: str) -> Path:
         if new_run.is_described(folder.parent.parent):
             problem += f"; {folder.parent.parent} is one"
     elif not EarlierRun(folder).goes_on:
-        problem = "{} has no state to go on from: the run was started with recover.mode=off"
+        problem = "{} has no state to go on from: it was started with recover.mode=off, or {} was removed"
     if problem:
-        raise ConfigError(Problem("--resume", problem, folder))
+        raise ConfigError(Problem("--resume", problem, folder, EarlierRun(folder).states.folder))
     EarlierRun(folder).refuse_recipe(recipe, "--resume")
     return folder
 
@@ -48,10 +54,16 @@ def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -
         return earlier_run(config, folder) is not None
     if config.recover.mode == "off" or not new_run.is_sweep(folder):
         return False
-    if (before := new_run.sweep_of(folder)) != sweep:
+    before = new_run.sweep_of(folder)
+    if _unnamed(before) != _unnamed(sweep):
         told = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, told))
     return True
+
+
+def _unnamed(sweep: list[str]) -> list[str]:
+    """Without the name, which a sweep may have got from the time that it began."""
+    return [line for line in sweep if line.lstrip("+").partition("=")[0] != "trial_name"]
 
 
 def take_up(
@@ -69,15 +81,16 @@ def take_up(
     return changed
 
 
-def told_result(earlier: EarlierRun, changed: Sequence[Change], command: str) -> float | None:
+def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str) -> float | None:
     """The result of a run that is finished, after telling so. None for one that has something left to do."""
     finished = earlier.states.finished
     if finished is None or any(change.is_end for change in changed):
         return None
-    step, result = finished["step"], finished["result"]
+    step, result, ended_by = finished["step"], finished["result"], finished.get("ended_by", "total_train_steps")
+    limit: Any = functools.reduce(operator.getitem, ended_by.split("."), asdict(config)) or step
     print(
         f"{shown(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
-        f"To train on:    {how(command, earlier.folder)} total_train_steps={2 * step}\n"
+        f"To train on:    {how(command, earlier.folder)} {ended_by}={2 * limit}\n"
         "For a new run:  the same command with another trial_name"
     )
     return result
@@ -88,24 +101,53 @@ def how(command: str, folder: Path) -> str:
     return f"{command} --resume {shlex.quote(shown(folder))}"
 
 
-def tell_how(command: str, folder: Path, sweep: bool) -> None:
+def tell_how(command: str, folder: Path) -> None:
     """Say how to go on with a run that has just ended early, if it can."""
     if EarlierRun(folder).states.steps():
-        told = f"the same command with trial_name={folder.parent.name}" if sweep else how(command, folder)
-        print(f"to go on with it: {told}", file=sys.stderr)
+        print(f"to go on with it: {how(command, folder)}", file=sys.stderr)
+
+
+def tell_how_with_sweep(folder: Path) -> None:
+    """Say how to go on with a sweep that has just ended early, or with runs that failed, if one of them can."""
+    if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
+        print(f"to go on with it: {_how_with_sweep(folder)}", file=sys.stderr)
+
+
+def tell_next(command: str, folder: Path) -> None:
+    """On a terminal, what can be done with a run that has come to its end."""
+    finished = EarlierRun(folder).states.finished
+    if not sys.stderr.isatty():
+        return
+    quoted = shlex.quote(shown(folder))
+    needs = "" if find_spec("plotly") else "  (it needs pip install 'areno[report]')"
+    print(f"look at it:   areno report {quoted}{needs}", file=sys.stderr)
+    run = RunReader(folder)
+    if checkpoint := run.latest_checkpoint():
+        if "gconfig" in run.config:
+            more = "--n-samples 8" if run.config["valid_dataset"] else "--data held_out.jsonl"
+            print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
+        print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
+    if finished is not None:
+        print(f"train on:     {how(command, folder)} total_train_steps={2 * finished['step']}", file=sys.stderr)
 
 
 def tell_unfinished(command: str, experiment: Path) -> None:
-    """Say how to go on with the last run of an experiment, if that has not come to its end."""
+    """Say how to go on with the last run or sweep of an experiment, if that has not come to its end."""
     if not os.path.isdir(experiment):  # False, and no error, also for a name that is too long
         return
-    folders = (path.parent for path in experiment.glob("*/config.yaml"))
-    newest = max(folders, key=lambda folder: (folder / "config.yaml").stat().st_mtime, default=None)
+    folders = [path for path in experiment.iterdir() if new_run.is_described(path) or new_run.is_sweep(path)]
+    newest = max(folders, key=new_run.begun_at, default=None)
     if newest is None:
         return
-    earlier = EarlierRun(newest)
-    if earlier.states.steps() and earlier.states.finished is None and not earlier.is_running:
-        print(f"This is a new run. {shown(newest)} is not finished; to go on with it: {how(command, newest)}")
+    is_sweep = new_run.is_sweep(newest)
+    runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
+    if not any(run.is_running for run in runs) and any(run.states.are_unfinished for run in runs):
+        told = _how_with_sweep(newest) if is_sweep else how(command, newest)
+        print(f"This is a new run. {shown(newest)} is not finished; to go on with it: {told}")
+
+
+def _how_with_sweep(folder: Path) -> str:
+    return f"the same command with trial_name={folder.name}"
 
 
 def shown(folder: Path) -> str:

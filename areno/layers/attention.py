@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from areno.kernels.attention import varlen_attention
 
@@ -27,3 +28,15 @@ class PackedAttend:
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         cu, longest = self.cu_seqlens, self.max_len
         return varlen_attention(q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, self.backend)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokensAttend:
+    """Attention of the first `n` tokens of a pass. What comes after them only fills up the products, and gets zeros."""
+
+    attend: Attend
+    n: int
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n])
+        return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

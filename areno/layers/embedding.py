@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areno.kernels.products import float_product, unsplit_product
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -28,6 +29,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
+        self.unsplit_rows: int | None = None  # as of Linear
 
     def clear_padding(self) -> None:
         """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
@@ -48,8 +50,10 @@ class VocabParallelEmbedding(nn.Module):
         The product is accumulated and kept in fp32 where the device can do so: logits rounded to bf16 would make
         log-probabilities of rollout and training disagree.
         """
-        if hidden_KD.is_cuda and hidden_KD.dtype != torch.float32 and not torch.is_grad_enabled():
-            local = torch.mm(hidden_KD, self.weight.t(), out_dtype=torch.float32)
-        else:
-            local = F.linear(hidden_KD, self.weight).float()
-        return self.tp.gather(local)[:, : self.vocab_size]
+        return self.tp.gather(self.product(hidden_KD))[:, : self.vocab_size]
+
+    def product(self, hidden_KD: Tensor) -> Tensor:
+        """This rank's columns of the logits, and zeros for rows of padding."""
+        if self.unsplit_rows is not None and len(hidden_KD) <= self.unsplit_rows:
+            return unsplit_product(hidden_KD, self.weight, torch.float32)
+        return float_product(hidden_KD, self.weight).float()

@@ -13,18 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.matmul import add_product
+from areno.kernels.products import add_product, unsplit_product
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
-class _Linear(nn.Module):
-    """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank."""
+class Linear(nn.Module):
+    """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank.
+
+    unsplit_rows: None, or a product of at most so many rows may not divide the sum over I; see areno/engine/exact.py.
+    """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
         super().__init__()
         self.tp = spec.tp
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
+        self.unsplit_rows: int | None = None
+
+    def product(self, x_NI: Tensor) -> Tensor:
+        """x W^T."""
+        if self.unsplit_rows is not None and len(x_NI) <= self.unsplit_rows:
+            return unsplit_product(x_NI, self.weight, x_NI.dtype)
+        return F.linear(x_NI, self.weight)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add what one product contributes to the float32 gradients of weight and bias; frozen ones have none."""
@@ -36,7 +46,7 @@ class _Linear(nn.Module):
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
 
 
-class ColumnParallelLinear(_Linear):
+class ColumnParallelLinear(Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
     Each rank holds a slice of every projection's outputs; `out_sizes` are the full sizes. The output is this rank's
@@ -56,14 +66,18 @@ class ColumnParallelLinear(_Linear):
         self.layout: Layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        return F.linear(self.tp.copy_in(x_NI), self.weight, self.bias)
+        x_NI = self.tp.copy_in(x_NI)
+        if self.unsplit_rows is None:
+            return F.linear(x_NI, self.weight, self.bias)
+        y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
+        return y_NO if self.bias is None else y_NO.add_(self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of x, summed over the ranks."""
         return self.tp.all_reduce(grad_NO @ self.weight)
 
 
-class RowParallelLinear(_Linear):
+class RowParallelLinear(Linear):
     """y = x W^T + b where each rank holds a slice of the input features, as a column-parallel layer leaves them.
 
     The ranks' partial products are summed; the output is the same on every rank.
@@ -78,7 +92,7 @@ class RowParallelLinear(_Linear):
         }
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        y_NO = self.tp.reduce_out(F.linear(x_NI, self.weight))
+        y_NO = self.tp.reduce_out(self.product(x_NI))
         return y_NO if self.bias is None else y_NO.add_(self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ In a group of one, every collective returns its input. So a model file never ask
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class ParallelGroup:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed process group; None when size is 1
+    in_order: bool = False  # sum by rank, so that a number does not depend on its place in a tensor
 
     def shard(self, total: int, what: str) -> int:
         """`total` divided by the ranks. ValueError, which calls it `what`, where they do not divide it."""
@@ -34,7 +36,10 @@ class ParallelGroup:
 
     def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
         """Sum x over the ranks (or reduce it by the ReduceOp `op`), in place and outside autograd. Returns x."""
-        if self.size > 1:
+        if self.size > 2 and self.in_order and op is None:
+            first, *others = self._pieces(x)
+            x.copy_(functools.reduce(torch.Tensor.add_, others, first))
+        elif self.size > 1:  # of two numbers, the sum has one order
             dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=self.group)
         return x
 
@@ -50,9 +55,12 @@ class ParallelGroup:
         """Concatenate the ranks' pieces, which have one shape, along a dimension, outside autograd."""
         if self.size == 1:
             return x
+        return torch.cat(self._pieces(x), dim=dim)
+
+    def _pieces(self, x: Tensor) -> list[Tensor]:
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
-        return torch.cat(pieces, dim=dim)
+        return pieces
 
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
         """The ranks' pieces, which have one shape, on one rank; an empty list on the others."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
-from areno.layers.attention import Attend, PackedAttend
+from areno.kernels.products import fill_rows
+from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm
 from areno.layers.rotary import Rotary
@@ -31,6 +33,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tp = spec.tp
+        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/exact.py
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
         self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
@@ -51,6 +54,10 @@ class Transformer(nn.Module):
         recompute: keep little of each layer for the backward pass and compute the rest again; not so the last `n_kept`
         layers.
         """
+        n_tokens = len(tokens_N)
+        if more := -n_tokens % self.row_multiple:
+            tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
+            attend = FirstTokensAttend(attend, n_tokens)
         cos, sin = self.rotary(positions_N)
         x_ND = self.embed(tokens_N)
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
@@ -69,7 +76,7 @@ class Transformer(nn.Module):
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_ND = layer(x_ND, cos, sin, attend)
-        return self.final_norm(x_ND)
+        return self.final_norm(x_ND)[:n_tokens]
 
     def runs_fused(self, attend: Attend) -> bool:
         """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
@@ -97,7 +104,12 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
         """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""
-        return self.output.logits(hidden_KD)
+        return self.output.logits(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
+
+    def local_logits(self, hidden_KD: Tensor) -> Tensor:
+        """(K, n_valid) float32: this rank's part of `logits`."""
+        logits_KV = self.output.product(fill_rows(hidden_KD, self.row_multiple))
+        return logits_KV[: len(hidden_KD), : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
         """(K,) float32, the output of a "value" head."""

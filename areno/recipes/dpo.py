@@ -16,8 +16,8 @@ from typing import Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
-from areno.config.fields import forbid, setting
 from areno.config.models import ModelConfig
+from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
 
 
@@ -25,7 +25,12 @@ from areno.launch import run_recipe
 class DPOActorConfig(ModelConfig):
     """The actor of DPO, with the settings of its loss."""
 
-    beta: float = setting(0.1, help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)", gt=0)
+    beta: float = setting(
+        0.1,
+        help="Strength of the pull towards ref: the factor on the margin (with ipo: tau)",
+        gt=0,
+        flag="--dpo-beta",
+    )
     loss_type: Literal["sigmoid", "ipo"] = setting(
         "sigmoid",
         help="sigmoid is DPO (2305.18290 eq. 7). ipo is IPO (2310.12036 eq. 17), with log-probabilities averaged "

@@ -17,16 +17,25 @@ from typing import Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.fields import setting
 from areno.config.models import TokenPolicyConfig
+from areno.config.schema.fields import setting
 from areno.launch import run_recipe
+
+
+@dataclass(kw_only=True)
+class GRPOActorConfig(TokenPolicyConfig):
+    """The actor of GRPO (2402.03300)."""
+
+    eps_clip: float = setting(
+        0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--grpo-clip-eps"
+    )
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(KLExperimentConfig):
     """Group Relative Policy Optimization, token ratios."""
 
-    actor: TokenPolicyConfig = setting(help="The policy")
+    actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         from areno.api.trainers.rows import outcome_advantages

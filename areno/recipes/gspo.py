@@ -17,8 +17,8 @@ from typing import Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.fields import forbid, setting
 from areno.config.models import PolicyConfig
+from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
 
 
@@ -26,7 +26,9 @@ from areno.launch import run_recipe
 class GSPOActorConfig(PolicyConfig):
     """The actor of GSPO (2507.18071). Its ratio is that of the whole sequence, so the clip range is much smaller."""
 
-    eps_clip: float = setting(3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0)
+    eps_clip: float = setting(
+        3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
+    )
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
     def proximal_policy_of_tokens(self) -> bool:

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
-from areno.config.fields import check, forbid, setting
 from areno.config.models import NormConfig, RefConfig, TokenPolicyConfig
+from areno.config.schema.fields import check, forbid, setting
 from areno.errors import Problem
 from areno.launch import run_recipe
 from areno.recipes.grpo import token_loss_settings
@@ -34,18 +34,22 @@ from areno.recipes.grpo import token_loss_settings
 class PPOActorConfig(TokenPolicyConfig):
     """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
 
-    c_clip: float | None = setting(3.0, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1)
+    c_clip: float | None = setting(
+        3.0, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
+    )
     reduction: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"] = setting(
         "token_mean",
         help="How token losses become one number, as in the GRPO paper, DAPO or Dr.GRPO (sum / max_new_tokens)",
     )
-    kl_ctl: float = setting(0.001, help="Coefficient of the KL to ref. 0 turns it off", ge=0)
+    kl_ctl: float = setting(0.001, help="Coefficient of the KL to ref. 0 turns it off", ge=0, flag="--kl-loss-coef")
     adv_norm: NormConfig | None = setting(
         factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
         help="Normalisation of the advantages over the response tokens (whitening). null: as they are",
     )
-    discount: float = setting(1.0, help="Discount of later rewards, per token", gt=0, le=1)
-    gae_lambda: float = setting(0.95, help="Lambda of GAE. 0 relies on the critic, 1 on the rewards", ge=0, le=1)
+    discount: float = setting(1.0, help="Discount of later rewards, per token", gt=0, le=1, flag="--gamma")
+    gae_lambda: float = setting(
+        0.95, help="Lambda of GAE. 0 relies on the critic, 1 on the rewards", ge=0, le=1, flag="--lam"
+    )
 
     @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
     def leave_one_out_is_for_samples(self) -> bool:

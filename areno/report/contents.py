@@ -9,9 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areno.config.schema.values import flat
 from areno.report.curves import charts, thinned
-from areno.report.differences import differing, flat, short_names
-from areno.report.headlines import NAMES, headlines
+from areno.report.differences import differing, run_names
+from areno.tracking.headlines import NAMES, headlines, last_step
 from areno.tracking.reader import RunReader, Series
 
 SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed
@@ -27,7 +28,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     "headlines": [[title, number of the run, first, best, last]], "charts": {heading: [{"title", "names", "stacked"}]},
     "differences": {key: [value of each run]}}
     """
-    names = short_names([run.path for run in runs])
+    names = run_names(runs)
     metrics = [run.metrics() for run in runs]
     shown = charts(name for of_run in metrics for name in of_run)
     described = []
@@ -38,7 +39,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
                 "name": name,
                 "path": str(run.path),
                 "status": run.status(),
-                "steps": max((found.steps[-1] for found in of_run.values()), default=0),
+                "steps": last_step(of_run),
                 "versions": run.versions,
                 "settings": flat(run.config),
                 "overrides": run.overrides,

@@ -6,15 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areno.config.schema.values import flat
+from areno.tracking.reader import RunReader
+
 NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dictionary with dotted keys. A list is one value."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -37,3 +32,20 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
+
+
+def run_names(runs: Sequence[RunReader]) -> list[str]:
+    """Short names. A run of a sweep is also called by the settings that not all of these runs were given."""
+    names = short_names([run.path for run in runs])
+    given = [set(run.overrides) for run in runs if run.sweep]
+    common = set.intersection(*given) if given else set()
+    for place, run in enumerate(runs):
+        own = [line for line in run.overrides if line not in common] if run.sweep else []
+        names[place] = " ".join([names[place], *map(_without_section, own)])
+    return names
+
+
+def _without_section(override: str) -> str:
+    """`lr=0.1` of `actor.optimizer.lr=0.1`."""
+    key, equals, value = override.partition("=")
+    return key.rpartition(".")[2] + equals + value

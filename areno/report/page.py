@@ -10,6 +10,7 @@ from typing import Any
 
 from areno import __version__
 from areno.errors import ArenoError
+from areno.files.durable import write_text_whole
 from areno.report.contents import contents, without_nan
 from areno.tracking.reader import RunReader
 
@@ -27,9 +28,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     path = Path(path).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(path)
+        write_text_whole(path, page)
     except OSError as error:
         raise ArenoError("{} cannot be written: {}", path, error.strerror) from error
     return path

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from areno.errors import ArenoError
-from areno.report.differences import differing, short_names
-from areno.report.headlines import headlines, seconds
+from areno.report.differences import differing, run_names
+from areno.tracking.headlines import duration, headlines, last_step, seconds
 from areno.tracking.reader import RunReader, list_runs
 
 _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
@@ -35,27 +35,17 @@ def _row(run: RunReader) -> list[str]:
     metrics, status = run.metrics(), run.status()
     best = next((line for line in headlines(metrics).values() if line.best is not None), None)
     told = "" if best is None else f"{best.title} {best.best:.4g} at step {best.step}"
-    steps = max((series.steps[-1] for series in metrics.values()), default=0)
     state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
-    return [state, str(steps), told, duration(seconds(run))]
-
-
-def duration(taken: float | None) -> str:
-    """`1:02:03`, or `2:03` below an hour."""
-    if taken is None:
-        return "-"
-    minutes, rest = divmod(round(taken), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return [state, str(last_step(metrics)), told, duration(seconds(run))]
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table]:
     """What differs between the settings of runs, and between their results. Raises ArenoError for what is no run."""
     runs = [RunReader(path) for path in paths]
-    names = short_names([run.path for run in runs])
+    names = run_names(runs)
     changed = Table("setting", *names, title="settings that differ")
     for key, values in differing([run.config for run in runs]).items():
-        changed.add_row(key, *map(_text, values))
+        changed.add_row(key, *map(cell, values))
     results = Table("result", "", *map(right, names), title="results")
     found = [headlines(run.metrics()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
@@ -64,7 +54,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table]:
         for kind in ("first", "best", "last"):
             values = [None if line is None else line._asdict()[kind] for line in lines]
             if any(value is not None for value in values):
-                results.add_row(title if kind == "first" else "", kind, *map(_text, values))
+                results.add_row(title if kind == "first" else "", kind, *map(cell, values))
     return [changed, results]
 
 
@@ -73,7 +63,8 @@ def right(title: str) -> Column:
     return Column(title, justify="right")
 
 
-def _text(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value in a table: numbers with four digits, `-` for none."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else escape(str(value))

@@ -1,8 +1,8 @@
-"""Stands between the driver and one reward process, and ends whatever the reward function started.
+"""Stands between the driver and one process of users' code, and ends whatever that code started.
 
-The driver starts a keeper, and the keeper forks the reward process (areno.rewards.process). A process that the function
-starts may leave its session and lose its parent. On Linux it then becomes a child of the keeper
-(PR_SET_CHILD_SUBREAPER), which ends it. On other systems only the process group of the reward process ends.
+The driver starts a keeper, and the keeper forks the process, which runs a reward function (areno.rewards.process) or an
+agent. A process that these start may leave its session and lose its parent. On Linux it then becomes a child of the
+keeper (PR_SET_CHILD_SUBREAPER), which ends it. On other systems only the process group of the process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import os
 import signal
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+
+from areno.rewards.user_process import run
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _END_LIMIT_S = 5.0  # a process of another user, or one that waits for a dead disk, cannot be ended
@@ -22,10 +25,11 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 _SIGNALLED = 128  # exit code of a process that signal n ended: 128 + n, as in a shell
 
 
-def main(fd: int, driver_pid: int) -> None:
-    """Run a reward process until it ends, SIGTERM comes or the driver is gone; then end all processes below this one.
+def main(fd: int, driver_pid: int, serves: str) -> None:
+    """Run a process until it ends, SIGTERM comes or the driver is gone; then end all processes below this one.
 
-    fd: the socket to the driver. Exits with the code of the reward process; see `exit_text`.
+    fd: the socket to the driver. serves: the module whose `serve` the process runs. Exits with its code; see
+    `exit_text`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     # Blocked and waited for: a handler could run just before a blocking call, which would then not return.
@@ -33,7 +37,7 @@ def main(fd: int, driver_pid: int) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     worker = os.fork()
     if worker == 0:
-        _become_worker(fd)
+        _become_worker(fd, serves)
     os.close(fd)
     code = None
     while code is None and os.getppid() == driver_pid and not _was_stopped():
@@ -44,21 +48,19 @@ def main(fd: int, driver_pid: int) -> None:
 
 
 def exit_text(code: int) -> str:
-    """The end of a reward process in words, from the exit code of its keeper: `exit code 3`, `signal SIGKILL`."""
+    """The end of a process in words, from the exit code of its keeper: `exit code 3`, `signal SIGKILL`."""
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"
     return f"exit code {code}"
 
 
-def _become_worker(fd: int) -> None:
+def _become_worker(fd: int, serves: str) -> None:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        from areno.rewards.process import main as serve
-
-        serve(fd)
+        run(fd, import_module(serves).serve)
     finally:
         os._exit(1)
 
@@ -73,7 +75,7 @@ def _was_stopped() -> bool:
 
 
 def _reap(worker: int) -> int | None:
-    """Collect children that have ended; the exit code of the reward process if it is among them."""
+    """Collect children that have ended; the exit code of the process if it is among them."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -3,9 +3,9 @@
 areno.rewards.pool talks to this process, and its keeper (areno.rewards.keeper) ends it together with all that the
 function started. Nothing large is imported here, so that it starts quickly.
 
-Messages are pickled over one socket. In: (file:function or a pickled function, key, timeout_s) once, then chunks
-[(position, pickled record), ...]. Out: ("ready", is_async) or ("failed", Problems) once, then (position, status, value,
-message) for each record, as soon as it is scored.
+Messages are pickled over one socket. In: (functions, key, timeout_s, tells) once, then chunks [(position, pickled
+record), ...]. Out: ("ready", is_async) or ("failed", Problems) once, then (position, Answer) for each record, as soon
+as it is scored. tells: whether the message of an error is its traceback, and not one line.
 """
 
 from __future__ import annotations
@@ -13,113 +13,139 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import os
 import pickle
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.files.user_code import describe_error, load_function, split_spec
+from areno.files.user_code import describe_error, function_of, load_module
+from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, is_async, unpickle
+from areno.rewards.verdict import Answer, verdict
 
 Chunk = list[tuple[int, bytes]]
-Answer = tuple[str, float | None, str]  # status, value, message
 
-DEFAULT_FUNCTION = "reward_fn"
-_LARGEST = 3.4028234663852886e38  # of float32, which training computes with
-_COPY_LIMIT_S = 0.2  # so long is waited for copies of this process to come back
+_MOST_TRACEBACK = 4000  # characters of a message
 
 
-def main(fd: int) -> None:
-    """Serve until the driver closes the socket."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # the driver handles Ctrl-C
-    os.set_inheritable(fd, False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # this process may end at any moment
-    with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
-        _serve(connection)
-    os._exit(0)
+@dataclass(frozen=True)
+class RewardFunction:
+    """One function, as it is sent to this process.
+
+    code: `file:function`, or a function of a script, pickled. name: of its part of the reward; "" if it is the only
+    one. weight: factor of its value in the reward. options: keyword arguments of a built-in function.
+    """
+
+    code: str | bytes
+    name: str = ""
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
 
 
-def _serve(connection: Connection) -> None:
-    spec, key, timeout_s = connection.recv()
-    copies = _Copies(connection)
-    name, path = DEFAULT_FUNCTION, None
+def serve(connection: Connection) -> None:
+    """Score until the driver closes the connection. Raises ArenoError if the functions do not load."""
+    functions, key, timeout_s, tells = connection.recv()
+    copies = Copies(connection)
     try:
         with copies.stay_inside():
-            if isinstance(spec, bytes):
-                function = _unpickle(spec, key)
-            else:
-                file, name = split_spec(spec, DEFAULT_FUNCTION)
-                path = Path(file)
-                function = load_function(file, name, key)
-        inspect.signature(function).bind(None)
-    except ArenoError as error:
-        # By their texts: what a user's file raises may hold anything.
-        connection.send(("failed", [Problem(problem.key, problem.message) for problem in error.problems]))
-        return
-    except _CameBack as error:
-        connection.send(("failed", [Problem(key, f"{name}: importing it {error}")]))
-        return
-    except TypeError as error:
-        connection.send(("failed", [Problem(key, f"{name}(record) cannot be called: {error}")]))
-        return
-    except ValueError:
-        pass  # some callables have no signature to look at
-    scorer = _Scorer(connection, function, path, timeout_s, copies)
+            loaded = _load(functions, key)
+    except CameBack as error:
+        raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
+    scorer = _Scorer(connection, loaded, timeout_s, copies, tells)
     connection.send(("ready", scorer.is_async))
     while True:
         scorer.score(connection.recv())
 
 
-def _unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    try:
-        return pickle.loads(data)
-    except (Exception, SystemExit) as error:  # it imports the module of the function, which may raise anything
-        text = f"the function given as reward_fn does not load: {describe_error(error)}"
-        raise ConfigError(Problem(key, text)) from error
+@dataclass
+class _Function:
+    """A function that has been loaded. path: its file; None for one of a script."""
+
+    call: Callable[[Any], Any]
+    name: str
+    weight: float
+    path: Path | None
+    is_async: bool
+
+
+def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
+    """Import the functions, each file once. Raises ConfigError with all that is wrong with them."""
+    modules: dict[str, ModuleType] = {}
+    loaded, problems = [], []
+    for source in functions:
+        try:
+            if isinstance(source.code, bytes):
+                function, name, path = unpickle(source.code, key), source.name or "reward_fn", None
+            else:
+                file, _, name = source.code.rpartition(":")
+                if file not in modules:
+                    modules[file] = load_module(file, key)
+                function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
+            with contextlib.suppress(ValueError):  # some callables have no signature to look at
+                inspect.signature(function).bind(None, **source.options)
+            call = partial(function, **source.options) if source.options else function
+            loaded.append(_Function(call, source.name, source.weight, path, is_async(function)))
+        except ArenoError as error:
+            problems += error.problems
+        except TypeError as error:
+            problems.append(Problem(key, f"{name}(record) cannot be called: {error}"))
+    if problems:
+        raise ConfigError(problems)
+    return loaded
 
 
 @dataclass
 class _Scorer:
-    """Calls the function and sends its answers."""
+    """Calls the functions and sends the answers. is_async: one of the functions is."""
 
     connection: Connection
-    function: Callable[..., Any]
-    path: Path | None
+    functions: list[_Function]
     timeout_s: float
-    copies: _Copies
+    copies: Copies
+    tells: bool
 
     def __post_init__(self) -> None:
-        call = getattr(self.function, "__call__", None)  # noqa: B004  # that of an object may be async
-        self.is_async = inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        self.is_async = any(function.is_async for function in self.functions)
         self.loop = asyncio.new_event_loop()
 
     def score(self, chunk: Chunk) -> None:
-        """Score the records of a chunk one after another, or all at once if the function is async."""
+        """Score the records of a chunk one after another, or all at once if a function is async."""
         if self.is_async:
             self.loop.run_until_complete(self._score_together(chunk))
             return
         for position, payload in chunk:
             try:
+                record = pickle.loads(payload)
                 with self.copies.stay_inside():
-                    result = self.function(pickle.loads(payload))
-                    if inspect.isawaitable(result):
-                        result = self.loop.run_until_complete(result)
-                answer = _verdict(result)
+                    results = [self._finished(function.call(record)) for function in self.functions]
+                answer = self._answer(results)
             except BaseException as error:
                 answer = self._failure(error)
-            self.connection.send((position, *answer))
+            self.connection.send((position, answer))
+
+    def _finished(self, result: Any) -> Any:
+        return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
-        async def call(payload: bytes) -> Any:
+        async def call(payload: bytes) -> list[Any]:
+            record = pickle.loads(payload)
             with self.copies.stay_inside():
-                return await self.function(pickle.loads(payload))
+                # Those that do not wait come first: what they raise leaves no call of the others behind.
+                in_order = sorted(self.functions, key=lambda function: function.is_async)
+                results = {function.name: function.call(record) for function in in_order}
+                waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
+                if len(waiting) == 1:
+                    [(name, result)] = waiting.items()
+                    results[name] = await result
+                else:
+                    results |= dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
+                return [results[function.name] for function in self.functions]
 
         async def one(position: int, payload: bytes) -> None:
             try:
@@ -128,91 +154,30 @@ class _Scorer:
                 if not done:
                     task.cancel()
                     raise TimeoutError(f"no answer within {self.timeout_s:g} s (reward.timeout_s)")
-                answer = _verdict(task.result())
+                answer = self._answer(task.result())
             except BaseException as error:
                 answer = self._failure(error)
-            self.connection.send((position, *answer))
+            self.connection.send((position, answer))
 
         await asyncio.gather(*(one(position, payload) for position, payload in chunk))
 
+    def _answer(self, results: list[Any]) -> Answer:
+        return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
+
     def _failure(self, error: BaseException) -> Answer:
-        if isinstance(error, _CameBack):
-            return "error", None, str(error)
+        if isinstance(error, CameBack):
+            return Answer("error", None, str(error))
         status = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "error"
-        try:
-            message = describe_error(error, self.path)
-        except Exception:  # an error whose __str__ raises
-            message = type(error).__name__
-        return status, None, message[:500]
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        path = next((f.path for f in self.functions if str(f.path) in files), None)
+        if self.tells:
+            return Answer(status, None, _traceback(error)[-_MOST_TRACEBACK:])
+        return Answer(status, None, describe_error(error, path)[:MOST_TEXT])
 
 
-def _verdict(result: Any) -> Answer:
-    """The answer for what the function returned, which must be a number that training can compute with."""
-    try:
-        if not hasattr(result, "__float__"):
-            return "error", None, f"returned {repr(result)[:40]} ({type(result).__name__}); a reward is a number"
-        value = float(result)
-    except Exception as error:  # __float__ may raise anything
-        return "error", None, (str(error) or type(error).__name__)[:500]
-    problem = reward_problem(value)
-    return ("not_finite", None, f"returned {problem}") if problem else ("ok", value, "")
-
-
-def reward_problem(value: float) -> str:
-    """What is wrong with a number as a reward; "" if nothing is."""
-    if not math.isfinite(value):
-        return f"{value}; a reward is a finite number"
-    return f"{value:g}; a reward is at most {_LARGEST:.2g} (float32)" if abs(value) > _LARGEST else ""
-
-
-class _CameBack(Exception):
-    """The user's code forked, and the copy of this process came out of it, too."""
-
-
-class _Copies:
-    """Copies of this process that the user's code makes by a fork. They must not answer: they share the connection.
-
-    A copy that comes out of the user's code ends there. It says so through a pipe, which every copy holds open until it
-    ends or becomes another program.
-    """
-
-    def __init__(self, connection: Connection):
-        self._original = os.getpid()
-        self._pipe: tuple[int, int] | None = None
-        os.register_at_fork(before=self._open, after_in_child=connection.close)
-
-    def _open(self) -> None:
-        if self._pipe is None:
-            self._pipe = os.pipe()
-
-    @contextlib.contextmanager
-    def stay_inside(self) -> Iterator[None]:
-        """Around the user's code. Raises _CameBack, in place of what the code returned or raised, if a copy left it."""
-        self._end_copy()
-        try:
-            yield
-        except SystemExit:
-            if os.getpid() != self._original:
-                os._exit(0)  # a proper end of a copy
-            raise
-        finally:
-            self._end_copy()
-            if self._pipe is not None and self._told():
-                raise _CameBack("forked, and the forked process returned too; end it with os._exit()")
-
-    def _end_copy(self) -> None:
-        if os.getpid() != self._original:
-            if self._pipe is not None:
-                with contextlib.suppress(OSError):  # nobody listens any more
-                    os.write(self._pipe[1], b".")
-            os._exit(0)
-
-    def _told(self) -> bool:
-        """Whether a copy has come out since the first fork; those that are still inside are not waited for."""
-        assert self._pipe is not None
-        reader, writer = self._pipe
-        self._pipe = None
-        os.close(writer)
-        told = wait([reader], _COPY_LIMIT_S) and os.read(reader, 1)
-        os.close(reader)
-        return bool(told)
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, without the frames of this file."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error, at)).rstrip()

@@ -1,4 +1,4 @@
-"""One reward process as the driver sees it: what it was sent, until when it must answer, and its end."""
+"""One process of users' code as the driver sees it: what it was sent, until when it must answer, and its end."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from typing import IO, Any
 
 from areno.rewards.keeper import exit_text
 
-logger = logging.getLogger("areno.rewards")
-
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
 _LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
 
 class Worker:
-    """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`."""
+    """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`.
 
-    def __init__(self, first_message: tuple[str | bytes, str, float], import_limit_s: float):
+    serves: the module whose `serve` runs in it. name: what its output is logged as.
+    """
+
+    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, serves: str, name: str):
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         fd = theirs.fileno()
-        start = f"from areno.rewards.keeper import main; main({fd}, {os.getpid()})"
+        start = f"from areno.rewards.keeper import main; main({fd}, {os.getpid()}, {serves!r})"
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {start}"]
         with theirs:
             # In a session of its own: Ctrl-C does not reach it.
@@ -43,7 +44,7 @@ class Worker:
                 pass_fds=[fd],
                 start_new_session=True,
             )
-        threading.Thread(target=_log_output, args=(self.process.stdout,), daemon=True).start()
+        threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True).start()
         self.chunk: deque[int] = deque()
         self.sent = 0
         self.is_async = False
@@ -101,8 +102,9 @@ class Worker:
         self.connection.close()
 
 
-def _log_output(output: IO[bytes]) -> None:
-    """Log what a reward process prints, until it and all that it started are gone."""
+def _log_output(output: IO[bytes], name: str) -> None:
+    """Log what a process prints, until it and all that it started are gone."""
+    logger = logging.getLogger(f"areno.{name}s")
     with output:
         while line := output.readline(_LINE_BYTES):
-            logger.info("reward: %s", line.decode(errors="replace").rstrip())
+            logger.info("%s: %s", name, line.decode(errors="replace").rstrip())

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from areno.tracking.run_log import IN_FULL, OF_STEP
 from areno.tracking.tracker import Tracker
 
 logger = logging.getLogger("areno")
@@ -20,25 +21,31 @@ STARTED, RESUMED, DONE, STOPPED = "epoch=", "going on after step", "done: ", "st
 
 def log_epoch(epoch: int, stage: str) -> None:
     """`epoch=0 stage=epoch_start`; stage is start or end."""
-    logger.info("%s%d stage=epoch_%s", STARTED, epoch, stage)
+    logger.info("%s%d stage=epoch_%s", STARTED, epoch, stage, extra=IN_FULL)
+
+
+def log_start(facts: Mapping[str, str]) -> None:
+    """What a run begins with: its folder, model, data and so on, by name. A live display shows it in its own way."""
+    logger.info("%s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()), extra=OF_STEP)
 
 
 def log_done(n_steps: int, seconds: float, changes: str, folder: Path) -> None:
     """The last line of a run that came to its end. changes: what it reached."""
-    logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder)
+    logger.info("%s%d steps in %.0f s; %s; files in %s", DONE, n_steps, seconds, changes, folder, extra=OF_STEP)
 
 
 def log_stopped(step: int, saved_step: int | None, state_step: int | None, folder: Path) -> None:
     """The last line of a run that did not. The steps are those of the last checkpoint and of the last state."""
-    kept = "no checkpoint was saved" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
-    if state_step is not None:
-        kept = f"the run can go on after step {state_step}: --resume {folder}"
+    kept = f"the run can go on after step {state_step}: --resume {folder}"
+    if state_step is None:
+        last = "no checkpoint" if saved_step is None else f"the last checkpoint is that of step {saved_step}"
+        kept = f"there is no state to go on from, and {last}"
     logger.warning("%s%d; %s", STOPPED, step, kept)
 
 
 def log_stage(stage: str, role: str = "policy") -> None:
     """`role=policy stage=rollout_start`; stage is rollout_start, rollout_end, train_start, train_end, ..."""
-    logger.info("role=%s stage=%s", role, stage)
+    logger.info("role=%s stage=%s", role, stage, extra=IN_FULL)
 
 
 class Console(Tracker):
@@ -63,17 +70,19 @@ class Console(Tracker):
         self._scalars |= scalars
         for name, value in scalars.items():
             if name in _LABELS or (name.startswith("eval/") and name.rpartition("/")[2] not in _WITHOUT_LINE):
-                logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value)
+                is_mean = name.startswith("eval/") and name.count("/") == 1  # not of one set among several
+                shown = OF_STEP if is_mean else IN_FULL
+                logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value, extra=shown)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}
         if stats:
             loss_first = sorted(stats, key=lambda name: name != "loss")
-            logger.info("train_stats=%s", {name: round(stats[name], 8) for name in loss_first})
+            logger.info("train_stats=%s", {name: round(stats[name], 8) for name in loss_first}, extra=IN_FULL)
         if "time/step" not in scalars:
             return
         total = scalars["time/step"]
         rollout, train = scalars.get("time/rollout", 0.0), scalars.get("time/train", 0.0)
-        logger.info("time rollout=%.6f train=%.6f total=%.6f", rollout, train, total)
+        logger.info("time rollout=%.6f train=%.6f total=%.6f", rollout, train, total, extra=IN_FULL)
         known = (name for name in self._headline if name in self._scalars)
         shown = " ".join(f"{_LABELS.get(name, name.partition('/')[2])}={self._scalars[name]:.4g}" for name in known)
         of = "" if self._total_steps is None else f"/{self._total_steps()}"
-        logger.info("step=%d%s %s seconds=%.2f", self._step, of, shown, total)
+        logger.info("step=%d%s %s seconds=%.2f", self._step, of, shown, total, extra=OF_STEP)

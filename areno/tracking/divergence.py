@@ -11,6 +11,8 @@ FIRST, LAST = 5, 5
 """Steps whose means are compared: the first and the last of a run that have the scalar."""
 N_FLAT = 10
 """Steps in a row without anything to learn from, before that is told."""
+N_TRUNCATED = 5
+"""Steps in a row whose completions were all cut off, before that is told."""
 
 
 @dataclass
@@ -57,9 +59,30 @@ def nothing_to_learn(flat: History, reward: float) -> str:
         return ""
     return (
         f"for {N_FLAT} steps no sample was better than another (mean reward {reward:.4g}), so nothing can be learned; "
-        "look at the completions (rollout.dump_to_file=true) and at the reward function; use easier or harder prompts, "
-        "more gconfig.n_samples or rollout.dynamic_sampling=true; if rewards were better before, lower "
+        "look at the completions (rollouts/ in the run's folder) and at the reward function; use easier or harder "
+        "prompts, more gconfig.n_samples or rollout.dynamic_sampling=true; if rewards were better before, lower "
         "actor.optimizer.lr"
+    )
+
+
+def all_truncated(truncated: History, length: float) -> str:
+    """No completion came to its end in N_TRUNCATED steps. truncated: the share in each. length: mean of the last."""
+    if len(truncated.last) < N_TRUNCATED or min(truncated.last[-N_TRUNCATED:]) < 1:
+        return ""
+    return (
+        f"for {N_TRUNCATED} steps every completion was cut off at the length limit ({length:.0f} tokens, "
+        "rollout/truncated), so a reward for a final answer has nothing to judge; raise gconfig.max_new_tokens, set "
+        "gconfig.stop, or look at the chat template (rollout.enable_thinking=false)"
+    )
+
+
+def answers_missing(is_flat: bool, reward: float, rows: str) -> str:
+    """All rewards of a step are equal, and the rows have no answers. rows: such as "no row of data.jsonl"; or ""."""
+    if not rows or not is_flat:
+        return ""
+    return (
+        f"all rewards of this step are {reward:.4g}, and {rows} has solutions; if the reward compares with them, give "
+        "each row the field solutions (train_dataset.loader can make it of another one)"
     )
 
 
@@ -89,10 +112,13 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 
 
 class Divergence:
-    """Looks at the steps of a run one after another. reward: what gives the rewards, for messages."""
+    """Looks at the steps of a run one after another.
 
-    def __init__(self, reward: str = ""):
-        self.reward = reward
+    reward: what gives the rewards, for messages. unanswered: "no row of data.jsonl", where rows have no solutions.
+    """
+
+    def __init__(self, reward: str = "", unanswered: str = ""):
+        self.reward, self.unanswered = reward, unanswered
         self._kept: dict[str, History] = {}
         self._told: list[str] = []
 
@@ -100,21 +126,29 @@ class Divergence:
         """What is to be told after a step with these scalars, <namespace>/<name>. Steps without rewards: nothing."""
         if "rollout/rewards_max" not in scalars:
             return []
-        names = ("train/entropy", "train/logp_abs_diff_mean", "rollout/accuracy")
+        names = ("train/entropy", "train/logp_abs_diff_mean", "rollout/accuracy", "rollout/truncated")
         for name in (name for name in names if name in scalars):
             self._history(name).add(scalars[name])
         self._history("flat").add(float(is_flat(scalars)))
+        length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
+            "answers": answers_missing(is_flat(scalars), reward, self.unanswered),
+            "truncated": all_truncated(self._history("rollout/truncated"), length),
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
-            "flat": nothing_to_learn(self._history("flat"), scalars["rollout/rewards_mean"]),
+            "flat": nothing_to_learn(self._history("flat"), reward),
             "logprobs": logprobs_apart(self._history("train/logp_abs_diff_mean")),
             "not_finite": rewards_not_finite(
                 scalars.get("rollout/reward_not_finite", 0.0), scalars["rollout/num_sequences"], self.reward
             ),
         }
-        new = [name for name, text in found.items() if text and name not in self._told]
-        self._told += new
-        return [found[name] for name in new]
+        return [text for name, text in found.items() if text and self.is_first(name)]
+
+    def is_first(self, name: str) -> bool:
+        """Whether a sign is seen for the first time; it counts as told from then on."""
+        is_first = name not in self._told
+        if is_first:
+            self._told.append(name)
+        return is_first
 
     def _history(self, name: str) -> History:
         return self._kept.setdefault(name, History([], []))

@@ -17,12 +17,13 @@ from omegaconf import OmegaConf
 
 from areno import __version__
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import Section
+from areno.config.schema.fields import Section
 from areno.errors import ConfigError, Problem
 from areno.files.durable import UNFINISHED, locked, make_folders, remove_empty, write_text_whole
 from areno.files.paths import root
 
 _FILES = ("versions.json", "overrides.yaml", "config.yaml")  # in the order of writing
+_SWEEP = "multirun.yaml"  # written by Hydra
 _RECIPE = "# Recipes: "  # as in the files of conf/
 _NO_RESULTS = (*_FILES, "run.log", "dropped.log")  # the lines of the log were on stderr too
 _PACKAGES = (
@@ -68,9 +69,7 @@ class NewFolder:
             raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
         except OSError as error:
             self.discard()
-            raise ConfigError(
-                Problem("cluster.fileroot", "cannot write to {}: {}", self.path, error.strerror)
-            ) from error
+            raise _unwritable(self.path, error) from error
 
     def discard(self) -> None:
         """Remove what a run has made that failed before it had results. With results, all of it stays."""
@@ -94,8 +93,8 @@ def make(run_dir: Path, new: bool = False) -> NewFolder | None:
     """
     try:
         if not new and (is_described(run_dir) or is_sweep(run_dir)):
-            text = "{} holds an earlier run; choose another name or move that folder away"
-            raise ConfigError(Problem("trial_name", text, run_dir))
+            text = "{} holds an earlier {}; choose another name or move that folder away"
+            raise ConfigError(Problem("trial_name", text, run_dir, "sweep" if is_sweep(run_dir) else "run"))
         before = frozenset(path for path in (run_dir, *run_dir.parents, *run_dir.glob("*")) if path.exists())
         make_folders(run_dir, exist_ok=not new)
     except OSError as error:
@@ -131,12 +130,17 @@ def is_described(folder: Path) -> bool:
 
 def is_sweep(folder: Path) -> bool:
     """Whether a sweep has begun there."""
-    return os.path.exists(folder / "multirun.yaml")
+    return os.path.exists(folder / _SWEEP)
+
+
+def begun_at(folder: Path) -> float:
+    """When the run or the sweep of a folder began, or went on with other settings; seconds since the epoch."""
+    return (folder / (_SWEEP if is_sweep(folder) else "config.yaml")).stat().st_mtime
 
 
 def sweep_of(folder: Path) -> list[str]:
     """The settings of the command line that a sweep was started with, in the form that Hydra got them."""
-    return list(OmegaConf.load(folder / "multirun.yaml").hydra.overrides.task)
+    return list(OmegaConf.load(folder / _SWEEP).hydra.overrides.task)
 
 
 def has_results(folder: Path) -> bool:
@@ -169,10 +173,20 @@ def recipe_of(folder: Path) -> str:
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
-    """Write new settings, and the versions of this session. overrides: None leaves those that are there."""
-    for name, content in _description(config, overrides or [], recipe_of(folder)).items():
-        if overrides is not None or name != "overrides.yaml":
-            write_text_whole(folder / name, content)
+    """Write new settings, and the versions of this session. overrides: None leaves those that are there.
+
+    Raises ConfigError if they cannot be written.
+    """
+    try:
+        for name, content in _description(config, overrides or [], recipe_of(folder)).items():
+            if overrides is not None or name != "overrides.yaml":
+                write_text_whole(folder / name, content)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror))
 
 
 def _description(config: Section, overrides: list[str], recipe: str) -> dict[str, str]:

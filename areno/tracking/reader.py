@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from areno.errors import ArenoError
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
+from areno.tracking.new_run import is_described, is_sweep
 
 Status = Literal["completed", "stopped", "unfinished"]
 
@@ -41,7 +42,7 @@ class RunReader:
             text = "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"
             if not self.path.is_dir():
                 text = "is not a folder"
-            elif _is_sweep(self.path):
+            elif is_sweep(self.path):
                 text = f"holds the runs of a sweep; read one of them, such as {self.path / '0'}"
             raise ArenoError("{} {}", self.path, text)
 
@@ -64,7 +65,7 @@ class RunReader:
     @property
     def sweep(self) -> Path | None:
         """The folder of the sweep that the run is a part of."""
-        return self.path.parent if _is_sweep(self.path.parent) else None
+        return self.path.parent if is_sweep(self.path.parent) else None
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}."""
@@ -103,8 +104,8 @@ class RunReader:
         return found
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step with their rewards. ArenoError if there are none: see rollout.dump_to_file."""
-        path = self.path / "rollouts" / f"{step}.jsonl"
+        """The samples of a step that were kept, with their rewards. ArenoError if there are none: see rollout."""
+        path = self.path / "rollouts" / f"{step:06d}.jsonl"
         if not path.exists():
             raise ArenoError("{} has no samples of step {}: there is no {}", self.path, step, path)
         return list(_parsed(path, path.read_bytes().splitlines()))
@@ -180,13 +181,17 @@ def list_runs(root: str | Path) -> list[RunReader]:
     return found
 
 
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """The folders of runs that a user has named, each once. The folder of a sweep stands for all of its runs."""
+    found: list[Path] = []
+    for path in (Path(path).expanduser() for path in paths):
+        found += [run.path for run in list_runs(path)] if is_sweep(path) and not _is_run(path) else [path]
+    return list(dict.fromkeys(found))
+
+
 def _is_run(folder: Path) -> bool:
-    described = (folder / "config.yaml").exists() and (folder / "versions.json").exists()
+    described = is_described(folder) and (folder / "versions.json").exists()
     return described or (folder / "logs" / "metrics.jsonl").exists()
-
-
-def _is_sweep(folder: Path) -> bool:
-    return (folder / "multirun.yaml").exists()
 
 
 def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:

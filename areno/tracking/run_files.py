@@ -16,6 +16,7 @@ class RunFiles:
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
         self.folder = folder
         self.events = folder / "tensorboard" if tensorboard is None else Path(tensorboard).expanduser()
+        self._synced_at = 0
         # In a folder of several runs the name of an event file tells whose it is.
         self.event_suffix = "" if tensorboard is None else f".{zlib.crc32(os.fsencode(folder.absolute())):08x}"
 
@@ -24,9 +25,14 @@ class RunFiles:
         return {name: path.stat().st_size for name, path in self._growing()}
 
     def sync(self) -> None:
-        """Put on the disk for good what `sizes` counts."""
+        """Put on the disk for good what `sizes` counts, and the samples since the last call."""
         for _, path in self._growing():
             sync(path)
+        for path in self._samples():
+            if (changed_at := path.stat().st_mtime_ns) > self._synced_at:
+                self._synced_at = changed_at
+                sync(path)
+                sync(path.parent)
 
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Take away what was written after `sizes` were taken, at the end of a step.
@@ -39,9 +45,14 @@ class RunFiles:
                 _drop_lines(path, size, until.get(name, 0))
             elif path.stat().st_size > size:
                 os.truncate(path, size)  # also to nothing: a TensorBoard that reads a file stops where it is gone
-        for path in [*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*")]:
+        for path in self._samples():
             if path.suffix == ".tmp" or (path.suffix == ".jsonl" and path.stem.isdecimal() and int(path.stem) > step):
                 remove(path)
+
+    def _samples(self) -> list[Path]:
+        """The files of a step each, oldest first."""
+        found = [path for path in (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*")) if path.is_file()]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _growing(self) -> Iterator[tuple[str, Path]]:
         for path in (self.folder / "logs" / "metrics.jsonl", self.folder / "logs" / "run.log"):

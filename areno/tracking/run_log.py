@@ -6,11 +6,18 @@ import contextlib
 import logging
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno")
+
+Console = Literal["live", "lines", "full", "quiet"]
+"""What stderr shows of a run: see stats_logger.console."""
+IN_FULL: dict[str, Any] = {"consoles": ("full",)}
+"""For `extra` of a log call: only the console `full` shows the line, and logs/run.log has it."""
+OF_STEP: dict[str, Any] = {"consoles": ("full", "lines")}
+"""Likewise for what the live display tells in its own way."""
 
 
 class RunLog:
@@ -20,14 +27,19 @@ class RunLog:
     has a handler that gets areno's records, nothing of ours goes to stderr, so no line appears twice. own_process:
     there is no host, as under a command line of ours; stderr gets the lines, and handlers of other loggers do not.
 
+    console: which of the lines stderr gets; None: what an outer one says. Of several that are open the last counts.
+
     Several may be open; the last close() restores stderr and the level. Raises ConfigError if the file cannot be made.
     """
 
     _open: ClassVar[list[RunLog]] = []  # they share the handler for stderr and the level
     _has_set_level: ClassVar[bool] = False
 
-    def __init__(self, log_file: str | Path | None = None, *, own_process: bool = False):
+    def __init__(
+        self, log_file: str | Path | None = None, *, own_process: bool = False, console: Console | None = None
+    ):
         self._own_process, self._propagate_before = own_process, logger.propagate
+        self.console: Console | None = console
         self._file: logging.Handler | None = None
         if log_file is not None:
             try:
@@ -43,7 +55,7 @@ class RunLog:
         if own_process:
             logger.propagate = False
         # A host that listens and asked for no file gets the records that its own level lets through.
-        if logger.level == logging.NOTSET and (log_file is not None or not _host_listens()):
+        if logger.level == logging.NOTSET and (log_file is not None or not host_listens()):
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
@@ -70,11 +82,15 @@ class RunLog:
         self.close()
 
 
-class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment: a progress bar replaces it while it is shown."""
+class OwnHandler(logging.Handler):
+    """Base of areno's own handlers, which are no host that listens."""
+
+
+class _StderrHandler(OwnHandler):
+    """Writes to what `sys.stderr` is at the moment: a display replaces it while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if _host_listens():
+        if is_hidden(record) or host_listens():
             return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
@@ -82,7 +98,7 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-class _FileHandler(logging.FileHandler):
+class _FileHandler(OwnHandler, logging.FileHandler):
     """Gives up a log that cannot be written, and says so once. The run goes on without it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -107,11 +123,27 @@ _STDERR = _StderrHandler()
 _STDERR.setFormatter(_FORMATTER)
 
 
-def _host_listens() -> bool:
+def console() -> Console:
+    """The console that counts."""
+    for log in reversed(RunLog._open):
+        if log.console is not None:
+            return log.console
+    return "full"
+
+
+def is_hidden(record: logging.LogRecord) -> bool:
+    """Whether the console does not show this record."""
+    if record.levelno >= logging.WARNING:
+        return False
+    shown = console()
+    return shown == "quiet" or shown not in vars(record).get("consoles", (shown,))
+
+
+def host_listens() -> bool:
     """Whether a handler that is not ours gets areno's records."""
     place: logging.Logger | None = logger
     while place is not None:
-        if any(not isinstance(handler, _StderrHandler | _FileHandler) for handler in place.handlers):
+        if any(not isinstance(handler, OwnHandler) for handler in place.handlers):
             return True
         place = place.parent if place.propagate else None
     return False

@@ -1,4 +1,4 @@
-"""Samples for people to read: a few in the log (ARENO_LOG_COMPLETIONS), all of them in files.
+"""Samples for people to read, in the log (ARENO_LOG_COMPLETIONS) and in files.
 
 rollouts/<step>.jsonl has those of training, eval/<step>.jsonl or eval/<set>/<step>.jsonl those of evaluation.
 """
@@ -6,21 +6,27 @@ rollouts/<step>.jsonl has those of training, eval/<step>.jsonl or eval/<set>/<st
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
+import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.tracking.tracker import Tracker
-from areno.types import ScoredSample
+from areno.types import ScoredSample, Trajectory
 
 logger = logging.getLogger("areno.rollout")
 
 VARIABLE = "ARENO_LOG_COMPLETIONS"
 _SHOWN_CHARS = 1000
+_SHOWN_TOKENS = 64
 
 
 class SampleLog(Tracker):
@@ -38,35 +44,60 @@ class SampleLog(Tracker):
             outcome = sample.outcome
             reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
             logger.info(
-                "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s",
+                "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s%s",
                 step, number, reward, sample.sequence.finish_reason, len(sample.sequence.resp_tokens),
                 _short(sample.item.text), _short(sample.completion),
+                "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
             )  # fmt: skip
 
 
 class SampleFiles(Tracker):
-    """Writes all samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent."""
+    """Writes samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent.
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    most: how many of each step, as whole groups drawn at random; None: all. token_text: the text of a token id.
+    """
+
+    def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
+        self.folder, self._most = Path(folder), most
+        self._lines = _Lines(token_text)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        _write(self.folder / f"{step}.jsonl", map(_line, samples), "rollout.dump_to_file", "set it to false")
+        kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
+        key, advice = "rollout.dump_n_samples", "set it to 0"
+        if kept is None:
+            key, advice = "rollout.dump_to_file", "set it to false"
+        _write(self.folder / f"{step:06d}.jsonl", self._lines.of(samples, {"step": step}, kept), key, advice)
 
 
 class EvalFiles(Tracker):
     """Writes all samples of an evaluation set to <folder>/<name>/<step>.jsonl, one line each; whole or absent."""
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
+        self.folder, self._lines = Path(folder), _Lines(token_text)
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
-        numbers: Counter[int] = Counter()  # of the samples of each group so far
-        lines = []
-        for sample in samples:
-            lines.append({"step": step, "set": name or None, "sample": numbers[sample.group], **_line(sample)})
-            numbers[sample.group] += 1
+        lines = self._lines.of(samples, {"step": step, "set": name or None})
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
+
+
+def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
+    """Which of the samples to keep: at most `most`, in whole groups, or the first ones of a group that is larger.
+
+    The groups are drawn at random, so that they are typical of their step. The same step always has the same ones.
+    """
+    sizes = Counter(groups)
+    order = list(sizes)
+    random.Random(step).shuffle(order)
+    left: dict[int, int] = {}
+    for group in order:
+        if sizes[group] <= most or not left:
+            left[group] = min(sizes[group], most)
+            most -= left[group]
+    kept = []
+    for group in groups:
+        kept.append(left.get(group, 0) > 0)
+        left[group] = left.get(group, 0) - 1
+    return kept
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
@@ -87,14 +118,100 @@ def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: 
             unfinished.unlink(missing_ok=True)
 
 
+def _trajectory_lines(trajectory: Trajectory) -> str:
+    """What an agent did, for people."""
+    said = {
+        "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
+        "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
+        "tool calls": _short(json.dumps(trajectory.tool_calls, ensure_ascii=False)),
+        "tool results": _short(json.dumps(trajectory.tool_results, ensure_ascii=False, default=str)),
+    }
+    for number, row in enumerate(trajectory.rows):
+        name = "tokens" if len(trajectory.rows) == 1 else f"tokens of row {number}"
+        said[name] = f"{row.tokens[:_SHOWN_TOKENS]} of {len(row)}"
+        said["trained" if number == 0 else f"trained of row {number}"] = (
+            f"{int(row.trained.sum())} of {len(row)}, {int(row.sampled.sum())} sampled; runs {_runs(row.trained)}"
+        )
+    return "".join(f"\n  {name}: {text}" for name, text in said.items())
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """(value, how often) for each run of equal values."""
+    edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
+    return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
+
+
+def _replay(trajectory: Trajectory) -> dict[str, object]:
+    """A trajectory with all that is needed to go through it again without a model."""
+    rows = [
+        {
+            "tokens": row.tokens,
+            "sources": _runs(row.sources),
+            "trained": _runs(row.trained),
+            "logprobs": [round(float(value), 6) for value in row.logprobs[row.sampled]],
+            "versions": _runs(row.versions[row.sampled]),
+        }
+        for row in trajectory.rows
+    ]
+    return {"turns": trajectory.turns, "rows": rows}
+
+
+class _Lines:
+    """Makes lines of samples. token_text: the text of a token id, which is remembered."""
+
+    def __init__(self, token_text: Callable[[int], str]):
+        self._token_text, self._texts = token_text, dict[int, str]()
+
+    def of(
+        self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
+    ) -> Iterator[dict[str, object]]:
+        """The lines of the samples that are kept; None: of all. first: what each begins with."""
+        numbers: Counter[int] = Counter()  # of the samples of each group so far
+        for place, sample in enumerate(samples):
+            number = numbers[sample.group]
+            numbers[sample.group] += 1
+            if kept is None or kept[place]:
+                yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
+
+    def _tokens(self, sample: ScoredSample) -> dict[str, object]:
+        """What is known of each token: of an agent, with its trajectory; otherwise of the completion."""
+        if sample.trajectory is not None:
+            return {"trajectory": _replay(sample.trajectory)}
+        tokens, texts = sample.sequence.resp_tokens, self._texts
+        for token in set(tokens).difference(texts):
+            texts[token] = self._token_text(token)
+        found: dict[str, object] = {
+            "prompt_token_ids": sample.item.tokens,
+            "token_ids": tokens,
+            "tokens": [texts[token] for token in tokens],
+            "logprobs": _rounded(sample.sequence.resp_logprobs),
+            "versions": _runs(np.asarray(sample.sequence.resp_versions)),
+        }
+        if sample.train_logprobs is not None:
+            found["train_logprobs"] = _rounded(sample.train_logprobs)
+        if sample.advantages is not None and np.ptp(sample.advantages) > 0:
+            found["token_advantages"] = _rounded(sample.advantages)
+        return found
+
+
+def _rounded(values: Any) -> list[float]:
+    """Four digits are more than bfloat16 has, and half the size of all."""
+    return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
+
+
 def _line(sample: ScoredSample) -> dict[str, object]:
-    parts = sample.outcome.parts
+    parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
         "prompt": sample.item.text,
         "completion": sample.completion,
         "reward": sample.outcome.value,
-        **({"reward_parts": dict(parts)} if parts else {}),
+        **({"parts": dict(parts)} if parts else {}),
+        **(
+            {}
+            if advantages is None
+            else {"advantage": round(float(np.mean(advantages)), 6) if len(advantages) else 0.0}
+        ),
         "status": sample.outcome.status,
         "message": sample.outcome.message,
         "solutions": sample.item.solutions,

@@ -9,13 +9,18 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from areno.errors import ArenoError, Problem
 from areno.tracking.tracker import Tracker
+from areno.types import ScoredSample
+
+_TEXTS, _TEXT_CHARS = 3, 1000  # samples of a step in TensorBoard, and characters of prompt and completion
+_HPARAM_TYPES = (bool, int, float, str)
 
 
 class _ScalarFile(Tracker):
@@ -48,7 +53,8 @@ class _ScalarFile(Tracker):
             self.size += len(record)
 
     def resume(self, step: int) -> None:
-        self.finish()  # it may have been cut back
+        self.finish()
+        self.size = self.path.stat().st_size if self.path.exists() else 0  # it may have been cut back
 
     def finish(self) -> None:
         if self._file is not None:
@@ -78,29 +84,58 @@ class Jsonl(_ScalarFile):
 class TensorBoard(_ScalarFile):
     """Writes an event file into `folder`. Each scalar is on the disk when `log` returns.
 
-    suffix: the end of the file's name.
+    suffix: the end of the file's name. settings: of the run by their dotted names, for the tab HPARAMS. Some samples of
+    a step are written as text.
     """
 
-    def __init__(self, folder: str | Path, suffix: str = ""):
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
-        super().__init__(Path(folder).expanduser() / name, "stats_logger.tensorboard.path")
+    def __init__(self, folder: str | Path, suffix: str = "", settings: Mapping[str, Any] = MappingProxyType({})):
+        folder = Path(folder).expanduser()
+        # Files are read in the order of their names, so a clock that was set back must not show there.
+        names = [path.name.split(".") for path in folder.glob(f"events.out.tfevents.*.*{suffix}")]
+        begun = max([time.time(), *(int(name[3]) + 1.0 for name in names if name[3].isdecimal())])
+        name = f"events.out.tfevents.{begun:.6f}.{socket.gethostname()}.{os.getpid()}{suffix}"
+        super().__init__(folder / name, "stats_logger.tensorboard.path")
         self._resumed_step: int | None = None
+        self._settings = settings
 
     def resume(self, step: int) -> None:
         super().resume(step)
         self._resumed_step = step
+        if step:  # an earlier session has written them
+            self._settings = {}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]  # protobuf makes it
+
+        self._append_summary(
+            step, Summary(value=[Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()])
+        )
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        self._append_texts(step, "samples", samples)
+
+    def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        self._append_texts(step, f"eval_samples/{name}" if name else "eval_samples", samples)
+
+    def _append_texts(self, step: int, tag: str, samples: Sequence[ScoredSample]) -> None:
+        """The first sample of a few groups, as one text."""
+        first = {sample.group: sample for sample in reversed(samples)}
+        shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
+        if shown:
+            self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
+
+    def _append_summary(self, step: int, summary: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[attr-defined]  # protobuf makes it
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         if not self.size:
             self._append_event(file_version="brain.Event:2")
+            if known := {name: value for name, value in self._settings.items() if isinstance(value, _HPARAM_TYPES)}:
+                self._append_event(summary=hparams_pb(known))
         if self._resumed_step is not None:  # a TensorBoard that has read later steps drops them
             self._append_event(step=self._resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
             self._resumed_step = None
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in scalars.items()]
-        self._append_event(step=step, summary=Summary(value=values))
+        self._append_event(step=step, summary=summary)
 
     def _append_event(self, **fields: Any) -> None:
         # TensorBoard's own event writer has a thread, and errors get lost there.
@@ -110,3 +145,34 @@ class TensorBoard(_ScalarFile):
         buffer = io.BytesIO()
         RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
         self.append(buffer.getvalue())
+
+
+def _text(tag: str, text: str) -> Any:
+    """A summary for the tab TEXT. TensorBoard's own function for it needs TensorFlow."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[attr-defined]
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[attr-defined]
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto  # type: ignore[attr-defined]
+    from tensorboard.plugins.text.plugin_data_pb2 import TextPluginData  # type: ignore[attr-defined]
+
+    plugin = SummaryMetadata.PluginData(plugin_name="text", content=TextPluginData(version=0).SerializeToString())
+    tensor = TensorProto(
+        dtype="DT_STRING",
+        string_val=[text.encode("utf-8", "replace")],
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+    )
+    metadata = SummaryMetadata(plugin_data=plugin)
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
+
+
+def _markdown(sample: ScoredSample) -> str:
+    """A sample as TensorBoard shows text. A text in an indented block is shown as it is."""
+    outcome = sample.outcome
+    parts = "".join(f", {name} {value:.4g}" for name, value in outcome.parts.items())
+    reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}{parts}"
+    texts = (("prompt", sample.item.text), ("completion", sample.completion))
+    blocks = (f"{name}\n\n" + "\n".join(f"    {line}" for line in _cut(text).splitlines()) for name, text in texts)
+    return "\n\n".join([f"**reward {reward}**", *blocks])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}..."

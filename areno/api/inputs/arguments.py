@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.config.run import is_no_folder
-from areno.config.values import text_problem
+from areno.config.schema.values import text_problem
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.limits import check_params
 from areno.engine.spec import UpdateSpec

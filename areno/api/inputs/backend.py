@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from areno.api.inputs.plan import TrainerPlan, open_actor
-from areno.config.build import build
-from areno.config.fields import Section, check, forbid, setting, settings
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig
+from areno.config.schema.build import build
+from areno.config.schema.fields import Section, check, forbid, setting, settings
 from areno.errors import Problem
 
 
@@ -55,6 +55,7 @@ class RuntimeConfig(DecoderConfig):
     """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
 
     attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
+    exact: bool = _as_in(EngineConfig, "exact")
     device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
     workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
     stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
@@ -150,6 +151,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         tp_size=config.tp_size,
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
+        exact=runtime.exact,
         dummy_load=config.dummy_load,
         stall_timeout_s=runtime.stall_timeout_s,
     )

@@ -15,9 +15,10 @@ from areno.config.experiments import (
     PolicyExperimentConfig,
     PreferenceExperimentConfig,
 )
-from areno.config.fields import settings
 from areno.config.models import ModelConfig
-from areno.config.run import DecoderConfig, EngineConfig, GenerationConfig, SamplingConfig
+from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
+from areno.config.run import DecoderConfig, EngineConfig
+from areno.config.schema.fields import settings
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.files.paths import existing_path, model_of
@@ -146,6 +147,7 @@ def open_actor(
         dummy_load=engine.dummy_load,
         seed=seed,
         attn_backend=engine.attn_backend,
+        exact=engine.exact,
         gradient_checkpointing=actor.gradient_checkpointing,
         optimizer=actor.optimizer,
         mb_spec=actor.mb_spec,
@@ -230,6 +232,8 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
         uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
+    if config.agent.fn is not None:  # a conversation may take all that there is
+        uses = [(gconfig, context_len) for gconfig, _ in uses]
     return max(
         min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
         for gconfig, max_prompt in uses

@@ -20,7 +20,7 @@ from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
 from areno.tracking.console import log_stage
-from areno.tracking.progress import Progress
+from areno.tracking.display.progress import Progress
 from areno.types import Batch, PairItem, TrainSequence
 
 logger = logging.getLogger("areno")

@@ -13,6 +13,7 @@ from areno.engine.spec import UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.packing import pack_rows
 from areno.engine.train.rows import read_rows
+from areno.loss_fns.pack import DataPack
 from areno.types import TrainSequence
 
 
@@ -23,9 +24,15 @@ def measure_loss(
 
     logprobs: of all tokens of each row, under the model that is measured. rows_per_unit: see Trainer.train.
     """
+    loss, stats = loss_fn(
+        pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
+    )
+    return {"loss": loss.item(), **{name: value.item() for name, value in stats.items() if value.dim() == 0}}
+
+
+def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
+    """All rows, as one micro-batch that is a whole step."""
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
     ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
-    _, pack = pack_rows(step.micro_batches[0], step, rows_per_unit, torch.device("cpu"))
-    loss, stats = loss_fn(pack, torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs]))
-    return {"loss": loss.item(), **{name: value.item() for name, value in stats.items() if value.dim() == 0}}
+    return pack_rows(step.micro_batches[0], step, rows_per_unit, torch.device("cpu"))[1]

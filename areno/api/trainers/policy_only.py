@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.attended import attended
-from areno.api.trainers.collect import collect, evaluate_policy
-from areno.api.trainers.rows import AdvantageFn, set_trained
-from areno.api.trainers.setup import RewardFn, Setup
-from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
+from areno.api.rollout.by_sample import joined, set_advantages
+from areno.api.rollout.collect import collect, evaluate_policy
+from areno.api.rollout.log import log_rollout, log_samples
+from areno.api.trainers.rows import AdvantageFn
+from areno.api.trainers.setup import RewardFns, Setup
+from areno.api.trainers.update import correct, rows_of, update_policy
 from areno.config.experiments import LossFn, PolicyExperimentConfig
 
 HEADLINE = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
@@ -22,8 +24,8 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
     loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
     run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
     advantage_fn: see AdvantageFn; None is the one that config describes.
-    train_dataset, valid_dataset: rows of a script, in place of the configured paths. reward_fn: a function, in place of
-    reward.fn.
+    train_dataset, valid_dataset: rows of a script, in place of the configured paths. reward_fn: a function or a
+    list of them, in place of reward.fn.
 
     Construction checks what can be checked, starts the reward processes and loads the models. Use as a context manager,
     or call close().
@@ -38,7 +40,7 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
         advantage_fn: AdvantageFn | None = None,
         train_dataset: Any = None,
         valid_dataset: Any = None,
-        reward_fn: RewardFn | None = None,
+        reward_fn: RewardFns | None = None,
     ):
         self.setup = Setup(
             config, "PolicyOnlyTrainer", PolicyExperimentConfig, "prompt", HEADLINE, evaluate_policy,
@@ -58,9 +60,11 @@ class PolicyOnlyTrainer(AbstractContextManager["PolicyOnlyTrainer"]):
             rollout = collect(setup, batch)  # sample a group for each prompt, and score it
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
-                set_trained(rows, "advantages", self.advantages(rows, [sample.group for sample in rollout.kept]))
+                advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)
+                set_advantages(rows, rollout.sizes, advantages)
             log_rollout(setup, rollout, rows)
             stats = correct(setup, rows)  # what the policy thinks of the rows before the update
+            log_samples(setup, rollout, rows)
             stats = update_policy(setup, rows) | stats
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from areno.api.attended import attended
-from areno.api.trainers.collect import collect, evaluate_policy
+from areno.api.rollout.by_sample import joined, set_advantages
+from areno.api.rollout.collect import collect, evaluate_policy
+from areno.api.rollout.log import log_rollout, log_samples
 from areno.api.trainers.policy_only import HEADLINE
-from areno.api.trainers.rows import AdvantageFn, set_trained, token_rows, trained
-from areno.api.trainers.setup import RewardFn, Setup
-from areno.api.trainers.update import correct, log_rollout, rows_of, update_policy
+from areno.api.trainers.rows import AdvantageFn, token_rows, trained
+from areno.api.trainers.setup import RewardFns, Setup
+from areno.api.trainers.update import correct, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig, LossFn
 from areno.loss_fns.advantages import explained_variance
 from areno.tracking.console import log_stage
@@ -35,7 +37,7 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
         advantage_fn: AdvantageFn | None = None,
         train_dataset: Any = None,
         valid_dataset: Any = None,
-        reward_fn: RewardFn | None = None,
+        reward_fn: RewardFns | None = None,
     ):
         self.setup = Setup(
             config, "PPOTrainer", CriticExperimentConfig, "prompt", HEADLINE, evaluate_policy,
@@ -63,14 +65,16 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
                 for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
                     row.values = values  # the critic's, of the state before each token
             with run.clock.phase("advantage"):
-                advantages, returns = self.advantages(rows, [sample.group for sample in rollout.kept])
-                set_trained(rows, "advantages", advantages)
-                set_trained(rows, "returns", returns)
+                advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)
+                set_advantages(rows, rollout.sizes, advantages)
+                set_advantages(rows, rollout.sizes, returns, "returns")
             log_rollout(setup, rollout, rows)
             stats = self.update_critic(rows)
             if run.step > warmup:
-                corrected = correct(setup, rows)  # what the policy thinks of the rows before the update
-                stats |= update_policy(setup, rows) | corrected
+                stats |= correct(setup, rows)  # what the policy thinks of the rows before the update
+            log_samples(setup, rollout, rows, is_corrected=run.step > warmup)
+            if run.step > warmup:
+                stats = update_policy(setup, rows) | stats
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)

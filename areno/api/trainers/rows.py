@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from areno.agents.rows import train_sequences
 from areno.config.models import PolicyConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
 from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.kl import kl_array
 from areno.loss_fns.shaping import overlong_penalty, shape_rewards
-from areno.rewards.process import reward_problem
+from areno.rewards.verdict import reward_problem
 from areno.types import ScoredSample, TrainSequence
 
 Arrays = list[np.ndarray]
@@ -59,7 +60,9 @@ def policy_rows(
     drop_truncated: bool = False,
     weights_version: int = 0,
 ) -> list[TrainSequence]:
-    """A row for each sample. Its response is trained, unless `drop_truncated` is set and the response was cut off.
+    """The row of each sample, or the rows of its trajectory.
+
+    The response is trained, unless `drop_truncated` is set and it was cut off.
 
     weights_version: of the policy as it is; a row is as stale as the oldest weights that sampled one of its tokens.
     """
@@ -67,6 +70,12 @@ def policy_rows(
     for sample, reward in zip(samples, rewards_B, strict=True):
         prompt, sequence = sample.item.tokens, sample.sequence
         masked = drop_truncated and sequence.finish_reason == "length"
+        if sample.trajectory is not None:
+            rows += train_sequences(
+                sample.trajectory, reward=reward, eos_token_id=eos_token_id, weights_version=weights_version,
+                masked=masked,
+            )  # fmt: skip
+            continue
         n_prompt, n_response = len(prompt), len(sequence.resp_tokens)
         rows.append(
             TrainSequence(
@@ -88,7 +97,7 @@ def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
 
 def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
     """The values of a per-token field at the trained tokens of each row."""
-    return [np.asarray(vars(row)[name], dtype=np.float64)[_places(row)] for row in rows]
+    return [np.asarray(vars(row)[name], dtype=np.float64)[places_of(row)] for row in rows]
 
 
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
@@ -100,7 +109,7 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
         raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
     for index, (row, array) in enumerate(zip(rows, arrays, strict=True)):
-        places = _places(row)
+        places = places_of(row)
         if np.shape(array) != (places.sum(),):
             raise DataError(
                 f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {places.sum()} "
@@ -111,7 +120,8 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
         vars(row)[name] = values
 
 
-def _places(row: TrainSequence) -> np.ndarray:
+def places_of(row: TrainSequence) -> np.ndarray:
+    """Where the trained tokens of a row are, (T,) bool."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
 
 
@@ -121,7 +131,7 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
         arrays = [-actor.kl_ctl * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
     else:
-        arrays = [np.zeros(int(_places(row).sum())) for row in rows]
+        arrays = [np.zeros(int(places_of(row).sum())) for row in rows]
     for row, array in zip(rows, arrays, strict=True):
         if array.size:
             array[-1] += row.reward
@@ -170,7 +180,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     the names that the train backend uses for its own comparison, and how much was masked.
     """
     behave = trained(rows, "logprobs")
-    prox = [np.asarray(all_)[_places(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
+    prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
     diff = np.concatenate([old - new for old, new in zip(behave, prox, strict=True)] or [np.zeros(0)])
     stats: dict[str, float] = {}
     if diff.size:
@@ -198,7 +208,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         set_trained(rows, "logprobs", prox)
     if actor.use_decoupled_loss:
         for row, kept in zip(rows, passed, strict=True):
-            places = _places(row)
+            places = places_of(row)
             places[places] = kept
             row.prompt_mask = ~places
     return {name: float(value) for name, value in stats.items()}

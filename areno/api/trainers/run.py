@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,8 +25,10 @@ from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, EngineError, Key, WorkerLost
 from areno.files.stopping import Stop
-from areno.tracking.console import RESUMED, log_done, log_epoch, log_stopped
+from areno.tracking.console import RESUMED, log_done, log_epoch, log_start, log_stopped
+from areno.tracking.display.display import Display, chosen_console, settings_told
 from areno.tracking.divergence import Divergence
+from areno.tracking.new_run import overrides_of
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
@@ -40,7 +43,8 @@ class Run:
     run_dir: the run's folder, which gets logs/, tensorboard/, rollouts/, state/ and checkpoints/; None makes a new one
     under cluster.fileroot, or takes that of the trial to go on with. loader: the training batches. save: fills the
     folder of a checkpoint; is_saved: see Saver. evaluator: None where nothing is evaluated. headline: see
-    open_trackers. reward: what gives the rewards, for messages. engine, inputs: see Recovery.
+    open_trackers. reward, unanswered: see Divergence. engine, inputs: see Recovery. facts: what the console
+    says at the start, by name; nothing without any. token_text: see open_trackers.
     """
 
     def __init__(
@@ -54,8 +58,11 @@ class Run:
         evaluator: Evaluator | None = None,
         headline: Sequence[str] = (),
         reward: str = "",
+        unanswered: str = "",
         engine: Callable[[], RecoverableEngine] | None = None,
         inputs: Mapping[str, str] = MappingProxyType({}),
+        facts: Mapping[str, str] = MappingProxyType({}),
+        token_text: Callable[[int], str] = str,
     ):
         if run_dir is not None:
             check_folder("run_dir", run_dir)
@@ -66,19 +73,22 @@ class Run:
         with ExitStack() as stack:
             self.saver.claim(self.folder)
             stack.callback(self.saver.release)
-            stack.enter_context(RunLog(self.folder / "logs" / "run.log"))
+            console = chosen_console(config.stats_logger.console)
+            log = stack.enter_context(RunLog(self.folder / "logs" / "run.log", console=console))
             self.recovery = stack.enter_context(Recovery(config, self.folder, engine, inputs))
-            self.trackers = open_trackers(config, self.folder, headline, lambda: self.total_steps)
+            steps, seconds = lambda: self.total_steps, lambda: self._seconds
+            self.display = Display(self.folder, log, steps, seconds) if console == "live" else None
+            self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text)
             stack.callback(self.trackers.finish)
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
-        self.divergence = Divergence(reward)
+        self.divergence = Divergence(reward, unanswered)
         self._scalars: dict[str, float] = {}  # of the step under way
-        self.stop = Stop()
+        self.stop = Stop() if self.display is None else Stop(self.display.tell)
         self.clock = Stopwatch(self._before_phase)  # of the step under way
         self.history: dict[str, list[float]] = {}  # the values of a few numbers so far, oldest first; see keep()
         self.step = 0  # the step under way; the first is 1
-        self._rows_left = config.total_train_n_seqs
+        self._rows_taken = 0
         self._batches_taken = 0
         self._n_skipped = 0  # steps in a row without an update, since something was not finite
         self._n_applied = 0  # steps with one
@@ -91,11 +101,26 @@ class Run:
         self._seconds_before = 0.0  # of earlier sessions of this run
         self._started = time.monotonic()
         self._first = self.state_dict()
+        self._announce(facts)
+
+    def _announce(self, facts: Mapping[str, str]) -> None:
+        if not facts:
+            return
+        facts = {"run": os.path.relpath(self.folder), **facts, "steps": str(self.total_steps)}
+        facts |= settings_told(self.config, overrides_of(self.folder))
+        log_start(facts)
+        if self.display is not None:
+            self.display.start(facts)
 
     @property
     def seed(self) -> int:
         """The seed of what is random in the step under way."""
         return self.config.seed * 1_000_003 + self.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way; the first is 0."""
+        return self._epoch or 0
 
     def steps(self) -> Iterator[Batch[Any]]:
         """The batch of each step, until the run has had its epochs, steps or rows, or stops early.
@@ -106,6 +131,8 @@ class Run:
         if self.saver.owes(self.step):
             self._todo.insert(0, "save")
         self._settle()
+        if self.display is not None:
+            self.display.begin(self.step)
         self._batches = self._through_epochs()
         total = self.config.total_train_steps
         while (total is None or self.step < total) and not self.evaluator.is_exhausted:
@@ -128,9 +155,13 @@ class Run:
         batch = None if self._rows_left is not None and self._rows_left <= 0 else next(self._batches, None)
         if batch is not None:
             self._batches_taken += 1
-            if self._rows_left is not None:
-                self._rows_left -= len(batch) * self._rows_per_item
+            self._rows_taken += len(batch) * self._rows_per_item
         return batch
+
+    @property
+    def _rows_left(self) -> int | None:
+        total = self.config.total_train_n_seqs
+        return None if total is None else total - self._rows_taken
 
     @property
     def _rows_per_item(self) -> int:
@@ -202,7 +233,8 @@ class Run:
         while self._todo:
             self.stop.check()
             if self._todo[0] == "save":
-                self.saver.save(self._save, self.step)
+                with heartbeat.working("checkpoint"):
+                    self.saver.save(self._save, self.step)
             else:
                 self.evaluate()
             self._todo.pop(0)
@@ -263,7 +295,7 @@ class Run:
         self._has_begun = False
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
-        """Warn of updates of the policy that were skipped since something was not finite.
+        """Warn, once, of updates of the policy that were skipped since something was not finite.
 
         applied: whether one of the step's updates was not. EngineError after actor.max_skipped_steps steps in a row
         without one.
@@ -271,10 +303,11 @@ class Run:
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
         self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
-        if self._n_skipped == 1:
+        if self._n_skipped == 1 and self.divergence.is_first("skipped"):
             logger.warning(
                 "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
-                "(actor.optimizer.lr), or a reward or advantage too large", self.step, " and ".join(broken),
+                "(actor.optimizer.lr), or a reward or advantage too large; train/skipped_steps counts such updates",
+                self.step, " and ".join(broken),
             )  # fmt: skip
         if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
             self._refuse_to_go_on(f"{self._n_skipped} steps in a row")
@@ -288,7 +321,8 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Evaluate now: log eval/* scalars, keep them as eval_*, return them by name. {} where nothing is evaluated."""
         self.go_on()
-        scalars = self.evaluator.evaluate(self.step)
+        with heartbeat.working("evaluation"):
+            scalars = self.evaluator.evaluate(self.step)
         if scalars:
             self.log(with_prefix("eval", scalars))
             self.keep(**{f"eval_{name}": value for name, value in scalars.items()})
@@ -321,7 +355,16 @@ class Run:
     def has_result(self, result: float) -> None:
         """Note what the run has come to, where it has ended."""
         if self._ended:
-            self.recovery.finished(self.step, result)
+            self.recovery.finished(self.step, result, self._ended_by)
+
+    @property
+    def _ended_by(self) -> str:
+        """The setting that would have to be larger for more steps."""
+        if self._stopped_early:
+            return "evaluator.patience"
+        if self.step == self.config.total_train_steps:
+            return "total_train_steps"
+        return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
 
     @property
     def _seconds(self) -> float:
@@ -360,7 +403,7 @@ class Run:
             "loader": self.loader.state_dict(),
             "epoch": self._epoch,
             "todo": list(self._todo),
-            "rows_left": self._rows_left,
+            "rows_taken": self._rows_taken,
             "batches_taken": self._batches_taken,
             "n_skipped": self._n_skipped,
             "n_applied": self._n_applied,
@@ -377,7 +420,7 @@ class Run:
         self.step = state["step"]
         self.loader.load_state_dict(state["loader"])
         self._epoch, self._todo = state["epoch"], list(state["todo"])
-        self._rows_left = state["rows_left"]
+        self._rows_taken = state["rows_taken"]
         self._batches_taken = state["batches_taken"]
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self.saver.load_state_dict(state["saver"])

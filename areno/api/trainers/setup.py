@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from areno.agents.processes.pool import AgentPool
+from areno.api.inputs.facts import facts, without_answers
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.api.inputs.schedule import schedule_warnings, with_schedules
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
 from areno.api.trainers.run import Run
@@ -19,12 +23,17 @@ from areno.config.experiments import CriticExperimentConfig, ExperimentConfig, L
 from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
+from areno.engine.spec import RoleSpec
 from areno.errors import ConfigError, all_of
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
+from areno.tracking.services.tracker import check_services
 from areno.types import RewardRecord
 
+logger = logging.getLogger("areno")
+
 RewardFn = Callable[[RewardRecord], Any]
+RewardFns = RewardFn | Sequence[RewardFn]  # of several, the reward is the sum with reward.weights
 Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
@@ -33,9 +42,10 @@ class Setup(Generic[Config]):
 
     trainer_name, needed: the loop, and the configuration that it reads. headline: see open_trackers. measure: (setup,
     name of a validation set, its loader) -> its metrics by name. also_saved: roles that a checkpoint has a folder of
-    beside the actor's files. The other arguments are those of the loops.
-    roles: the models beside the actor. rewards: the reward processes; None where a reward model is the only reward, or
-    where rows are given.
+    beside the actor's files. trains: without it, there are no training rows, no optimizer, and no model beside the
+    policy but one that gives rewards. The other arguments are those of the loops.
+    roles: the models beside the actor. agents: the processes of agents; None without. rewards: the reward processes;
+    None where a reward model is the only reward, the agent gives it, or rows are given.
     """
 
     def __init__(
@@ -51,67 +61,80 @@ class Setup(Generic[Config]):
         run_dir: str | Path | None = None,
         train_dataset: Any = None,
         valid_dataset: Any = None,
-        reward_fn: RewardFn | None = None,
+        reward_fn: RewardFns | None = None,
         also_saved: Sequence[str] = (),
+        trains: bool = True,
     ):
-        given = type(config).__name__
-        if not isinstance(config, needed):
-            raise ConfigError(f"config is a {given}; {trainer_name} needs a {needed.__name__}")
-        if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
-            raise ConfigError(f"{given} is for PPOTrainer, not for {trainer_name}: its critic would not be used")
+        _check_config(config, trainer_name, needed)
         self.config: Config = config
         self.loss_fn = config.loss_fn() if loss_fn is None else loss_fn
         self._kind: RowKind = kind
-        self._also_saved = also_saved
+        self._also_saved, self._trains = also_saved, trains
         with ExitStack() as stack:
             stack.enter_context(RunLog())
-            self.rewards, plan, roles, *_ = all_of(
+            self.rewards, self.agents, plan, roles, *_ = all_of(
                 lambda: self._open_rewards(stack, reward_fn),
+                lambda: self._open_agents(stack),
                 lambda: plan_of_experiment(config),
                 lambda: experiment_roles(config),
-                lambda: train_dataset is not None or check_source(config.train_dataset, "train_dataset"),
+                lambda: train_dataset is not None or not trains or check_source(config.train_dataset, "train_dataset"),
                 lambda: valid_dataset is not None or check_valid_sources(config.valid_dataset),
+                lambda: check_services(config.stats_logger),
             )
+            if not trains:
+                plan, roles = _without_training(plan, roles)
             self.tokenizer = plan.tokenizer
             self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
-            self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
             self.valid_loaders = {
                 valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
                 for valid in valid_sets(config, valid_dataset)
             }
+            self.loader = self._open_train_loader(plan, train_dataset)
             evaluator = Evaluator(config, self.valid_loaders, partial(measure, self))
-            if self.rewards is not None:
-                self.rewards.wait_ready()
-            self.run = Run(
-                config, run_dir, self.loader, save=self._write_checkpoint,
-                is_saved=lambda: self.trainer.checkpoint_written(),
-                evaluator=evaluator, headline=headline, reward=self._reward_name(),
-                engine=lambda: self.trainer.engine, inputs=self._inputs(plan),
-            )  # fmt: skip
+            for pool in (self.rewards, self.agents):
+                if pool is not None:
+                    pool.wait_ready()
+            self.run = self._open_run(plan, run_dir, evaluator, headline)
             stack.callback(self.run.close)
+            plan, self.roles = with_schedules(config, plan, self.roles, self.run.total_steps)
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
             self.trainer.init()
             if isinstance(config, PolicyExperimentConfig):
                 self.trainer.ensure_roles(self.roles)
             self._resources = stack.pop_all()
 
-    def _open_rewards(self, stack: ExitStack, reward_fn: RewardFn | None) -> RewardPool | None:
+    def _open_rewards(self, stack: ExitStack, reward_fn: RewardFns | None) -> RewardPool | None:
         """Start the reward processes, which import the user's file while the data is read. None without a function."""
         config = self.config
         if not isinstance(config, PolicyExperimentConfig):
             return None
-        if reward_fn is None and config.reward.fn is None and config.reward.path is not None:
+        if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
             return None
         return stack.enter_context(RewardPool(config.reward, reward_fn))
 
     def _reward_name(self) -> str:
         """The function and the model that give the rewards."""
-        path = self.config.reward.path if isinstance(self.config, PolicyExperimentConfig) else None
-        return " plus ".join(name for name in (self.rewards and self.rewards.name, path) if name)
+        if not isinstance(config := self.config, PolicyExperimentConfig):
+            return ""
+        names = [name for name in (self.rewards and self.rewards.name, config.reward.path) if name]
+        return " plus ".join(names) or f"that of {config.agent.fn}"
+
+    def _open_agents(self, stack: ExitStack) -> AgentPool | None:
+        """Start the agent processes likewise. None where samples are single completions."""
+        if not isinstance(self.config, PolicyExperimentConfig) or self.config.agent.fn is None:
+            return None
+        return stack.enter_context(AgentPool(self.config.agent))
+
+    def _open_train_loader(self, plan: TrainerPlan, given: Any) -> BatchLoader[Any]:
+        if not self._trains:
+            return next(iter(self.valid_loaders.values()))  # a run has some rows
+        return self._open_loader(plan, self.config.train_dataset, given, "train_dataset")
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
         config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
+        if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
+            section = replace(section, loader=config.agent.fn)
         rows, section = open_rows(section, given, self._kind, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
@@ -124,8 +147,27 @@ class Setup(Generic[Config]):
             enable_thinking=thinking, seed=config.seed, key=key,
         )  # fmt: skip
 
+    def _open_run(
+        self, plan: TrainerPlan, run_dir: str | Path | None, evaluator: Evaluator, headline: Sequence[str]
+    ) -> Run:
+        """The run, which says what it works with and what in its schedules does not fit it."""
+        run = Run(
+            self.config, run_dir, self.loader, save=self._write_checkpoint,
+            is_saved=lambda: self.trainer.checkpoint_written(),
+            evaluator=evaluator, headline=headline, reward=self._reward_name(),
+            unanswered=without_answers(self.loader) if self._kind == "prompt" else "",
+            engine=lambda: self.trainer.engine, inputs=self._inputs(plan),
+            facts=facts(self.config, plan, self.roles, self.loader) if self._trains else {},
+            token_text=lambda token: plan.tokenizer.decode([token]),
+        )  # fmt: skip
+        for text in schedule_warnings(self.config, run.total_steps) if self._trains else ():
+            logger.warning("%s", text)
+        return run
+
     def _inputs(self, plan: TrainerPlan) -> dict[str, str]:
         """Fingerprints of the models and the data, which a run that goes on must have, too."""
+        if not self._trains:
+            return {}
         models = {"actor.path": plan.spec.model_path, "tokenizer_path": plan.spec.tokenizer_path}
         models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
         found = {key: folder_fingerprint(path) for key, path in models.items()}
@@ -140,6 +182,20 @@ class Setup(Generic[Config]):
     def close(self) -> None:
         """End the reward processes and the workers, close the logs."""
         self._resources.close()
+
+
+def _check_config(config: ExperimentConfig, trainer_name: str, needed: type[ExperimentConfig]) -> None:
+    given = type(config).__name__
+    if not isinstance(config, needed):
+        raise ConfigError(f"config is a {given}; {trainer_name} needs a {needed.__name__}")
+    if needed is PolicyExperimentConfig and isinstance(config, CriticExperimentConfig):
+        raise ConfigError(f"{given} is for PPOTrainer, not for {trainer_name}: its critic would not be used")
+
+
+def _without_training(plan: TrainerPlan, roles: dict[str, RoleSpec]) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
+    """The plan and the roles of an evaluation."""
+    spec = replace(plan.spec, optimizer=None)
+    return replace(plan, spec=spec), {name: role for name, role in roles.items() if name == "reward"}
 
 
 PolicySetup = Setup[PolicyExperimentConfig]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from areno.api.metrics import rollout_metrics
-from areno.api.trainers.collect import Rollout
-from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows, trained
+from areno.api.rollout.by_sample import score_agents
+from areno.api.rollout.collect import Rollout
+from areno.api.trainers.rows import (
+    correct_rows,
+    needs_proximal,
+    policy_rows,
+    sample_rewards,
+    token_rows,
+)
 from areno.api.trainers.setup import PolicySetup, Setup
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
@@ -21,6 +25,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
+    score_agents(setup.trainer, rollout.kept, rows, config.gconfig.temperature)
     if config.ref is not None:
         with setup.run.clock.phase("ref"):
             for row, logprobs in zip(rows, logprobs_of(setup, "ref", rows), strict=True):
@@ -74,18 +79,3 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     """`update`, cut and tempered as the settings of a policy say."""
     config = setup.config
     return update(setup, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
-
-
-def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
-    """Give rollout/* and the samples to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
-    run, samples = setup.run, rollout.samples
-    advantages_B = np.zeros(len(samples))
-    advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in trained(rows, "advantages")]
-    metrics = rollout_metrics(
-        samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
-    )
-    n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
-    metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
-    run.log({**metrics, **rollout.scalars})
-    run.keep(reward_mean=metrics["rollout/rewards_mean"])
-    run.trackers.samples(run.step, samples)

@@ -7,6 +7,7 @@ keeps all processors busy.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,16 +34,25 @@ class AttentionSplit:
 
 
 def split_attention(
-    sequences: list[Sequence], block_size: int, *, group_size: int, max_groups: int, n_heads: int, n_processors: int
+    sequences: list[Sequence],
+    block_size: int,
+    *,
+    group_size: int,
+    max_groups: int,
+    n_heads: int,
+    n_processors: int,
+    exact_span: int | None = None,
 ) -> AttentionSplit:
     """The split for one new token of each sequence.
 
     group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
-    each makes its own pieces. n_processors: multiprocessors of the device.
+    each makes its own pieces. n_processors: multiprocessors of the device. exact_span: the length of every span, all of
+    which begin at multiples of it; None chooses one.
     """
+    unit = block_size if exact_span is None else math.lcm(block_size, exact_span)
     rows_by_prompt: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        if n_blocks := sequence.n_prompt // block_size:
+        if n_blocks := sequence.n_prompt // unit * unit // block_size:
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
@@ -50,7 +60,7 @@ def split_attention(
     shared_lens: list[int] = []
     n_saved = 0
     for rows in rows_by_prompt.values():
-        n_shared = sequences[rows[0]].n_prompt // block_size * block_size
+        n_shared = sequences[rows[0]].n_prompt // unit * unit
         for start in range(0, len(rows), group_size):
             group = rows[start : start + group_size]
             if len(group) == 1 or len(shared_lens) == max_groups:
@@ -62,12 +72,17 @@ def split_attention(
     uses_groups = n_saved > _MIN_SAVING * len(sequences)
     if not uses_groups:
         shared_lens_B[:] = 0
+    longest_shared = max(shared_lens) if uses_groups else 0
     own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
+    if exact_span is not None:
+        splits = _splits(int(own_lens_B.max()), exact_span), _splits(longest_shared, exact_span) if uses_groups else 0
+        spans = np.array([exact_span, exact_span], dtype=np.int64)
+        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, splits)
     per_piece = n_heads / (_PIECES_PER_PROCESSOR * n_processors)
     own_span, own_splits = _span_and_splits(int(own_lens_B.max()), own_lens_B.sum() * per_piece, _MAX_OWN_SPAN)
     shared_span, shared_splits = _MAX_SHARED_SPAN, 0
     if uses_groups:
-        shared_span, shared_splits = _span_and_splits(max(shared_lens), sum(shared_lens) * per_piece, _MAX_SHARED_SPAN)
+        shared_span, shared_splits = _span_and_splits(longest_shared, sum(shared_lens) * per_piece, _MAX_SHARED_SPAN)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, (own_splits, shared_splits))
 
@@ -80,7 +95,12 @@ def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, i
     span = _MIN_SPAN
     while (2 * span <= wanted and span < max_span) or span * _MAX_SPLITS < longest:
         span *= 2
+    return span, _splits(longest, span)
+
+
+def _splits(longest: int, span: int) -> int:
+    """How many spans cover `longest`, rounded up to a power of two."""
     splits = 1
     while splits * span < longest:
         splits *= 2
-    return span, splits
+    return splits

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.runner import PendingTokens, Runner
@@ -11,6 +12,7 @@ from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.stop_strings import Detokenize, StopStrings
 from areno.engine.limits import RequestLimits
+from areno.engine.sampling.grammar import Grammar
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError
 from areno.kernels.sampling import sample_key
@@ -31,7 +33,8 @@ class Decoder:
     eos_token_ids: end a completion unless `ignore_eos`. use_graphs: replay the decode step as a CUDA graph.
     attn_backend: of the prefill, as returned by `choose_backend`. detokenize: turns completion tokens into text; stop
     strings need it. weights_version: the caller sets it between steps, when the weights have changed. Each token gets
-    the version that was set when the step that sampled it was started.
+    the version that was set when the step that sampled it was started. stream_every_s: least seconds between partial
+    outputs, except for the first token of a sample.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class Decoder:
         use_graphs: bool = False,
         attn_backend: str = "sdpa",
         detokenize: Detokenize | None = None,
+        compile_grammar: Callable[[str], Grammar] | None = None,
+        stream_every_s: float = 0.0,
     ):
-        self._eos, self._detokenize = frozenset(eos_token_ids), detokenize
+        self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
@@ -57,6 +62,7 @@ class Decoder:
             context_len=model.config.max_position_embeddings,
             kv_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
+            grammars=compile_grammar is not None,
         )
         self.weights_version = 0
         self._in_flight: list[PendingTokens] = []
@@ -64,6 +70,7 @@ class Decoder:
         self._outputs: list[GenerationOutput] = []
         self._unfinished: dict[int, int] = {}  # request id -> samples
         self._n_generated = 0
+        self._stream_every_s, self._streamed_at = stream_every_s, 0.0
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +91,10 @@ class Decoder:
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request; it joins the batch in one of the next steps. Raises EngineError if it cannot be served."""
+        """Queue a request; it joins the batch in one of the next steps.
+
+        Raises EngineError if it cannot be served, GrammarError if its grammar is none.
+        """
         max_new = self.limits.max_new(request)
         if request.request_id in self._unfinished:
             raise EngineError(f"request id {request.request_id} is that of an unfinished request; give each its own")
@@ -96,6 +106,9 @@ class Decoder:
             if len(self._stop_strings) > MOST_STOP_STRINGS:
                 self._stop_strings.clear()
             stop_strings = self._stop_strings.setdefault(strings, StopStrings(strings, self._detokenize))
+        grammar: Grammar | None = None
+        if request.grammar is not None and self._compile_grammar is not None:
+            grammar = self._compile_grammar(request.grammar)
         self._unfinished[request.request_id] = request.n_samples
         for sample in range(request.n_samples):
             key, tokens = sample_key(request.seed, sample), list(request.prompt)
@@ -108,6 +121,7 @@ class Decoder:
                     stop_ids=stop_ids,
                     tokens=tokens,
                     stop_strings=stop_strings,
+                    grammar=None if grammar is None else grammar.start(),
                 )
             )
 
@@ -150,8 +164,11 @@ class Decoder:
         """Wait for the tokens in flight and append them to their sequences."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
+        now = time.monotonic()
+        if tells := now - self._streamed_at >= self._stream_every_s:
+            self._streamed_at = now
         for pending in in_flight:
-            for sequence, token, logprob in zip(pending.sequences, *pending.wait(), strict=True):
+            for sequence, token, logprob, top in zip(pending.sequences, *pending.wait(), strict=True):
                 if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
                     continue
                 if math.isnan(logprob):
@@ -160,9 +177,9 @@ class Decoder:
                         "diverged (lower actor.optimizer.lr) or the checkpoint at actor.path is damaged"
                     )
                 self._n_generated += 1
-                if sequence.accept(token, logprob, self._in_flight_version):
+                if sequence.accept(token, logprob, self._in_flight_version, top):
                     finished.append(sequence)
-                elif sequence.request.stream:
+                elif sequence.request.stream and (tells or sequence.n_streamed == 0):
                     self._outputs.append(sequence.output())
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)

@@ -20,14 +20,20 @@ from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.slot_sampler import SlotSampler
+from areno.engine.sampling.logit_edits import LogitEdits, sample_edited, scores_of, token_scores
+from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
+from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
 from areno.kernels.sampling import SamplingFlags
+from areno.kernels.spans import SPAN
 from areno.models.transformer import Transformer
+from areno.types import TokenScores
 
 logger = logging.getLogger("areno")
+
+_SCORED_ROWS = 256  # prompt tokens whose logits exist at once
 
 
 @dataclass(slots=True)
@@ -35,15 +41,15 @@ class PendingTokens:
     """The sampled tokens of one forward pass on their way to the host."""
 
     sequences: list[Sequence]
-    tokens_and_logprobs: Tensor  # (2, len(sequences)) float64 on the host, valid once `ready` has happened
+    sampled: Tensor  # (2 + 2K, len(sequences)) float64 on the host, as of `Runner._sample`; valid once `ready` happened
     ready: torch.cuda.Event | None
 
-    def wait(self) -> tuple[list[int], list[float]]:
-        """The tokens and their log-probabilities, in the order of `sequences`."""
+    def wait(self) -> tuple[list[int], list[float], list[TokenScores]]:
+        """The tokens, their log-probabilities, and the K most likely tokens, in the order of `sequences`."""
         if self.ready is not None:
             self.ready.synchronize()
-        tokens, logprobs = self.tokens_and_logprobs.numpy()
-        return tokens.astype(np.int64).tolist(), logprobs.tolist()
+        tokens, logprobs, *top = self.sampled.numpy()
+        return tokens.astype(np.int64).tolist(), logprobs.tolist(), token_scores(np.array(top), len(tokens))
 
 
 class Runner:
@@ -56,7 +62,7 @@ class Runner:
     def __init__(
         self, model: Transformer, blocks: BlockManager, max_running: int, *, use_graphs: bool, attn_backend: str
     ):
-        self.model, self.attn_backend = model, attn_backend
+        self.model, self.attn_backend, self.is_exact = model, attn_backend, attn_backend == "exact"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.cache = KVCache(model, n_blocks, blocks.block_size)
@@ -73,12 +79,34 @@ class Runner:
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
             logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
 
+    def _sample(
+        self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
+    ) -> Tensor:
+        """Tokens and log-probabilities, (2, B) float64; with `edits` also their K top tokens, (2 + 2K, B)."""
+        policy_BV = logits_BV.clone() if self.is_exact and flags.edits else logits_BV  # which may be written into
+        if edits is None:
+            out_2B = self.sampler.sample(logits_BV, slots_B, index_B, flags)
+        else:
+            out_2B = sample_edited(logits_BV, slots_B, index_B, self.sampler, flags, edits)
+        if self.is_exact:
+            head, tp = self.model.output, self.model.tp
+            out_2B[1] = sampled_logprobs(
+                policy_BV[:, head.first : head.first + head.n_valid],
+                out_2B[0].long(),
+                self.sampler.tensors.temperature[slots_B],
+                first=head.first,
+                all_reduce=tp.all_reduce if tp.size > 1 else None,
+            )
+        return out_2B
+
     @torch.no_grad()
     def launch(self, plan: Plan) -> list[PendingTokens]:
         """Start the forward passes of a plan and return without waiting for them."""
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in plan.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         self._upload_slots(prefilled + plan.decode)
+        if (masks := self.sampler.pack_masks(prefilled + plan.decode)) is not None:
+            self.sampler.assign_masks(*map(self._upload, masks))
         if plan.chunks:
             out = self._prefill(plan.chunks, prefilled)
             if prefilled:
@@ -156,6 +184,7 @@ class Runner:
 
         tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
         hidden_ND = self.model(tokens_N, positions_N, attend)
+        self._score_prompts(chunks, hidden_ND)
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
         if copies:
             sources, targets = self._upload_columns(copies)
@@ -168,7 +197,24 @@ class Runner:
         slots_B, index_B, prompts_B = self._upload(
             np.array([[s.slot for s in prefilled], [s.n_sampled - 1 for s in prefilled], prompt_of_row], dtype=np.int64)
         )
-        return self.sampler.sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled))
+        edits = LogitEdits.of(prefilled, self._upload)
+        return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
+
+    def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that a pass has computed, for the requests that want them."""
+        start = 0
+        for chunk in chunks:
+            leader, n_tokens = chunk.prefill.leader, chunk.end - chunk.start
+            if leader.scores_prompt:
+                targets = leader.tokens[chunk.start + 1 : min(chunk.end, leader.n_prompt - 1) + 1]
+                params, top = leader.request.params, leader.request.top_logprobs
+                for at in range(0, len(targets), _SCORED_ROWS):
+                    part = targets[at : at + _SCORED_ROWS]
+                    logits_KV = self.model.logits(hidden_ND[start + at : start + at + len(part)])
+                    leader.prompt_logprobs += scores_of(logits_KV / (params.temperature or 1.0), part, top)
+                for follower in chunk.prefill.followers:
+                    follower.prompt_logprobs = leader.prompt_logprobs
+            start += n_tokens
 
     def _launch_decode(self, sequences: list[Sequence]) -> Tensor:
         n_rows = len(sequences)
@@ -180,14 +226,16 @@ class Runner:
         split = split_attention(
             sequences, self.cache.block_size, group_size=GROUP_SIZE, n_processors=self.n_processors,
             max_groups=max(1, size // 4) if self.uses_prefix_groups else 0, n_heads=self.cache.kv_blocks.shape[4],
+            exact_span=SPAN if self.is_exact else None,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
-        if self.graphs is not None:
+        edits = LogitEdits.of(sequences, self._upload)
+        if self.graphs is not None and edits is None:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
         max_len = int(rows[1].max()) + 1
-        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len)
+        return self._decode(self._upload(rows), self._upload(split.spans), groups, split.splits, flags, max_len, edits)
 
     def _decode(
         self,
@@ -197,20 +245,21 @@ class Runner:
         splits: tuple[int, int],
         flags: SamplingFlags,
         max_len: int | None = None,
+        edits: LogitEdits | None = None,
     ) -> Tensor:
-        """Sample one token for each row.
+        """Sample one token for each row; returns what `_sample` does.
 
         rows: (4, B) int64: slots, positions of the input tokens, indices of the sampled tokens in their completions,
-        lengths of the shared prefixes. The other arguments are those of `PagedBatch` and `SlotSampler.sample`.
+        lengths of the shared prefixes. The other arguments are those of `PagedBatch` and `_sample`.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
             table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
-            prefix_groups_GR=prefix_groups_GR, splits=splits, max_len=max_len,
+            prefix_groups_GR=prefix_groups_GR, splits=splits, exact=self.is_exact, max_len=max_len,
         )  # fmt: skip
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
             return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
 
         hidden_BD = self.model(self.sampler.tensors.last_token[slots_B], positions_B, attend)
-        return self.sampler.sample(self.model.logits(hidden_BD), slots_B, index_B, flags)
+        return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)

@@ -1,8 +1,9 @@
 """Continuous batching: which sequences run in the next step, and which blocks they use. No tensors.
 
 Each step advances every running sequence by one token and also prefills up to `max_prefill_tokens` prompt tokens. So
-long prompts do not hold up the running sequences, nor the other way round. Sequences are admitted first come, first
-served, so the lists running, prefilling, waiting are ordered by age, the oldest first.
+long prompts do not hold up the running sequences, nor the other way round. A sequence with a grammar takes a step only
+after its last token has arrived, so every second one. Sequences are admitted first come, first served, so the lists
+running, prefilling, waiting are ordered by age, the oldest first.
 
 When blocks run out, the youngest sequence is preempted: it releases its blocks and waits again. The oldest always goes
 on, so there is no deadlock as long as each sequence fits on its own, which `RequestLimits` checks.
@@ -140,7 +141,8 @@ class Scheduler:
         """The running sequences that take a step, oldest first, each with a block for its next position."""
         decode: list[Sequence] = []
         for sequence in list(self.running):
-            if sequence.reached_max_new or sequence.slot < 0:  # slot < 0: preempted for an older one
+            # slot < 0: preempted for an older one
+            if sequence.reached_max_new or sequence.awaits_token or sequence.slot < 0:
                 continue
             if self._needs_block(sequence):
                 while self.blocks.n_available == 0 and sequence.slot >= 0:
@@ -187,7 +189,8 @@ class Scheduler:
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
-        found, prefix_id = self.blocks.match(leader.tokens, (n_tokens - 1) // size)
+        n_matched = 0 if leader.scores_prompt else (n_tokens - 1) // size
+        found, prefix_id = self.blocks.match(leader.tokens, n_matched)
         n_new = self.blocks.blocks_for(n_tokens) - len(found)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running)
@@ -202,6 +205,7 @@ class Scheduler:
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
+            leader.n_cached = leader.n_kv
             n_own = 1 if n_tokens % size else 0
             shared = leader.blocks[: n_tokens // size]
             while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
@@ -209,6 +213,7 @@ class Scheduler:
                 self.blocks.acquire(shared)
                 follower.blocks = shared + [self.blocks.allocate() for _ in range(n_own)]
                 follower.slot = self._slots.pop()
+                follower.n_cached = leader.n_cached
                 prefill.followers.append(follower)
         return prefill
 

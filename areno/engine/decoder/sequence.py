@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from areno.engine.decoder.block_manager import EMPTY_PREFIX
 from areno.engine.decoder.stop_strings import StopStrings
-from areno.types import FinishReason, GenerationOutput, GenerationRequest
+from areno.engine.sampling.grammar import GrammarState
+from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
+
+logger = logging.getLogger("areno")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -20,8 +24,12 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and completion
     stop_strings: StopStrings | None = None
+    grammar: GrammarState | None = None  # as far as the tokens that have arrived
     logprobs: list[float] = field(default_factory=list)  # of the completion
     versions: list[int] = field(default_factory=list)  # of the weights, for each token of the completion
+    top_logprobs: list[TokenScores] = field(default_factory=list)  # of the completion, where the request wants them
+    prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
+    n_cached: int = 0  # prompt tokens that needed no prefill when it was first admitted
     n_streamed: int = 0  # completion tokens that partial outputs have returned
     n_sampled: int = 0  # completion tokens sampled on the device
     finish_reason: FinishReason | None = None
@@ -32,6 +40,10 @@ class Sequence:
     n_uploaded: int = 0  # how many of `blocks` are in the device's table
     n_registered: int = 0  # how many of `blocks` can be found by content
     prefix_id: int = EMPTY_PREFIX  # of the prefix that ends with the last registered block
+    needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
+
+    def __post_init__(self) -> None:
+        self.needs_edits = self.request.edits_logits or self.request.top_logprobs > 0
 
     @property
     def n_prompt(self) -> int:
@@ -51,12 +63,22 @@ class Sequence:
     @property
     def is_penalized(self) -> bool:
         """Whether its logits depend on the tokens that it has."""
-        return self.request.params.frequency_penalty != 0
+        return self.request.params.frequency_penalty != 0 or self.request.params.presence_penalty != 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.n_prompt - 1
 
     @property
     def reached_max_new(self) -> bool:
         """The token at its maximum length is sampled, though it may not have arrived: no further step is needed."""
         return self.n_sampled >= self.max_new
+
+    @property
+    def awaits_token(self) -> bool:
+        """Its grammar has to see a token that is still in flight before it can judge the next one."""
+        return self.grammar is not None and self.n_sampled > len(self.logprobs)
 
     @property
     def min_new(self) -> int:
@@ -68,16 +90,25 @@ class Sequence:
         """Whether the token being sampled (`n_sampled` counts it already) must not be one of `stop_ids`."""
         return self.n_sampled <= self.min_new
 
-    def accept(self, token: int, logprob: float, version: int) -> bool:
+    def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None) -> bool:
         """Append a token that has arrived. Sets `finish_reason` and returns True if the sequence ends with it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.request.top_logprobs and top is not None:
+            self.top_logprobs.append(top[: self.request.top_logprobs])
         n_new = len(self.logprobs)
-        if token in self.stop_ids or (self.stop_strings is not None and self._has_stop_string(self.stop_strings)):
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        ends_grammar = self.grammar is not None and self.grammar.finished  # with `ignore_eos`, too: nothing can follow
+        has_stopped = token in self.stop_ids or ends_grammar
+        if has_stopped or (self.stop_strings is not None and self._has_stop_string(self.stop_strings)):
             self.finish_reason = "stop"
         elif n_new >= self.max_new:
             self.finish_reason = "length"
+        if self.grammar is not None and self.grammar.error:
+            logger.warning("a sample of request %d ends early: %s", self.request.request_id, self.grammar.error)
+            self.finish_reason = "abort"
         return self.finish_reason is not None
 
     def _has_stop_string(self, stop_strings: StopStrings) -> bool:
@@ -102,4 +133,7 @@ class Sequence:
             logprobs=self.logprobs[start:],
             versions=self.versions[start:],
             finish_reason=self.finish_reason,
+            cached_tokens=self.n_cached,
+            top_logprobs=self.top_logprobs[start:],
+            prompt_logprobs=[] if self.finish_reason is None else self.prompt_logprobs,
         )

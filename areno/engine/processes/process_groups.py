@@ -75,5 +75,6 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     control, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo", timeout=_FOREVER)
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
-    tp, dp = ParallelGroup(tp_rank, spec.tp_size, tp_group), ParallelGroup(dp_rank, spec.dp_size, dp_group)
+    tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact)
+    dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
     return ParallelContext(rank, device, tp, dp, control, states)

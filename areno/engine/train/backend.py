@@ -78,7 +78,8 @@ class TrainBackend:
         was not finite or no token was trained. grad_norm is taken before clipping. EngineError when memory runs out.
         """
         with self._out_of_memory_hint(update.mb_spec):
-            return over_steps([self._step(step, loss_fn, update) for step in steps])
+            done = [self._step(steps[0], loss_fn, update, must_agree=self.attn_backend == "exact")]
+            return over_steps(done + [self._step(step, loss_fn, update) for step in steps[1:]])
 
     def logprobs(self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
         """log p(token | tokens before it) for each token of each row, float32; 0 for the first one."""
@@ -144,10 +145,11 @@ class TrainBackend:
             all_reduce=tp.all_reduce if tp.size > 1 else None,
             weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
             keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
+            logits=self.model.local_logits,
         )
         return _aligned(packed, trained_T, logprobs_T), _aligned(packed, trained_T, entropy_T)
 
-    def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
+    def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec, must_agree: bool = False) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
@@ -156,6 +158,14 @@ class TrainBackend:
         self.dp.all_reduce(self.flat.grads)
 
         numbers = stats.finish(self.dp)
+        apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
+        if must_agree and apart:
+            raise EngineError(
+                "{} is true, but the model disagrees by {:.3g} with a log-probability that a row of staleness 0 came "
+                "with, before any update; give such rows the rollout's own log-probabilities and temperature. If they "
+                "have them, this is a fault of areno: please report it with your model and device",
+                Key("engine.exact"), apart,
+            )  # fmt: skip
         gradient = self.optimizer.gradient_stats()
         applies = step.step_tokens > 0 and math.isfinite(gradient.norm) and math.isfinite(numbers["loss"])
         numbers |= {
@@ -271,6 +281,9 @@ def _compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor) 
         means = {"rollout_logprobs_mean": rollout_T, "logp_diff_mean": diff_T, "logp_abs_diff_mean": diff_T.abs()}
         stats.add({name: pack.token_mean(values_T) for name, values_T in means.items()})
         stats.maximum("logp_abs_diff_max", diff_T.abs())
+        if pack.staleness is not None:
+            on_policy_T = pack.of_rows(pack.staleness) == 0
+            stats.maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:

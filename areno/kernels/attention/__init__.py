@@ -17,18 +17,26 @@ from torch import Tensor
 
 from areno.errors import ConfigError, Problem
 from areno.kernels.attention.sdpa import sdpa_attention
+from areno.kernels.spans import packed_attention
 
-BACKENDS = {"flash": "flash-attn", "varlen": "torch varlen_attn", "sdpa": "torch scaled_dot_product_attention"}
+BACKENDS = {
+    "flash": "flash-attn",
+    "varlen": "torch varlen_attn",
+    "sdpa": "torch scaled_dot_product_attention",
+    "exact": "spans in one order",
+}
 
 
 def choose_backend(
-    requested: Literal["auto", "flash", "native"], device: torch.device | str, dtype: torch.dtype
+    requested: Literal["auto", "flash", "native"], device: torch.device | str, dtype: torch.dtype, exact: bool = False
 ) -> str:
     """The kernel for this device and dtype: one of BACKENDS.
 
-    auto takes torch's: flash-attn is not faster in training (docs/performance.md). ConfigError where
-    engine.attn_backend asks for flash-attn and it cannot be used.
+    auto takes torch's: flash-attn is not faster in training (docs/performance.md). exact: a result may not depend on
+    what is computed beside it. ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
+    if exact:
+        return "exact"
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = half_on_cuda and importlib.util.find_spec("flash_attn") is not None
@@ -58,6 +66,8 @@ def varlen_attention(
     """
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    if backend == "exact":
+        return _Exact.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q)  # type: ignore[return-value]
     if backend == "varlen":
         attn, causal = _varlen_kernel()
         return attn(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **causal)
@@ -85,6 +95,9 @@ def varlen_forward(
             q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True
         )
         return out_NHD, (log_sum, state)
+    if backend == "exact":
+        out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len)
+        return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
         return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend), ()
 
@@ -102,8 +115,9 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
     rows = cu_seqlens, cu_seqlens, max_len, max_len
-    if backend == "varlen":
+    if backend == "varlen" or (backend == "exact" and q_NHD.is_cuda):
         log_sum, *states = saved
+        states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
             grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states
         )
@@ -118,10 +132,38 @@ def varlen_backward(
             alibi_slopes=None, deterministic=False, rng_state=state,
         )  # fmt: skip
         return grads
-    with torch.enable_grad():  # sdpa has no backward pass that could be called: compute forward again
-        q_NHD, k_NKD, v_NKD = (x.detach().requires_grad_() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = varlen_attention(q_NHD, k_NKD, v_NKD, *rows, backend)
-        return torch.autograd.grad(out_NHD, (q_NHD, k_NKD, v_NKD), grad_NHD)  # type: ignore[return-value]
+    return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens)
+
+
+def _sdpa_backward(
+    grad_NHD: Tensor, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. There is no backward pass that could be called: forward is computed again."""
+    with torch.enable_grad():
+        q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
+        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+        return torch.autograd.grad(out_NHD, (q_NHD, k_MKD, v_MKD), grad_NHD)  # type: ignore[return-value]
+
+
+@functools.cache
+def _no_dropout(device: torch.device) -> list[Tensor]:
+    """The random state that the backward pass of torch's kernel asks for, though nothing is drawn."""
+    return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
+
+
+class _Exact(torch.autograd.Function):
+    """The gradient is that of attention by `sdpa_attention`, which computes the same but for rounding."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int
+    ) -> Tensor:
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, cu_q, cu_k)
+        return packed_attention(q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_sdpa_backward(grads[0], *ctx.saved_tensors), None, None, None
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """Attention over packed rows by torch's scaled_dot_product_attention, which takes padded batches: the CPU's form.
 
-Shape letters: N query tokens, M key tokens, H query heads, K key heads, D head dimension; T tokens of the B rows of one
-padded batch of length L.
+Shape letters as in `areno/kernels/padding.py`.
 """
 
 from __future__ import annotations
@@ -10,92 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SHORT_ROW = 64  # tokens; below this a kernel launch costs more than the padding it saves
+from areno.kernels.padding import by_padding
 
 
 def sdpa_attention(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, starts_q: list[int], starts_k: list[int]) -> Tensor:
-    """Rows of similar length share a call, since many short calls cost more than some padding."""
-    outs: list[Tensor] = []
-    order: list[Tensor] = []  # token indices of `outs`
-    for rows in _batches(starts_q, starts_k):
-        lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
-        lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
-        place_q = _Padding([starts_q[row] for row in rows], lengths_q, q_NHD.device)
-        place_k = place_q
-        if starts_q != starts_k:
-            place_k = _Padding([starts_k[row] for row in rows], lengths_k, q_NHD.device)
-        if len(rows) == len(starts_q) - 1:  # every token, in order: nothing to pick out
-            q_THD, k_THD, v_THD = q_NHD, k_MKD, v_MKD
-        else:
-            q_THD = q_NHD.index_select(0, place_q.tokens_T)
-            k_THD, v_THD = k_MKD.index_select(0, place_k.tokens_T), v_MKD.index_select(0, place_k.tokens_T)
-        n_q, n_k = max(lengths_q), max(lengths_k)
-        mask = None
-        if 1 < n_q < n_k:
-            mask = torch.ones(n_q, n_k, dtype=torch.bool, device=q_NHD.device).tril(n_k - n_q)
-        out_BHLD = F.scaled_dot_product_attention(
-            place_q.pad(q_THD),
-            place_k.pad(k_THD),
-            place_k.pad(v_THD),
-            attn_mask=mask,
-            is_causal=n_q == n_k,
-            enable_gqa=q_NHD.shape[1] != k_MKD.shape[1],
-        )
-        outs.append(place_q.unpad(out_BHLD))
-        order.append(place_q.tokens_T)
-    if len(outs) == 1:
-        return outs[0]
-    if not outs:
-        return torch.zeros_like(q_NHD)
-    return torch.cat(outs).index_select(0, torch.cat(order).argsort())
+    """Causal attention of each row's queries to its own keys: (N, H, D)."""
+    return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, _sdpa)
 
 
-def _batches(starts_q: list[int], starts_k: list[int]) -> list[list[int]]:
-    """Rows that are computed together, each list in packed order.
-
-    Rows whose queries and keys are the same tokens may differ in length: a padded key comes after every real query of
-    its row, so the causal mask hides it. Rows with more keys than queries need a mask of their own and are batched at
-    equal lengths only.
-    """
-    whole: list[tuple[int, int]] = []  # (length, row)
-    tails: dict[tuple[int, int], list[int]] = {}
-    for row in range(len(starts_q) - 1):
-        n_q, n_k = starts_q[row + 1] - starts_q[row], starts_k[row + 1] - starts_k[row]
-        if n_q == n_k > 0:
-            whole.append((n_q, row))
-        elif n_q > 0:
-            tails.setdefault((n_q, n_k), []).append(row)
-    batches = list(tails.values())
-    whole.sort(reverse=True)
-    first = 0
-    for i in range(len(whole) + 1):
-        if i == len(whole) or whole[i][0] < min(whole[first][0] * 3 // 4, whole[first][0] - SHORT_ROW):
-            if i > first:
-                batches.append(sorted(row for _, row in whole[first:i]))
-            first = i
-    return batches
-
-
-class _Padding:
-    """Packed tokens of B rows (T, heads, D) to and from a padded batch (B, heads, L, D)."""
-
-    def __init__(self, starts: list[int], lengths: list[int], device: torch.device):
-        n_rows, longest = len(starts), max(lengths)
-        self.shape = (n_rows, longest)
-        self.ragged = min(lengths) < longest
-        lengths_B = torch.tensor(lengths)
-        within_BL = torch.arange(longest).expand(n_rows, longest)
-        real_BL = within_BL < lengths_B.unsqueeze(1)
-        tokens_BL = torch.tensor(starts).unsqueeze(1) + within_BL
-        self.tokens_T = tokens_BL[real_BL].to(device)
-        self.slots_T = real_BL.flatten().nonzero().squeeze(1).to(device)
-
-    def pad(self, x_THD: Tensor) -> Tensor:
-        if self.ragged:
-            n_rows, longest = self.shape
-            x_THD = x_THD.new_zeros(n_rows * longest, *x_THD.shape[1:]).index_copy(0, self.slots_T, x_THD)
-        return x_THD.reshape(*self.shape, *x_THD.shape[1:]).transpose(1, 2)
-
-    def unpad(self, x_BHLD: Tensor) -> Tensor:
-        x_THD = x_BHLD.transpose(1, 2).flatten(0, 1)
-        return x_THD.index_select(0, self.slots_T) if self.ragged else x_THD
+def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor) -> Tensor:
+    n_q, n_k = q_BHLD.shape[2], k_BKLD.shape[2]
+    mask = None
+    if 1 < n_q < n_k:
+        mask = torch.ones(n_q, n_k, dtype=torch.bool, device=q_BHLD.device).tril(n_k - n_q)
+    enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=n_q == n_k, enable_gqa=enable_gqa
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels.backend import form
 from areno.kernels.logprobs import reference
-from areno.kernels.matmul import add_product
+from areno.kernels.products import add_product, float_product
 
 CHUNK = 1024  # positions; the work on a chunk of a 152k vocabulary takes 1.7 GiB in plain torch
 FUSED_CHUNK = 2048  # with fused kernels, 1.2 GiB
@@ -33,6 +33,7 @@ def selected_logprobs(
     all_reduce: Callable[..., Tensor] | None = None,
     weight_grad: Tensor | None = None,
     keep_bytes: int = KEEP_BYTES,
+    logits: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden W^T / temperature)[target] and the entropy of that softmax: (K,) each, the entropy detached.
 
@@ -46,11 +47,60 @@ def selected_logprobs(
     and targets are the same on every rank, and so are the results and the gradient of hidden.
     weight_grad: (V, D) float32. If given, the gradient of the weight is added into it, and autograd gets none: this
     saves two copies of the largest matrix of a small model.
+    logits: hidden (C, D) -> hidden W^T (C, V) in fp32, outside autograd, where the caller has its own way.
     """
-    kernels = reference if hidden_KD.dtype == torch.float64 else form(hidden_KD, __name__)  # Triton's work in fp32
+    kernels = _kernels_for(hidden_KD)
     chunk = chunk or (CHUNK if kernels is reference else FUSED_CHUNK)
-    head = _Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes)
+    head = _Head(kernels, temperature, chunk, first, all_reduce, weight_grad, keep_bytes, logits)
     return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head)  # type: ignore[return-value]
+
+
+def sampled_logprobs(
+    logits_BV: Tensor,
+    tokens_B: Tensor,
+    temperature_B: Tensor,
+    *,
+    first: int = 0,
+    all_reduce: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """The log-probabilities of tokens, (B,) float32, with the very bits of `selected_logprobs` for these logits.
+
+    logits_BV: float32, this rank's part of the vocabulary; first and all_reduce as there. temperature_B: float32.
+    """
+    kernels = _kernels_for(logits_BV)
+    return _log_softmax(kernels, logits_BV, tokens_B, first, temperature_B, all_reduce)[0]
+
+
+def _kernels_for(x: Tensor) -> Any:
+    return reference if x.dtype == torch.float64 else form(x, __name__)  # Triton's work in fp32
+
+
+def _log_softmax(
+    kernels: Any,
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    first: int,
+    temperature: float | Tensor,
+    all_reduce: Callable[..., Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
+    stats = kernels.softmax_statistics(logits_CV, targets_C, first, temperature)
+    top_C, sums_3C = stats[0], stats[1:]
+    if all_reduce is not None:
+        mine_C = top_C.clone()
+        all_reduce(top_C, dist.ReduceOp.MAX)
+        shift_C, (total_C, weighted_C, target_C) = mine_C - top_C, sums_3C
+        sums_3C = torch.stack(
+            [
+                total_C * shift_C.exp(),
+                (weighted_C + shift_C * total_C) * shift_C.exp(),
+                (target_C + shift_C).where(reference.local_rows(targets_C, first, logits_CV.shape[1])[1], 0.0),
+            ]
+        )
+        all_reduce(sums_3C)
+    total_C, weighted_C, target_C = sums_3C
+    log_total_C = total_C.log()
+    return target_C - log_total_C, log_total_C - weighted_C / total_C, top_C + log_total_C
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +114,14 @@ class _Head:
     all_reduce: Callable[..., Tensor] | None
     weight_grad: Tensor | None
     keep_bytes: int
+    own_logits: Callable[[Tensor], Tensor] | None
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-        """(C, V) float32. The product is kept in fp32 where the device can: in bf16 a logit of 20 is off by 0.06."""
-        if hidden_CD.is_cuda and hidden_CD.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(hidden_CD, weight_VD.t(), out_dtype=torch.float32)
-        logits_CV = torch.mm(hidden_CD, weight_VD.t())
-        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        """(C, V), in at least fp32."""
+        return float_product(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
     def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability of the targets, entropy, and log-sum-exp of logits / temperature, over all ranks."""
-        stats = self.kernels.softmax_statistics(logits_CV, targets_C, self.first, self.temperature)
-        top_C, sums_3C = stats[0], stats[1:]
-        if self.all_reduce is not None:
-            mine_C = top_C.clone()
-            self.all_reduce(top_C, dist.ReduceOp.MAX)
-            shift_C, (total_C, weighted_C, target_C) = mine_C - top_C, sums_3C
-            sums_3C = torch.stack(
-                [
-                    total_C * shift_C.exp(),
-                    (weighted_C + shift_C * total_C) * shift_C.exp(),
-                    (target_C + shift_C).where(reference.local_rows(targets_C, self.first, logits_CV.shape[1])[1], 0.0),
-                ]
-            )
-            self.all_reduce(sums_3C)
-        total_C, weighted_C, target_C = sums_3C
-        log_total_C = total_C.log()
-        return target_C - log_total_C, log_total_C - weighted_C / total_C, top_C + log_total_C
+        return _log_softmax(self.kernels, logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """onehot - softmax into out: temperature times the gradient of the log-probability. May destroy the logits."""

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 
-def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float) -> Tensor:
+def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
     """(4, C) float32 (float64 for float64 logits) of x = logits / temperature over this rank's rows: the largest, and
     with x counted from there the sum of exp x, the sum of x exp x, and x of the target, 0 where another rank has it.
 
-    first: this rank's first row.
+    first: this rank's first row. temperature: one for all positions, or (C,) float32.
     """
     if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
         none_C = logits_CV.new_zeros(logits_CV.shape[0])
         return torch.stack([none_C - 1e30, none_C, none_C, none_C])
-    x_CV = logits_CV / temperature
+    x_CV = logits_CV / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
     top_C = x_CV.amax(-1)
     x_CV.sub_(top_C.unsqueeze(-1))
     row_C1, here_C = local_rows(targets_C, first, logits_CV.shape[1])

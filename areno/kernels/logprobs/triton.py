@@ -6,6 +6,7 @@ Shape letters: C positions of one chunk, V vocabulary rows of this rank.
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 _BLOCK = 4096
 
 
-def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float) -> Tensor:
+def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
     """As `reference.softmax_statistics`, float32."""
     n_positions, n_rows = logits_CV.shape
     out_4C = logits_CV.new_empty((4, n_positions))
@@ -26,7 +27,8 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
             logits_CV.stride(0),
             n_rows,
             first,
-            1.0 / temperature,
+            _rate(temperature),
+            PER_ROW=isinstance(temperature, Tensor),
             BLOCK=block,
             num_warps=8,
         )
@@ -46,9 +48,17 @@ def logprob_gradient(
     )
 
 
+def _rate(temperature: float | Tensor) -> float | Tensor:
+    """1 / temperature as the quotient of two float32, so that a number and a tensor of it have the same bits."""
+    return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
+
+
 @triton.jit
-def _softmax_statistics_kernel(logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, scale, BLOCK: tl.constexpr):
+def _softmax_statistics_kernel(
+    logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, rate, PER_ROW: tl.constexpr, BLOCK: tl.constexpr
+):
     position = tl.program_id(0).to(tl.int64)
+    scale = tl.load(rate + position) if PER_ROW else rate
     base = logits_ptr + position * stride
     best = tl.full([], -1e30, tl.float32)  # of no rows; finite, so that differences of it are numbers
     total = tl.zeros([BLOCK], tl.float32)

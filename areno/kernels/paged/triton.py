@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
+from areno.kernels.spans.triton import heads_together, paged_attention
 
 _TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
 _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
@@ -26,9 +27,11 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel tak
 
 def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
+    if batch.exact:
+        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
-    q_BHC, k_BKC, v_BKC = (_rows_of_heads(x) for x in (q_BHC, k_BKC, v_BKC))
+    q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
@@ -93,11 +96,6 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
             num_warps=4,
         )
     return out
-
-
-def _rows_of_heads(x: Tensor) -> Tensor:
-    """x itself where each row's heads lie side by side, else a copy."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @triton.jit

@@ -51,12 +51,13 @@ class SamplingFlags(NamedTuple):
     """What the sampling of a batch needs beside a plain draw. Constants of a captured graph.
 
     filtered: some row has top-k or top-p. n_banned: the width of `SamplingSettings.banned`, or 0 where no row is below
-    its `min_new`. penalized: some row has a penalty.
+    its `min_new`. penalized: some row has a penalty. masked: some row may only draw the tokens of a mask.
     """
 
     filtered: bool = False
     n_banned: int = 0
     penalized: bool = False
+    masked: bool = False
 
     @property
     def edits(self) -> bool:

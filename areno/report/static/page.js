@@ -30,7 +30,7 @@ function table(head, rows) {
 }
 
 const number = (value) => el("td", { class: "number" }, shown(value));
-const named = (run) => el("span", {}, el("span", { class: "swatch", style: `background:${colour(run)}` }), DATA.runs[run].name);
+const named = (run) => el("span", { class: "run" }, el("span", { class: "swatch", style: `background:${colour(run)}` }), DATA.runs[run].name);
 
 // -- summary ---------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,37 @@ function card(at, sample, chosen) {
   if (sample.advantage !== undefined) facts.push(`advantage ${shown(sample.advantage)}`);
   facts.push(`${shown(sample.response_tokens)} tokens`, `ended by ${shown(sample.finish_reason)}`);
   if (sample.status && sample.status !== "ok") facts.push(`${sample.status}: ${sample.message || ""}`);
-  return el("div", { class: chosen ? "card chosen" : "card" }, el("div", { class: "facts" }, facts.join(" · ")), coloured(sample));
+  if (sample.trajectory) facts.push(`${sample.trajectory.turns.length} turns`, ...sample.trajectory.rows.map(trained));
+  const body = sample.trajectory ? conversation(sample.trajectory.turns) : [coloured(sample)];
+  return el("div", { class: chosen ? "card chosen" : "card" }, el("div", { class: "facts" }, facts.join(" · ")), ...body);
+}
+
+/** How much of a row of an agent is trained; runs of [0 or 1, number of tokens]. */
+function trained(row, at) {
+  const count = (runs) => runs.reduce((sum, [value, tokens]) => sum + value * tokens, 0);
+  return `row ${at}: ${count(row.trained)} of ${row.tokens.length} tokens trained`;
+}
+
+/** The messages of an agent's turns. A turn repeats those before it; where it does not, another conversation begins. */
+function conversation(turns) {
+  const nodes = [];
+  let before = [];
+  for (const turn of turns) {
+    const goesOn = turn.messages.length >= before.length && before.every((one, at) => one.role === turn.messages[at].role);
+    if (before.length && !goesOn) nodes.push(el("div", { class: "facts" }, "another conversation"));
+    for (const one of goesOn ? turn.messages.slice(before.length) : turn.messages) nodes.push(message(one, ""));
+    nodes.push(message(turn.message, ` · sampled, ended by ${shown(turn.finish_reason)}`));
+    before = [...turn.messages, turn.message];
+  }
+  return nodes;
+}
+
+function message(one, more) {
+  const said = typeof one.content === "string" || !one.content ? one.content || "" : JSON.stringify(one.content, null, 1);
+  const reasoning = one.reasoning_content ? `${one.reasoning_content}\n` : "";
+  const calls = (one.tool_calls || []).map((call) => `${call.function?.name}(${call.function?.arguments})`);
+  return el("div", { class: `message ${more && "sampled"}` }, el("div", { class: "facts" }, `${one.role}${more}`),
+    el("div", { class: "text-block" }, reasoning + said), ...calls.map((call) => el("div", { class: "text-block call" }, call)));
 }
 
 function coloured(sample) {

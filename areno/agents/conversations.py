@@ -1,0 +1,216 @@
+"""Messages to exact tokens: the next turn of a conversation goes on from the tokens of its earlier ones.
+
+Text is never made into tokens twice. A turn that was sampled here is remembered by the messages that led to it. When
+these come back with others behind them, the new prompt is the old one, what was sampled, and only then new tokens for
+what the chat template writes after the turn. Where the template writes the history otherwise than the model saw it
+(it drops earlier reasoning, say), the prompt is made from its text alone, as the template's author meant it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from areno.agents.parsers import ParsedMessage, ToolCallParser
+from areno.agents.parsers.message import END_THINK, THINK
+from areno.agents.tokens import OF_ROLE, Runs, Source, runs_of
+from areno.data.chat_template import render
+from areno.errors import DataError
+from areno.types import Message
+
+# Around the words of a message. Private-use characters, which no template and no content has.
+_OPEN, _CLOSE = "\ue002", "\ue003"
+_MOST_FIRST = 512  # prompts of first turns that are remembered
+
+
+@dataclass
+class Prompt:
+    """What the model reads. sources: of the tokens, in runs. keys: of the conversation up to each message."""
+
+    text: str
+    tokens: list[int]
+    sources: Runs
+    keys: list[str]
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the template has written `<think>` already."""
+        return self.text.rstrip().endswith(THINK)
+
+
+@dataclass
+class _Turn:
+    """A turn that was sampled. ended: whether its last token is one that ends turns."""
+
+    tokenizer: Any
+    prompt: Prompt
+    tokens: list[int]
+    ended: bool
+
+    @cached_property
+    def body(self) -> str:
+        """Its text without the token that ended it."""
+        return self.tokenizer.decode(self.tokens[:-1] if self.ended else self.tokens, skip_special_tokens=False)
+
+    @cached_property
+    def end(self) -> str:
+        """The text of that token, "" for a turn that was cut off."""
+        return self.tokenizer.decode(self.tokens[-1:], skip_special_tokens=False) if self.ended else ""
+
+
+class Conversations:
+    """Prompts of one tokenizer, and the turns sampled for them. most_tokens: of the turns that are remembered.
+
+    thinking: passed to the chat template; None is its own default.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        parser: ToolCallParser,
+        *,
+        thinking: bool | None = None,
+        most_tokens: int = 64_000_000,
+    ):
+        self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()  # by the key of the conversation that it ends
+        self._first: OrderedDict[str, Prompt] = OrderedDict()  # prompts of first turns, which the samples of one share
+        self._n_tokens, self._most_tokens = 0, most_tokens
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """The prompt for the assistant's next turn. Raises DataError where the template refuses the messages."""
+        if self.tokenizer.chat_template is None:
+            raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
+        how = {"thinking": self._thinking, **(template or {})}
+        if "enable_thinking" in how:
+            how["thinking"] = how.pop("enable_thinking")
+        messages, tools = list(messages), tools or None
+        keys = conversation_keys(messages, tools, template)
+        if (known := self._first.get(keys[-1])) is not None:
+            return known
+        text = render(self.tokenizer, messages, tools, opened=True, **how)
+        places = self._places(text, messages, tools, how)
+        for number in range(len(messages) - 1, 0, -1):
+            if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(keys[number - 1])):
+                start = self._continues(turn, text)
+                if start is not None:
+                    self._turns.move_to_end(keys[number - 1])
+                    tokens, sources = self._encode(text, start, places)
+                    before = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens))]
+                    return Prompt(text, turn.prompt.tokens + turn.tokens + tokens, before + sources, keys)
+        tokens, sources = self._encode(text, 0, places)
+        prompt = Prompt(text, tokens, sources, keys)
+        if not any(message["role"] == "assistant" for message in messages):
+            self._first[keys[-1]] = prompt
+            if len(self._first) > _MOST_FIRST:
+                self._first.popitem(last=False)
+        return prompt
+
+    def remember(self, prompt: Prompt, tokens: list[int], end_ids: frozenset[int], message: Message) -> None:
+        """A turn that was sampled for a prompt. message: as clients send it back. end_ids: may be its last token."""
+        key = _next_key(prompt.keys[-1], message)
+        if (before := self._turns.pop(key, None)) is not None:
+            self._n_tokens -= len(before.prompt.tokens)
+        self._turns[key] = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
+        self._n_tokens += len(prompt.tokens)
+        while self._n_tokens > self._most_tokens:
+            _, oldest = self._turns.popitem(last=False)
+            self._n_tokens -= len(oldest.prompt.tokens)
+
+    def _continues(self, turn: _Turn, text: str) -> int | None:
+        """Where in `text` what follows the turn begins, if all before it is as the model saw and said it."""
+        said_at = len(turn.prompt.text)
+        if not text.startswith(turn.prompt.text):
+            return None
+        end = turn.end or self._template_end
+        at = text.find(end, said_at) if end else -1
+        if at < 0 or not self._same(turn, text[said_at:at]):
+            return None
+        return at + len(turn.end)
+
+    def _same(self, turn: _Turn, body: str) -> bool:
+        """Whether a turn that the template wrote says what the model did. Space and the form of JSON may differ."""
+        if body == turn.body:
+            return True
+        if any((tag in body) != (tag in turn.body) for tag in (THINK, END_THINK)):
+            return False  # the template has dropped reasoning, if only an empty one
+        opened = turn.prompt.opens_reasoning
+        written, sampled = (_meaning(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
+        return written == sampled
+
+    @cached_property
+    def _template_end(self) -> str:
+        """What the template writes behind a turn of the assistant, as far as it is one special token."""
+        asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" + _CLOSE}]
+        _, _, behind = render(self.tokenizer, asked, None).partition(_CLOSE)
+        special = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        found = [token for token in special if behind.lstrip().startswith(token)]
+        return max(found, key=len, default=self.tokenizer.eos_token or "")
+
+    def _encode(self, text: str, start: int, places: list[tuple[int, int, int]]) -> tuple[list[int], Runs]:
+        """The tokens of text[start:], and where they come from. places: (start, end, source) of words in the text."""
+        if not self.tokenizer.is_fast:
+            tokens = self.tokenizer.encode(text[start:], add_special_tokens=False)
+            return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
+        found = self.tokenizer(text[start:], add_special_tokens=False, return_offsets_mapping=True)
+        sources, spans = [], iter([place for place in places if place[1] > start])
+        place = next(spans, None)
+        for first, last in found["offset_mapping"]:
+            while place is not None and start + first >= place[1]:
+                place = next(spans, None)
+            inside = place is not None and start + last > place[0]
+            sources.append(place[2] if inside and place is not None else int(Source.TEMPLATE))
+        return found["input_ids"], runs_of(sources)
+
+    def _places(self, text: str, messages: list[Message], tools: Any, how: Any) -> list[tuple[int, int, int]]:
+        """Where the words of others than the assistant stand in the text: (start, end, source). [] where in doubt."""
+        others = [message for message in messages if message["role"] in OF_ROLE and message["content"].strip()]
+        if not others:
+            return []
+        marked = [
+            {**message, "content": _marked(message["content"])} if message["role"] in OF_ROLE else message
+            for message in messages
+        ]
+        pieces = render(self.tokenizer, marked, tools, opened=True, **how).split(_OPEN)
+        places, at = [], len(pieces[0])
+        if len(pieces) != len(others) + 1 or "".join(pieces).replace(_CLOSE, "") != text:
+            return []
+        for piece, message in zip(pieces[1:], others, strict=True):
+            words, _, behind = piece.partition(_CLOSE)
+            places.append((at, at + len(words), int(OF_ROLE[message["role"]])))
+            at += len(words) + len(behind)
+        return places
+
+
+def _marked(content: str) -> str:
+    words = content.strip()
+    if not words:
+        return content
+    before, _, after = content.partition(words)
+    return f"{before}{_OPEN}{words}{_CLOSE}{after}"
+
+
+def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
+    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+    return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls
+
+
+def conversation_keys(messages: Sequence[Message], tools: Any = None, template: Any = None) -> list[str]:
+    """A key for the conversation up to and with each message. Equal keys mean equal messages, tools and arguments."""
+    key, keys = _next_key("", {"tools": tools or None, "template": template or None}), []
+    for message in messages:
+        key = _next_key(key, message)
+        keys.append(key)
+    return keys
+
+
+def _next_key(key: str, message: Any) -> str:
+    text = json.dumps(message, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    return hashlib.blake2b(f"{key}{text}".encode(), digest_size=16).hexdigest()

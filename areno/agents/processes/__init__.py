@@ -1,0 +1,1 @@
+"""Agents in processes of their own, and what the driver knows of them."""

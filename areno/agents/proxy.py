@@ -1,0 +1,47 @@
+"""The server of one rollout session: on this machine only, behind a key of its own, gone with the session."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from areno.agents.server.build import build_server
+from areno.agents.server.host import ServerThread
+from areno.agents.server.sampling import ServerLimits
+from areno.engine.engine import Engine
+from areno.engine.limits import RequestLimits
+from areno.types import SamplingParams
+
+POLICY = "policy"
+"""The name of the model in a session; that of its folder does as well."""
+_MOST_SAMPLES = 65_536
+
+
+class SessionProxy:
+    """Serves the policy to agents until `stop`. The arguments are those of build_server."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        room: RequestLimits,
+        tokenizer: Any,
+        defaults: SamplingParams,
+        *,
+        timeout_s: float,
+        seed: int,
+        thinking: bool | None,
+    ):
+        self.session, self.api_key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        names = dict.fromkeys([POLICY, Path(engine.spec.model_path).name, engine.spec.model_path])
+        self.server = build_server(
+            engine, room, tokenizer, models=list(names), keys=[self.api_key], defaults=defaults, seed=seed,
+            limits=ServerLimits(timeout_s=timeout_s, max_samples=_MOST_SAMPLES), thinking=thinking,
+            session=self.session,
+        )  # fmt: skip
+        self._thread = ServerThread(self.server.application)
+        self.base_url = f"{self._thread.start()}/v1"
+
+    def stop(self) -> None:
+        """End the requests under way and close the port."""
+        self._thread.stop()

@@ -1,0 +1,245 @@
+"""Trajectories to rows: the tokens as they were sampled, joined over the turns, and which of them are trained.
+
+The prompt of a turn usually begins with all tokens of the turn before, so that both are one row. Where it does not
+(the template dropped reasoning, the agent rewrote or shortened its messages, or it leads several conversations), the
+turn begins a row of its own. No row has a token that the model did not see at its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from areno.agents.conversations import Conversations, conversation_keys
+from areno.agents.parsers import ToolCallParser
+from areno.agents.protocol.errors import ApiError
+from areno.agents.protocol.messages import read_messages
+from areno.agents.server.text import TextStream
+from areno.agents.tokens import Source, expand
+from areno.agents.trajectories import (
+    AgentItem,
+    BadTrajectory,
+    LossMaskPolicy,
+    PlainTurn,
+    items_of,
+    plain_results,
+)
+from areno.errors import DataError
+from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
+
+_SHOWN = 60  # characters on either side of a difference
+
+
+class RowBuilder:
+    """Makes trajectories of turns. session: that the turns must come from; None takes those of any."""
+
+    def __init__(self, conversations: Conversations, policy: LossMaskPolicy, session: str | None = None):
+        self._conversations, self._policy, self._session = conversations, policy, session
+        self._trained_sources = [
+            int(source)
+            for source, trained in (
+                (Source.TOOL, policy.tool_results),
+                (Source.SYSTEM, policy.system_prompt),
+                (Source.USER, policy.user_prompt),
+            )
+            if trained
+        ]
+
+    def trajectory(self, turns: Sequence[PlainTurn]) -> Trajectory:
+        """The trajectory of these turns. Raises BadTrajectory, saying where they are not what was sampled."""
+        if not turns:
+            raise BadTrajectory("it returned no turns")
+        rows: list[_Row] = []
+        for number, turn in enumerate(turns):
+            self._check(turn, number)
+            tokens = turn["tokens"]
+            row = max((row for row in rows if row.leads_to(tokens["prompt_token_ids"])), key=len, default=None)
+            if row is None:
+                rows.append(row := _Row())
+            row.extend(tokens, self._trained_of(turn, is_last=number == len(turns) - 1))
+        last = turns[-1]
+        messages = [*last["messages"], last["message"]]
+        return Trajectory(
+            rows=[row.finished(self._trained_sources) for row in rows],
+            turns=[{name: turn[name] for name in turn if name not in ("tokens", "reward")} for turn in turns],
+            messages=messages,
+            tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
+            tool_results=[message for message in messages if message.get("role") == "tool"],
+            reward=last.get("reward"),
+        )
+
+    def _check(self, turn: PlainTurn, number: int) -> None:
+        """The turn is of the session, and its messages are those that the model was asked with."""
+        tokens = turn["tokens"]
+        if self._session is not None and tokens.get("session") != self._session:
+            raise BadTrajectory(f"turn {number} has a response of another session")
+        try:
+            messages = read_messages(list(turn["messages"]))
+        except (ApiError, TypeError) as error:
+            raise BadTrajectory(f"the messages of turn {number} are not valid: {error}") from error
+        if conversation_keys(messages)[-1] != tokens.get("conversation"):
+            raise BadTrajectory(f"turn {number}: {self._difference(messages, turn)}")
+
+    def _difference(self, messages: list[Any], turn: PlainTurn) -> str:
+        """How the text of the messages differs from what the model read."""
+        tokenizer = self._conversations.tokenizer
+        read = tokenizer.decode(turn["tokens"]["prompt_token_ids"], skip_special_tokens=False)
+        said = self._conversations.prompt(messages, turn["tools"]).text
+        start = f"its messages are not those of the request ({len(messages)} messages): "
+        if said == read:
+            return start + "they differ in what the chat template leaves out"
+        same = next((i for i, (a, b) in enumerate(zip(said, read, strict=False)) if a != b), min(len(said), len(read)))
+        around = slice(max(0, same - _SHOWN), same + _SHOWN)
+        return start + f"at character {same} they say {said[around]!r}, and the model read {read[around]!r}"
+
+    def _trained_of(self, turn: PlainTurn, is_last: bool) -> np.ndarray:
+        """Which of the sampled tokens are trained, by what they are."""
+        policy, tokens = self._policy, turn["tokens"]["choices"][0]["token_ids"]
+        text = policy.assistant_text and (policy.final_assistant_text or not is_last)
+        if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
+            return np.full(len(tokens), text)
+        start = self._first_call(tokens)
+        return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
+
+    def _first_call(self, tokens: list[int]) -> int:
+        """The place of the token with which the calls of a turn begin."""
+        stream, ends, text = TextStream(self._conversations.tokenizer, frozenset()), [], ""
+        for token in tokens:
+            text += stream.feed([token])
+            ends.append(len(text))
+        start = call_start(self._conversations.parser, text + stream.finish())
+        return next((place for place, end in enumerate(ends) if end > start), len(tokens))
+
+
+class _Row:
+    """A row that grows by turns."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._sources: list[tuple[int, int]] = []
+        self._pieces: list[tuple[int, np.ndarray, list[float], list[int]]] = []  # start, trained, logprobs, versions
+        self._temperatures: set[float] = set()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def leads_to(self, prompt: list[int]) -> bool:
+        """Whether a prompt goes on from all tokens of the row."""
+        return prompt[: len(self.tokens)] == self.tokens
+
+    def extend(self, tokens: Mapping[str, Any], trained: np.ndarray) -> None:
+        """Go on with what a turn's prompt adds to the row, and with what was sampled."""
+        choice = tokens["choices"][0]
+        self.tokens = [*tokens["prompt_token_ids"], *choice["token_ids"]]
+        self._sources = [*map(tuple, tokens["sources"]), (int(Source.SAMPLED), len(choice["token_ids"]))]
+        self._pieces.append((len(tokens["prompt_token_ids"]), trained, choice["logprobs"], choice["versions"]))
+        self._temperatures.add(float(tokens["temperature"]))
+
+    def finished(self, trained_sources: list[int]) -> TokenRow:
+        """The row as arrays. trained_sources: whose tokens are trained beside sampled ones."""
+        n_tokens, sources = len(self.tokens), expand(self._sources)
+        sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
+        logprobs, versions = np.zeros(n_tokens), np.zeros(n_tokens, dtype=np.int64)
+        for start, of_piece, piece_logprobs, piece_versions in self._pieces:
+            place = slice(start, start + len(of_piece))
+            sampled[place], trained[place] = True, of_piece
+            logprobs[place], versions[place] = piece_logprobs, piece_versions
+        trained[:1] = False  # nothing comes before the first token that could predict it
+        temperature = next(iter(self._temperatures)) if len(self._temperatures) == 1 else None
+        return TokenRow(
+            tokens=self.tokens, sources=sources, sampled=sampled, trained=trained, logprobs=logprobs,
+            versions=versions, temperature=temperature,
+        )  # fmt: skip
+
+
+def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentItem, Trajectory]]:
+    """What an agent of a script has returned, by item. Raises DataError naming the one that cannot be trained on."""
+    found = []
+    try:
+        items = list({item.key: item for item in items_of(returned)}.values())
+        for item, turns in zip(items, plain_results(returned, items), strict=True):
+            found.append((item, builder.trajectory(turns)))
+    except BadTrajectory as error:
+        where = f"trajectory {len(found)}: " if found else ""
+        raise DataError(f"{where}{error}".replace("it returned", "the agent returned")) from error
+    return found
+
+
+def train_sequences(
+    trajectory: Trajectory,
+    *,
+    reward: float = 0.0,
+    eos_token_id: int = 0,
+    weights_version: int = 0,
+    masked: bool = False,
+) -> list[TrainSequence]:
+    """The rows of a trajectory. masked: nothing of them is trained.
+
+    A row is as stale as the oldest weights that sampled one of its tokens.
+    """
+    return [
+        TrainSequence(
+            prompt_mask=np.ones(len(row), dtype=bool) if masked else ~row.trained,
+            tokens=np.array(row.tokens, dtype=np.int64),
+            logprobs=row.logprobs,
+            reward=float(reward),
+            eos_token_id=eos_token_id,
+            staleness=weights_version - int(row.versions[row.sampled].min(initial=weights_version)),
+        )
+        for row in trajectory.rows
+    ]
+
+
+def needs_scoring(row: TokenRow, temperature: float) -> bool:
+    """Whether log-probabilities of trained tokens are missing: not sampled, or sampled at another temperature."""
+    return row.temperature != temperature or bool((row.trained & ~row.sampled).any())
+
+
+def call_start(parser: ToolCallParser, text: str) -> int:
+    """Where in a text the first call begins; its length where there is none."""
+    places = [place for tag in parser.tags for place in _all_places(text, tag)]
+    for place in sorted(places):
+        if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
+            return place
+    return 0 if parser.parse(text).tool_calls else len(text)
+
+
+def _all_places(text: str, tag: str) -> list[int]:
+    places, at = [], text.find(tag)
+    while at >= 0:
+        places.append(at)
+        at = text.find(tag, at + 1)
+    return places
+
+
+def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
+    """What a reward function is given for a trajectory."""
+    said = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
+    n_prompt = int(trajectory.rows[0].sampled.argmax())
+    whole = [trajectory.rows[0].tokens[n_prompt:], *(row.tokens for row in trajectory.rows[1:])]
+    sampled = [row.sampled for row in trajectory.rows]
+    logprobs = np.concatenate([row.logprobs[kept] for row, kept in zip(trajectory.rows, sampled, strict=True)])
+    mask = np.concatenate([row.trained[kept] for row, kept in zip(trajectory.rows, sampled, strict=True)])
+    return RewardRecord(
+        prompt=item.prompt,
+        completion="".join(tokenizer.batch_decode(said, skip_special_tokens=True)),
+        final_answer=trajectory.messages[-1].get("content") or "",
+        messages=trajectory.messages,
+        rendered_completion="".join(tokenizer.batch_decode(whole, skip_special_tokens=False)),
+        tool_calls=trajectory.tool_calls,
+        tool_results=trajectory.tool_results,
+        tokens=[token for tokens in said for token in tokens],
+        logprobs=logprobs.tolist(),
+        loss_mask=mask.tolist(),
+        solutions=item.record.get("solutions") if solutions is None else solutions,
+        record=item.record,
+        prompt_tokens=trajectory.rows[0].tokens[:n_prompt],
+    )
+
+
+def _spans(mask: np.ndarray) -> np.ndarray:
+    """(first, behind the last) of each run of True, (K, 2)."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return edges.reshape(-1, 2)

@@ -1,0 +1,69 @@
+"""Runs an application in a thread of its own, whose event loop no code of a user can hold up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from aiohttp import web
+
+from areno.errors import EngineError
+
+
+class ServerThread:
+    """An application at an address, from `start` until `stop`. port 0: any that is free.
+
+    grace_s: at the end, how long requests under way may still take.
+    """
+
+    def __init__(
+        self, make: Callable[[], web.Application], host: str = "127.0.0.1", port: int = 0, grace_s: float = 0.0
+    ):
+        self._make, self._host, self._port, self._grace_s = make, host, port, grace_s
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._error: BaseException | None = None
+        self._ready = threading.Event()
+        self.url = ""
+
+    def start(self) -> str:
+        """Serve; the address, such as http://127.0.0.1:8000. EngineError where the port is taken."""
+        self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise EngineError(f"the server cannot listen at {self._host}:{self._port}: {self._error}") from self._error
+        return self.url
+
+    def stop(self) -> None:
+        """Take no more requests, wait for those under way, then end them. Again: of no effect."""
+        if self._loop is None or self._stopping is None or self._thread is None:
+            return
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        runner = web.AppRunner(self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=self._grace_s)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
+            host, port = runner.addresses[0][:2]
+            self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._ready.set()
+            await self._stopping.wait()
+        finally:
+            await runner.cleanup()

@@ -1,0 +1,136 @@
+"""Between requests of clients and the engine: ids, seeds, limits, and the end of what nobody waits for any more."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areno.agents.protocol.errors import CONTEXT_FULL, ApiError
+from areno.agents.protocol.requests import SampleOptions
+from areno.agents.server.metrics import ServerMetrics
+from areno.engine.engine import Engine
+from areno.engine.limits import RequestLimits
+from areno.errors import ArenoError, EngineError
+from areno.types import GenerationOutput, GenerationRequest
+
+_FIRST_ID = 1 << 48  # of requests; calls of Engine.generate count theirs from 0
+
+
+@dataclass(kw_only=True)
+class ServerLimits:
+    """max_body: bytes of a request. max_samples: being sampled or waiting; more are refused with 429.
+
+    timeout_s: for the answer to a request. shutdown_s: for the answers under way when the server is told to end.
+    """
+
+    max_body: int = 32 * 2**20
+    max_samples: int = 4096
+    timeout_s: float = 3600.0
+    shutdown_s: float = 30.0
+
+
+class Sampler:
+    """Samples for requests, on an engine that is in a rollout phase.
+
+    room: what the phase has room for. seed: of requests without one of their own: equal prompts draw the same, up to
+    their order. stop_ids: end a completion.
+    """
+
+    def __init__(self, engine: Engine, room: RequestLimits, limits: ServerLimits, seed: int, stop_ids: frozenset[int]):
+        self.engine, self.room, self.limits, self.stop_ids = engine, room, limits, stop_ids
+        self.metrics = ServerMetrics()
+        self._seed = seed
+        self._ids = itertools.count(_FIRST_ID)
+        self._seen: Counter[int] = Counter()  # prompts that chose no seed
+        self.n_samples = 0  # under way
+
+    def request(self, prompt: list[int], options: SampleOptions, **more: Any) -> GenerationRequest:
+        """The engine's form of a request. ApiError 400 where there is no room for it."""
+        request = GenerationRequest(
+            request_id=next(self._ids),
+            prompt=prompt,
+            n_samples=options.n,
+            params=options.params,
+            seed=self._seed_of(prompt, options.seed),
+            stream=options.stream,
+            logit_bias=options.logit_bias,
+            top_logprobs=options.n_top or 0,
+            **more,
+        )
+        try:
+            self.room.max_new(request)
+        except EngineError as error:
+            too_long = len(prompt) >= min(self.room.context_len, options.params.max_context_len or 1 << 60)
+            raise ApiError(400, str(error), code=CONTEXT_FULL if too_long else None) from error
+        return request
+
+    def _seed_of(self, prompt: list[int], given: int | None) -> int:
+        if given is not None:
+            return given
+        # Requests come in any order, so a seed by number would not be the same in another run.
+        data = np.array(prompt, dtype=np.int64).tobytes()
+        digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        self._seen[digest] += 1
+        return (self._seed * 0x9E3779B97F4A7C15 + digest + self._seen[digest] * 0xD1342543DE82EF95) % 2**64
+
+    @contextmanager
+    def place(self, n: int) -> Iterator[None]:
+        """Room for `n` more samples. ApiError 429 where too many are under way."""
+        if self.n_samples + n > self.limits.max_samples:
+            raise ApiError(
+                429, f"{self.n_samples} samples are under way, and at most {self.limits.max_samples} may be; try later"
+            )
+        self.n_samples += n
+        try:
+            yield
+        finally:
+            self.n_samples -= n
+
+    async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
+        """What the engine gives for a request. Leaving early, for whatever reason, ends the request."""
+        started, is_first, done = time.monotonic(), True, False
+        try:
+            async with aclosing(self.engine.generate_stream(request, self.limits.timeout_s)) as stream:
+                async for output in stream:
+                    if is_first:
+                        is_first = False
+                        if request.stream:
+                            self.metrics.first_token.observe(time.monotonic() - started)
+                        self.metrics.prompt_tokens += len(request.prompt)
+                        self.metrics.cached_tokens += output.cached_tokens
+                    if output.finish_reason is not None:
+                        self.metrics.completion_tokens += len(output.tokens)
+                    yield output
+            done = True
+        except TimeoutError:
+            raise ApiError(408, f"no answer within {self.limits.timeout_s:g} s") from None
+        except ArenoError as error:
+            status = 503 if isinstance(error, EngineError) else 400
+            raise ApiError(status, str(error)) from error
+        finally:
+            self.metrics.aborted += not done
+            self.metrics.whole.observe(time.monotonic() - started)
+
+    async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
+        """All samples of a request, whole and in order."""
+        async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
+            found = [output async for output in stream if output.finish_reason is not None]
+        return sorted(found, key=lambda output: output.sample)
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """What the engine's decoders do now."""
+        stats = self.engine.rollout_stats()
+        return [
+            ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),
+            ("areno_samples_waiting", "Samples waiting for a place in it.", sum(one.waiting for one in stats)),
+            ("areno_samples_in_flight", "Samples of requests being answered.", self.n_samples),
+            ("areno_preemptions", "Samples sent back to waiting.", sum(one.preemptions for one in stats)),
+        ]

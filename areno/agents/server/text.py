@@ -1,0 +1,97 @@
+"""Completion tokens to text as they come: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from areno.agents.parsers.cursor import partial_tag
+
+_PART_OF_A_CHARACTER = "\ufffd"
+
+
+class TextStream:
+    """The text of one completion. hidden: tokens without text, such as special ones. stops: strings that end it.
+
+    However the tokens are cut into pieces, the texts add up to the same.
+    """
+
+    def __init__(self, tokenizer: Any, hidden: frozenset[int], stops: Sequence[str] = ()):
+        self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
+        self._tokens: list[int] = []
+        self._told = self._context = (
+            0  # tokens whose text was returned; where decoding begins, so that it depends on few
+        )
+        self._held = ""  # text that may be the beginning of a stop string
+        self.stopped = False  # a stop string has come; what follows is dropped
+
+    def feed(self, tokens: Iterable[int]) -> str:
+        """The text that is certain with these tokens and was not before."""
+        self._tokens += [token for token in tokens if token not in self._hidden]
+        return self._cut(self._new_text(final=False), final=False)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come."""
+        return self._cut(self._new_text(final=True), final=True)
+
+    def _new_text(self, final: bool) -> str:
+        if self._told == len(self._tokens):
+            return ""
+        before = self._decode(self._tokens[self._context : self._told])
+        text = self._decode(self._tokens[self._context :])
+        if len(text) <= len(before) or (text.endswith(_PART_OF_A_CHARACTER) and not final):
+            return ""
+        self._context, self._told = self._told, len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
+
+    def _cut(self, new: str, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + new
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        certain = len(text) if final else partial_tag(text, self._stops)
+        self._held = text[certain:]
+        return text[:certain]
+
+
+def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
+    """The special tokens of a tokenizer, but for those with a text in `keep`."""
+    added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = {*added, *tokenizer.all_special_ids}
+    return frozenset(number for number in ids if number not in added or str(added[number]) not in keep)
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The characters that stand for bytes in vocabularies of byte-level BPE (GPT-2)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_character()
+
+
+class TokenTexts:
+    """Single tokens as log-probabilities name them: their text, and the bytes of it."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self.of = lru_cache(maxsize=100_000)(self._of)
+
+    def _of(self, token: int) -> tuple[str, list[int]]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        if _PART_OF_A_CHARACTER not in text:
+            return text, list(text.encode())
+        name = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if all(character in _BYTES for character in name):
+            return text, [_BYTES[character] for character in name]
+        if len(name) == 6 and name.startswith("<0x"):
+            return text, [int(name[1:5], 16)]
+        return text, list(text.encode())

@@ -1,0 +1,70 @@
+"""An environment of the verifiers package as an agent: its rollout asks the policy, its rubric gives the reward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory
+from areno.config.rollout.agent import VERIFIERS
+from areno.data.environments import load_environment
+from areno.files.user_code import load_function
+
+
+def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
+    """The agent function of a file; of an environment where `file` is `verifiers`, or `verifiers:NAME`."""
+    spec = f"{file}:{name}" if f"{file}:" == VERIFIERS else file
+    if spec.startswith(VERIFIERS):
+        return environment_agent(load_environment(spec, key))
+    return load_function(file, name, key)
+
+
+def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
+    """The agent function `run_agent(ctx, batch)` of an environment, for a batch of one item."""
+
+    async def run_agent(ctx: Any, batch: Any) -> list[AgentTrajectory]:
+        from openai import AsyncOpenAI
+
+        found = []
+        async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
+            for item in batch.iter_samples():
+                state = await environment.rollout(_input(environment, item), client, "policy", {})
+                found.append(await _trajectory(environment, item, state))
+        return found
+
+    return run_agent
+
+
+def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
+    """A row as the environment's rollout takes it. Rows of its own dataset have all that it needs."""
+    row = item.record
+    prompt = row.get("prompt") if item.messages is None else item.messages
+    if not isinstance(prompt, list):
+        system = [{"role": "system", "content": environment.system_prompt}] if environment.system_prompt else []
+        prompt = [*system, *(environment.few_shot or []), {"role": "user", "content": item.prompt}]
+    found = {"prompt": prompt, "answer": row.get("answer", row.get("solutions")) or "", "info": row.get("info") or {}}
+    return found | {
+        "task": row.get("task") or environment.env_id,
+        "example_id": row.get("example_id", item.prompt_index),
+    }
+
+
+async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
+    """The turns of a rollout that is over, with the reward of the rubric. Raises what ended the rollout early."""
+    error = state["error"]
+    if error is not None:
+        raise error.__cause__ or error
+    if not state["trajectory"]:
+        raise BadTrajectory("the environment ended before it asked the policy")
+    try:
+        await environment.rubric.score_rollout(state)
+    except AssertionError as error:
+        text = (
+            "its rubric has no reward function, or one that compares samples of a group; each is scored by itself here"
+        )
+        raise BadTrajectory(text) from error
+    tools = state["oai_tools"] or None
+    turns = [AgentTrajectoryTurn(item, step["prompt"], step["response"], tools) for step in state["trajectory"]]
+    parts = {name: float(value) for name, value in state["metrics"].items() if math.isfinite(value)}
+    return AgentTrajectory(turns, reward=state["reward"], parts=parts)

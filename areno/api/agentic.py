@@ -1,0 +1,15 @@
+"""What an agent and its reward function work with: batches, items, trajectories, records, loss masks."""
+
+from areno.agents.recorder import Recorder
+from areno.agents.trajectories import AgentBatch, AgentItem, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
+from areno.types import RewardRecord
+
+__all__ = [
+    "AgentBatch",
+    "AgentItem",
+    "AgentTrajectory",
+    "AgentTrajectoryTurn",
+    "LossMaskPolicy",
+    "Recorder",
+    "RewardRecord",
+]

@@ -1,0 +1,1 @@
+"""What a step samples, and the rewards of it."""

@@ -1,0 +1,136 @@
+"""The rollout of agents: they sample through the endpoint of a session, in their own processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from areno.agents.processes.context import AgentContext
+from areno.agents.processes.pool import AgentOutcome, AgentPool
+from areno.agents.rows import RowBuilder, reward_record
+from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy
+from areno.api.inputs.plan import sampling_params
+from areno.api.trainers.setup import PolicySetup
+from areno.config.rollout.sampling import GenerationConfig
+from areno.engine.engine import OnProgress
+from areno.errors import ArenoError, Problem
+from areno.tracking.run_log import IN_FULL
+from areno.types import (
+    Batch,
+    PromptItem,
+    RewardOutcome,
+    RewardRecord,
+    RolloutSequence,
+    ScoredSample,
+)
+
+logger = logging.getLogger("areno")
+
+_PREVIEW = 200  # characters of a prompt in a log line
+_LOGGED_FAILURES = 3
+
+
+def sample_with_agents(
+    setup: PolicySetup,
+    agents: AgentPool,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    on_progress: OnProgress,
+    first_group: int,
+    at_once: int | None = None,
+) -> list[tuple[ScoredSample, RewardRecord | None]]:
+    """A sample of every item and number, with its record for the reward. Without one, the sample has failed.
+
+    at_once: items whose agents run at the same time; None: all. Raises ArenoError where all of them have failed.
+    """
+    trainer, config = setup.trainer, setup.config
+    batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
+    params = sampling_params(gconfig)
+    most = config.rollout.max_concurrent_rollouts or config.rows_per_step
+    logger.info(
+        "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d",
+        len(items), gconfig.n_samples, len(batch), most, extra=IN_FULL,
+    )  # fmt: skip
+    policy = LossMaskPolicy(tool_results=config.agent.train_tool_results)
+
+    def watch(n_done: int) -> None:
+        trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+        on_progress([], trainer.engine.rollout_stats())
+
+    with trainer.rollout_session(
+        sampling_params=params, loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
+    ) as session:
+        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
+        every, size, outcomes = list(batch), (at_once or len(items)) * gconfig.n_samples, []
+        for start in range(0, len(every), size):
+            part = every[start : start + size]
+            outcomes += agents.run(part, context, watch)
+        conversations = session.proxy.server.chat.conversations
+    rows = RowBuilder(conversations, policy, context.session)
+    found = [
+        _sample(setup, items[item.prompt_index], item, outcome, rows, first_group + item.prompt_index)
+        for item, outcome in zip(batch, outcomes, strict=True)
+    ]
+    _report([sample for sample, _ in found])
+    return found
+
+
+def _sample(
+    setup: PolicySetup, item: PromptItem, agent_item: AgentItem, outcome: AgentOutcome, rows: RowBuilder,
+    group: int,
+) -> tuple[ScoredSample, RewardRecord | None]:  # fmt: skip
+    """A sample, and the record for its reward unless its agent failed."""
+
+    def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
+        nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
+        verdict = RewardOutcome(None, status, message)
+        return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
+
+    if outcome.status == "filtered":
+        logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
+    if outcome.turns is None:
+        return failed(f"agent_{outcome.status}", outcome.message)
+    try:
+        trajectory = rows.trajectory(outcome.turns)
+    except BadTrajectory as error:
+        return failed("agent_error", str(error))
+    record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
+    versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
+    sequence = RolloutSequence(
+        resp_tokens=record.tokens,
+        resp_logprobs=record.logprobs,
+        finish_reason="length" if trajectory.turns[-1]["finish_reason"] == "length" else "stop",
+        resp_versions=versions.tolist(),
+    )
+    # What the model read is the agent's own prompt.
+    asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
+    text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
+    waiting = RewardOutcome(0.0)
+    sample = ScoredSample(
+        item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
+    )
+    return sample, record
+
+
+def _report(samples: Sequence[ScoredSample]) -> None:
+    """Log what was built and what failed. Raises ArenoError where nothing is left."""
+    done = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    logger.info(
+        "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
+        len(done), sum(len(row) for one in done for row in one.rows), sum(len(one.messages) for one in done),
+        sum(len(one.tool_calls) for one in done), sum(len(one.tool_results) for one in done), extra=IN_FULL,
+    )  # fmt: skip
+    failed = [sample for sample in samples if not sample.is_done]
+    for sample in [sample for sample in failed if sample.outcome.status != "agent_filtered"][:_LOGGED_FAILURES]:
+        outcome = sample.outcome
+        logger.warning("%s: %s; prompt=%r", outcome.status, outcome.message, sample.item.prompt[:_PREVIEW])
+    if failed and not done:
+        first = failed[0].outcome
+        text = f"none of the {len(failed)} trajectories can be trained on; the first: {first.message}"
+        key = "gconfig.max_tokens" if first.status == "agent_filtered" else "agent.fn"
+        raise ArenoError(Problem(key, text))

@@ -1,0 +1,65 @@
+"""Rows and samples: an agent's sample may have several rows, and advantages are of samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from areno.api.agent_rows import score_missing
+from areno.api.trainer import Trainer
+from areno.api.trainers.rows import Arrays, places_of, set_trained
+from areno.types import ScoredSample, TrainSequence
+
+logger = logging.getLogger("areno")
+
+
+def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
+    """How many of the rows of `policy_rows` each sample has."""
+    return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
+
+
+def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
+    """One row for each sample, of the rows that it has one after another. sizes: of `rows_per_sample`.
+
+    Advantages are of samples: one with two rows counts once in its group, and its tokens are one sequence.
+    """
+    found, start = [], 0
+    for size in sizes:
+        of_sample = rows[start : start + size]
+        start += size
+        if size == 1:
+            found += of_sample
+            continue
+        names = ("prompt_mask", "tokens", "logprobs", "values", "ref_logprobs", "advantages")
+        whole = {name: [vars(row)[name] for row in of_sample] for name in names}
+        fields = {name: np.concatenate(arrays) for name, arrays in whole.items() if arrays[0] is not None}
+        found.append(replace(of_sample[0], **fields))
+    return found
+
+
+def set_advantages(
+    rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
+) -> None:
+    """Set a per-token field of the rows from its values at the trained tokens of each sample, as of `joined`."""
+    samples = joined(rows, sizes)
+    set_trained(samples, name, found)  # tells what does not fit
+    arrays: Arrays = []
+    for array, start, size in zip(found, np.cumsum([0, *sizes]), sizes, strict=False):
+        counts = [int(places_of(row).sum()) for row in rows[start : start + size]]
+        arrays += np.split(np.asarray(array), np.cumsum(counts)[:-1])
+    set_trained(rows, name, arrays)
+
+
+def score_agents(
+    trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], temperature: float
+) -> None:
+    """`score_missing` for the rows of agents' samples. Warns where these sampled at temperatures of their own."""
+    sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
+    if others := score_missing(trainer, sampled, rows, temperature):
+        logger.warning(
+            "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate",
+            ", ".join(map(str, others)), temperature,
+        )  # fmt: skip

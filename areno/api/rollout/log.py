@@ -1,0 +1,53 @@
+"""What the trackers of a run hear of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from areno.api.metrics import rewards_by_group, rollout_metrics
+from areno.api.rollout.by_sample import joined
+from areno.api.rollout.collect import Rollout
+from areno.api.trainers.rows import trained
+from areno.api.trainers.setup import PolicySetup
+from areno.types import ScoredSample, TrainSequence
+
+
+def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
+    """Give rollout/* to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
+    run, samples = setup.run, rollout.samples
+    advantages_B = np.zeros(len(samples))
+    by_sample = trained(joined(rows, rollout.sizes), "advantages")
+    advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in by_sample]
+    metrics = rollout_metrics(
+        samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
+    )
+    n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
+    metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
+    run.log({**metrics, **group_metrics(samples), **rollout.scalars})
+    run.keep(reward_mean=metrics["rollout/rewards_mean"])
+
+
+def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
+    """rollout/frac_groups_zero_std: the share of groups whose rewards are all equal, so that no sample is better.
+
+    Only groups of two or more rewards count; {} if there are none.
+    """
+    equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
+    return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
+
+
+def log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence], is_corrected: bool = True) -> None:
+    """Give the samples to the trackers, with what is known of them. is_corrected: `correct` has seen the rows."""
+    actor = setup.config.actor
+    has_proximal = is_corrected and (actor.use_decoupled_loss or actor.recompute_logprob)
+    for sample, row in zip(rollout.kept, joined(rows, rollout.sizes), strict=True):
+        if sample.trajectory is not None:
+            sample.advantages = trained([row], "advantages")[0]
+            continue
+        start = len(sample.item.tokens)
+        sample.advantages = np.asarray(row.advantages)[start:]
+        if has_proximal:
+            sample.train_logprobs = np.asarray(row.logprobs)[start:]
+    setup.run.trackers.samples(setup.run.step, rollout.samples)

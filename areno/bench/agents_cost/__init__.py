@@ -1,0 +1,1 @@
+"""What a rollout by agents costs."""

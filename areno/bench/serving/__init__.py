@@ -1,0 +1,1 @@
+"""What an OpenAI-compatible server costs."""

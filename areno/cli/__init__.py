@@ -1,0 +1,1 @@
+"""The command `areno`: one module for each of its subcommands."""

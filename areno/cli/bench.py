@@ -1,0 +1,21 @@
+"""areno bench: the same as python -m areno.bench."""
+
+from __future__ import annotations
+
+import argparse
+
+from areno.bench import arguments as of_bench
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    of_bench.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print the page."""
+    from areno.bench.__main__ import log_progress, show
+
+    log_progress()
+    show(of_bench.settings_of(arguments))
+    return 0

@@ -1,0 +1,254 @@
+"""areno check: tries what a run needs, on this machine, with the tiny model that comes with areno."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from areno.errors import ArenoError
+
+_MODEL = "examples/quickstart/model"
+_AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
+        "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
+        "where something does not work."
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one"
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of devices (default: every visible one)")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of what does not work")
+
+
+@dataclass
+class _Report:
+    """What has been tried so far."""
+
+    debug: bool
+    failed: list[str] = field(default_factory=list)
+
+    def line(self, mark: str, name: str, text: object) -> None:
+        print(f"{mark:<5} {name:<18} {text}", flush=True)
+
+    def attempt(self, name: str, work: Callable[[], str]) -> bool:
+        """Do something that tells how it went; whether it worked."""
+        try:
+            self.line("ok", name, work())
+        except Exception as error:  # whatever a broken installation raises is what the user wants to know
+            if self.debug:
+                traceback.print_exc()
+            said = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
+            self.line("FAIL", name, said)
+            self.failed.append(name)
+            return False
+        return True
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try everything; 1 where something does not work."""
+    from areno.tracking.run_log import RunLog
+
+    report = _Report(arguments.debug)
+    with RunLog(own_process=True, console="quiet"):
+        _try_all(report, arguments)
+    print(f"\n{', '.join(report.failed)}: see above" if report.failed else "\neverything that a run needs works")
+    return 1 if report.failed else 0
+
+
+def _try_all(report: _Report, arguments: argparse.Namespace) -> None:
+    if report.attempt("packages", _packages):
+        report.attempt("device", lambda: _device(arguments.device))
+        report.attempt("kernels", lambda: _kernels(arguments.device))
+        report.attempt("folder", _folder)
+        report.attempt("reward processes", _rewards)
+        _model(report, arguments)
+    for name, missing in _optional():
+        report.line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
+
+
+def _packages() -> str:
+    from areno.cli.env import required
+
+    try:
+        needed = required()
+    except metadata.PackageNotFoundError:
+        raise ArenoError("areno is not installed; use pip install -e . in its folder") from None
+    if wrong := [text for text, found in needed.items() if not found]:
+        raise ArenoError("missing, or here in another version: {}; pip install areno brings them", ", ".join(wrong))
+    return f"areno {metadata.version('areno')}, torch {metadata.version('torch')}, {len(needed)} in all"
+
+
+def _device(kind: str) -> str:
+    import torch
+
+    from areno.bench.device import device_name
+
+    devices = _devices(kind)
+    for device in devices:
+        product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+        if product.sum().item() != 64**3:
+            raise ArenoError("{} multiplies wrongly", device)
+    return ", ".join(f"{device}: {device_name(device)}{_memory(device)}" for device in devices)
+
+
+def _devices(kind: str) -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
+    if kind == "cuda" and not count:
+        raise ArenoError("torch {} sees no CUDA device", torch.__version__)
+    return [f"cuda:{index}" for index in range(count)] or ["cpu"]
+
+
+def _memory(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f", {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
+
+
+def _kernels(kind: str) -> str:
+    """The log-probabilities of Triton's kernel and of plain torch, where there is one for the device."""
+    import torch
+
+    from areno.kernels.attention import BACKENDS, choose_backend
+    from areno.kernels.backend import use_triton
+    from areno.kernels.logprobs import selected_logprobs
+
+    device = _devices(kind)[0]
+    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    hidden, head = torch.randn(8, 32, device=device).to(dtype), torch.randn(40, 32, device=device).to(dtype)
+    targets = torch.arange(8, device=device)
+    found, _ = selected_logprobs(hidden, head, targets, temperature=1.0)
+    expected = (hidden.float() @ head.float().T).log_softmax(-1)[torch.arange(8, device=device), targets]
+    if not torch.allclose(found, expected, atol=0.05):
+        raise ArenoError("the kernel of log-probabilities is wrong by {}", (found - expected).abs().max().item())
+    form = "Triton" if use_triton(hidden) else "plain torch"
+    return f"{form}; attention by {BACKENDS[choose_backend('auto', device, dtype)]}"
+
+
+def _folder() -> str:
+    free = shutil.disk_usage(Path.cwd()).free / _GIB
+    with tempfile.TemporaryFile(dir=Path.cwd()) as file:
+        file.write(b"areno")
+    return f"{Path.cwd()} can be written, {free:.0f} GiB are free"
+
+
+def _rewards() -> str:
+    from areno.config.rollout.reward import RewardConfig
+    from areno.rewards.pool import RewardPool
+    from areno.types import RewardRecord
+
+    with RewardPool(RewardConfig(fn="math", workers=1)) as pool:
+        [right, wrong] = pool.score([RewardRecord(completion=text, solutions="4") for text in ("\\boxed{4}", "5")])
+    if (right.value, wrong.value) != (1.0, 0.0):
+        raise ArenoError("the built-in math reward gives {} and {}", right, wrong)
+    return "score an answer by the built-in math reward"
+
+
+def _model(report: _Report, arguments: argparse.Namespace) -> None:
+    """Rollout, training and saving, each if what is before it works."""
+    from areno.files.paths import find_file
+
+    folder = find_file(_MODEL, "model")
+    with _trainer(str(folder), arguments, report) as trainer:
+        if trainer is None:
+            return
+        rows: list[Any] = []
+        if report.attempt("rollout", lambda: _rollout(trainer, rows)):
+            report.attempt("optimizer step", lambda: _step(trainer, rows))
+        report.attempt("checkpoint", lambda: _checkpoint(trainer))
+
+
+@contextmanager
+def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
+    """A Trainer of the model, or None where there can be none."""
+    from areno.api.inputs.backend import ArenoConfig
+    from areno.api.trainer import Trainer
+
+    made: list[Any] = []
+
+    def start() -> str:
+        world_size = arguments.world_size or len(_devices(arguments.device))
+        config = ArenoConfig(runtime={"device": arguments.device}, optimizer={"lr": 1e-4})
+        trainer = Trainer(world_size, folder, custom_config=config)
+        made.append(trainer)
+        trainer.init()
+        info = trainer.info
+        return f"{info.n_params / 1e6:.1f}M parameters in {info.dtype} on {', '.join(trainer.engine.spec.devices)}"
+
+    works = report.attempt("model", start)
+    try:
+        yield made[0] if works else None
+    finally:
+        for trainer in made:
+            trainer.close()
+
+
+def _rollout(trainer: Any, rows: list[Any]) -> str:
+    from areno.types import SamplingParams, TrainSequence
+
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with trainer.rollout_session(sampling_params=params, proxy=False):
+        results = trainer.rollout_batch([f"{number}+{number}=" for number in range(10, 18)], 4, params, seed=1)
+    for result in results:
+        n_prompt = len(result.prompt_tokens)
+        for number, sequence in enumerate(result.sequences):
+            rows.append(
+                TrainSequence(
+                    prompt_mask=[True] * n_prompt + [False] * len(sequence.resp_tokens),
+                    tokens=[*result.prompt_tokens, *sequence.resp_tokens],
+                    logprobs=[0.0] * n_prompt + sequence.resp_logprobs,
+                    advantages=[0.0] * n_prompt + [number - 1.5] * len(sequence.resp_tokens),
+                )
+            )
+    return f"{len(rows)} samples of 8 tokens"
+
+
+def _step(trainer: Any, rows: list[Any]) -> str:
+    from areno.loss_fns import grpo_loss_fn
+
+    stats = trainer.train(rows, grpo_loss_fn)
+    difference = stats["logp_abs_diff_mean"]
+    if not math.isfinite(stats["grad_norm"]):
+        raise ArenoError("the norm of the gradient is {}", stats["grad_norm"])
+    if difference > _AGREEMENT[trainer.engine.spec.dtype]:
+        raise ArenoError("log-probabilities of rollout and training differ by {:.2g}", difference)
+    return f"gradient norm {stats['grad_norm']:.3g}; rollout and training agree to {difference:.1g}"
+
+
+def _checkpoint(trainer: Any) -> str:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        saved = trainer.save_checkpoint(Path(folder) / "model")
+        n_params = sum(one.numel() for one in AutoModelForCausalLM.from_pretrained(saved).parameters())
+    return f"transformers reads what areno saves ({n_params / 1e6:.1f}M parameters)"
+
+
+def _optional() -> Iterator[tuple[str, str]]:
+    """(extra, missing packages) of those that are not installed, but for developers' own."""
+    from areno.cli.env import extras
+
+    for name, missing in extras().items():
+        if missing and name != "dev":
+            yield name, ", ".join(missing)

@@ -1,0 +1,29 @@
+"""areno compare: what differs between runs."""
+
+from __future__ import annotations
+
+import argparse
+
+from areno.cli.tables import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Prints the settings in which runs differ, and the first, the best and the last value of each of their results."
+    )
+    help = "folders of runs; the folder of a sweep stands for its runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print both tables."""
+    from areno.errors import ConfigError
+    from areno.report.tables import compare_tables
+    from areno.tracking.reader import run_folders
+
+    folders = run_folders(arguments.runs)
+    if len(folders) < 2:
+        raise ConfigError("RUN: is one run; name at least two to compare")
+    show(*compare_tables(folders))
+    return 0

@@ -1,0 +1,113 @@
+"""areno env: what is installed and what devices there are, for bug reports and scripts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Prints the versions of areno and the packages that it uses, the extras that are installed, the devices, and "
+        "which kernels run on them. Put it into a bug report."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what there is."""
+    found = environment()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    for name, value in _lines(found):
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """{"versions", "extras", "cpu", "devices", "kernels"}: see the keys inside."""
+    import torch
+
+    from areno.kernels.attention import BACKENDS, choose_backend
+    from areno.tracking.new_run import versions
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return {
+        "versions": {**versions(), "cuda": torch.version.cuda},
+        "extras": {name: {"installed": not missing, "missing": missing} for name, missing in extras().items()},
+        "cpu": {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+                "torch_threads": torch.get_num_threads()},
+        "devices": [_device(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())],
+        "kernels": {
+            "attention": BACKENDS[choose_backend("auto", device, dtype)],
+            "flash_attn": find_spec("flash_attn") is not None,
+            "triton": find_spec("triton") is not None,
+        },
+    }  # fmt: skip
+
+
+def extras() -> dict[str, list[str]]:
+    """Extra of areno -> its packages that are missing. Nothing is known of an areno that is not installed."""
+    try:
+        declared = metadata.metadata("areno").get_all("Provides-Extra") or []
+        needed = {extra: required(extra) for extra in declared}
+    except metadata.PackageNotFoundError:
+        return {}
+    return {extra: [text for text, found in packages.items() if not found] for extra, packages in needed.items()}
+
+
+def required(extra: str = "") -> dict[str, str]:
+    """What areno, or an extra of it, needs, such as "torch>=2.8" -> the version that is there; "" for none or another.
+
+    Raises PackageNotFoundError if areno is not installed.
+    """
+    from packaging.requirements import Requirement
+
+    found = {}
+    for one in map(Requirement, metadata.requires("areno") or []):
+        if one.marker.evaluate({"extra": extra}) if one.marker else not extra:
+            version = _version(one.name)
+            found[str(one).partition(";")[0].strip()] = version if version and version in one.specifier else ""
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _device(properties: Any) -> dict[str, Any]:
+    return {
+        "name": properties.name,
+        "memory_gib": round(properties.total_memory / _GIB, 1),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield from ((name, value or "-") for name, value in found["versions"].items())
+    for name, extra in found["extras"].items():
+        lacking = f"not installed: {', '.join(extra['missing'])} (pip install 'areno[{name}]')"
+        yield f"extra {name}", "installed" if extra["installed"] else lacking
+    yield "cpu", f"{found['cpu']['cores']} cores, {found['cpu']['torch_threads']} threads of torch"
+    for number, device in enumerate(found["devices"]):
+        about = f"{device['memory_gib']} GiB, compute capability {device['compute_capability']}"
+        yield f"cuda:{number}", f"{device['name']}, {about}"
+    if not found["devices"]:
+        yield "gpu", "none that torch can use"
+    kernels = found["kernels"]
+    yield "attention", kernels["attention"]
+    for name in ("triton", "flash_attn"):
+        yield name, "installed" if kernels[name] else "not installed"

@@ -1,0 +1,189 @@
+"""areno evaluate: a checkpoint on data, with the reward of its run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from areno.cli.tables import show
+from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
+
+_FLAGS = {
+    "actor.path": "FOLDER", "valid_dataset.path": "--data", "train_dataset.path": "--data", "reward.fn": "--reward",
+    "valid_dataset.max_rows": "--max-rows", "eval_gconfig.n_samples": "--n-samples", "engine.device": "--device",
+    "eval_gconfig.temperature": "--temperature", "eval_gconfig.max_new_tokens": "--max-new-tokens",
+    "gconfig.max_new_tokens": "--max-new-tokens", "trial_name": "--output",
+}  # fmt: skip
+_TASK, _RECIPE = "prompts", "gspo"  # for a model that was not trained by rewards
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Samples answers of a checkpoint to the rows of valid_dataset, scores them with the reward of its run, prints "
+        "the means and keeps every answer. A checkpoint of SFT or DPO, or any other model folder, needs --data and "
+        "--reward, or the settings of another run."
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="checkpoint, run (its last checkpoint), or any model folder")
+    add("--run", metavar="RUN", help="take the settings of this run (default: that of the checkpoint)")
+    add("--data", metavar="DATA", help="other rows: file, folder or hub dataset (default: valid_dataset of the run)")
+    add(
+        "--reward", metavar="FN", help="another reward: file.py[:function] or a built-in one (default: that of the run)"
+    )
+    add("--max-rows", metavar="N", help="only the first rows")
+    add("--n-samples", type=int, metavar="N", help="answers to each prompt; more than one are sampled, for pass@k")
+    add("--temperature", metavar="T", help="sample with this temperature")
+    add("--max-new-tokens", metavar="N", help="longest answer")
+    add("--device", choices=["auto", "cpu", "cuda"], help="default: that of the run")
+    add("-o", "--output", metavar="FOLDER", help="new folder for the answers (default: evaluations/ in the run)")
+    add("--json", action="store_true", help="print JSON")
+    add("settings", nargs="*", metavar="key=value", help="any other setting of a run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate, and print what was found."""
+    own = {line.partition("=")[0].lstrip("+") for line in arguments.settings}  # these the user knows by their keys
+    with keys_renamed(lambda key: None if key in own else _FLAGS.get(key)):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from areno.api.evaluation import evaluate_model, without_training
+    from areno.launch.resume import shown
+    from areno.tracking import new_run
+    from areno.tracking.run_log import RunLog
+
+    of_run, model, step = _found(arguments.folder)
+    of_run = Path(arguments.run).expanduser() if arguments.run else of_run
+    settings = [*_overrides(arguments), *arguments.settings]
+    config, recipe = _config(of_run, model, arguments, settings)
+    output = _output(arguments.output, of_run, model)
+    folder = new_run.make(output)
+    assert folder is not None
+    config = without_training(config, model)
+    folder.describe(config, settings, recipe)
+    try:
+        with RunLog(own_process=True):
+            scalars = evaluate_model(config, output, step)
+    except BaseException:
+        folder.discard()
+        raise
+    if arguments.json:
+        print(json.dumps({"model": model, "answers": str(output / "eval"), **scalars}, indent=2))
+    else:
+        show(_table(scalars))
+        files = sorted((output / "eval").rglob("*.jsonl"))
+        print("\n".join(f"answers:      {shown(file)}" for file in files))
+        print(f"look at them: areno report {shlex.quote(shown(output))}")
+    return 0
+
+
+def _found(named: str) -> tuple[Path | None, str, int]:
+    """The run that a folder is of, the model, and the step of a checkpoint; 0 where it is not known."""
+    from areno.tracking.new_run import is_described
+    from areno.tracking.reader import RunReader
+
+    folder = Path(named).expanduser()
+    if is_described(folder) or (folder / "logs").is_dir():
+        latest = RunReader(folder).latest_checkpoint()
+        if latest is None:
+            raise ArenoError("{} has no checkpoint yet; name a model folder, with --run {}", folder, folder)
+        folder = latest
+    if not folder.is_dir():  # a hub id, or nothing: what opens the model says so
+        return None, named, 0
+    if not (folder / "config.json").exists():
+        text = "{} is neither the folder of a run nor that of a model: it has no config.json"
+        raise ConfigError(Problem("FOLDER", text, folder))
+    of_run = next((parent for parent in folder.resolve().parents if is_described(parent)), None)
+    number = folder.resolve().name.removeprefix("step-")
+    return of_run, str(folder), int(number) if number.isdecimal() else 0
+
+
+def _overrides(arguments: argparse.Namespace) -> Iterator[str]:
+    """The settings that the flags stand for."""
+    if arguments.data is not None:
+        yield from (f"valid_dataset.path={_quoted(arguments.data)}", "valid_dataset.loader=null")
+        yield "valid_dataset.sets=null"
+    for key, value in {
+        "reward.fn": arguments.reward and _quoted(arguments.reward), "valid_dataset.max_rows": arguments.max_rows,
+        "eval_gconfig.n_samples": arguments.n_samples, "eval_gconfig.temperature": arguments.temperature,
+        "eval_gconfig.max_new_tokens": arguments.max_new_tokens, "engine.device": arguments.device,
+    }.items():  # fmt: skip
+        if value is not None:
+            yield f"{key}={value}"
+    if (arguments.n_samples or 1) > 1 or arguments.temperature is not None:
+        yield "eval_gconfig.greedy=false"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
+    """The settings, and the recipe that they are of."""
+    from areno.api.algorithms import algorithm_names, get_algorithm
+    from areno.config.experiments import PolicyExperimentConfig
+    from areno.launch.compose import load
+    from areno.tracking.new_run import is_described, recipe_of, settings_of
+
+    of_policy = False
+    if of_run is not None:
+        if not is_described(of_run):
+            raise ConfigError(Problem("--run", "{} is not the folder of a run: it has no config.yaml", of_run))
+        recipe = recipe_of(of_run)
+        if recipe not in algorithm_names():
+            raise ArenoError("{}: its algorithm, {!r}, is not installed", of_run, recipe)
+        of_policy = issubclass(get_algorithm(recipe).config, PolicyExperimentConfig)
+    if of_policy and of_run is not None:
+        algorithm, given = get_algorithm(recipe_of(of_run)), settings_of(of_run)
+        groups = [] if given.get("valid_dataset") or not arguments.data else ["valid_dataset=default"]
+        uses = {line.partition(".")[0] for line in settings}
+        if "eval_gconfig" in uses and not given.get("eval_gconfig"):
+            groups.append("eval_gconfig=greedy")
+        config = load(algorithm.config, "config", [*groups, *settings], of_run)
+    else:
+        if missing := [Problem(f"--{name}", "missing; {} is no checkpoint of a run with rewards", model)
+                       for name in ("data", "reward") if vars(arguments)[name] is None]:  # fmt: skip
+            raise ConfigError(missing)
+        algorithm = get_algorithm(_RECIPE)
+        rows = [f"actor.path={_quoted(model)}", f"train_dataset.path={_quoted(arguments.data)}"]
+        rows += ["gconfig.max_new_tokens=1", f"eval_gconfig.max_new_tokens={arguments.max_new_tokens or 1024}"]
+        groups = ["valid_dataset=default", "eval_gconfig=greedy"]
+        config = load(algorithm.config, _TASK, [*groups, *rows, *settings])
+    if config.valid_dataset is None:
+        raise ConfigError(Problem("--data", "missing; the run of {} evaluates nothing itself", model))
+    return config, algorithm.name
+
+
+def _output(named: str | None, of_run: Path | None, model: str) -> Path:
+    """A folder that is not there yet."""
+    if named is not None:
+        return Path(named).expanduser()
+    base = (of_run or Path("outputs")).absolute() / "evaluations"
+    name = Path(model).resolve().name
+    return next(path for number in range(1, 10**6)
+                if not (path := base / (name if number == 1 else f"{name}-{number}")).exists())  # fmt: skip
+
+
+def _table(scalars: Mapping[str, float]) -> Any:
+    from rich.table import Table
+
+    table = Table("", "value", border_style="bright_black")
+    table.columns[1].justify = "right"
+    for name, value in scalars.items():
+        table.add_row(_TITLES.get(name, name), f"{value:.6g}")
+    return table
+
+
+_TITLES = {
+    "rewards_mean": "mean reward",
+    "accuracy": "accuracy",
+    "response_len_mean": "mean length in tokens",
+    "truncated": "cut off at the length limit",
+    "num_sequences": "answers",
+}

@@ -1,0 +1,1 @@
+"""The flags of `areno train`, and their tables on the page of the command line."""

@@ -1,0 +1,29 @@
+"""areno recipes: what --algo and --config-name can be."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Lists the algorithms, the tasks and the tested runs with the algorithms that each is for, and the named "
+        "variants. For the settings of an algorithm, use python -m areno.recipes.gspo --help."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lists."""
+    from areno.api.algorithms import algorithm_names, get_algorithm
+    from areno.launch import help, library
+
+    about = {name: (get_algorithm(name).config.__doc__ or "").strip().splitlines()[0] for name in algorithm_names()}
+    parts = [
+        help.columns("algorithms (areno train --algo NAME, or python -m areno.recipes.NAME)", about),
+        help.files("tasks (--config-name NAME)", library.tasks()),
+        help.files("tested runs (--config-name NAME)", library.experiments()),
+        help.files("variants (variant=NAME)", library.variants()),
+    ]
+    print("\n\n".join(parts))
+    return 0

@@ -1,0 +1,107 @@
+"""areno replay: one recorded sample under a checkpoint of its run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from areno.cli.tables import show
+
+if TYPE_CHECKING:
+    from areno.report.replay import Replay, Token
+
+_SHOWN_CHARS = 200  # of the prompt
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
+        "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
+        "the advantage, the token's part in the loss, and the gradient of the loss by its log-probability: below 0, "
+        "training makes the token more likely. The loss is that of the sample as a step of its own."
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of the run")
+    add("--step", type=int, required=True, metavar="N", help="step that sampled it")
+    add("--sample", type=int, default=0, metavar="N", help="which sample of the step, counted from 0 (default 0)")
+    add("--row", type=int, default=0, metavar="N", help="which row of an agent's sample, counted from 0 (default 0)")
+    help = "step of a checkpoint, latest, best, or a model folder (default: the one nearest to the step)"
+    add("--checkpoint", metavar="STEP|FOLDER", help=help)
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one")
+    add("--prompt", action="store_true", help="show the tokens of the prompt, too")
+    add("--json", action="store_true", help="print JSON, with all tokens")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table of tokens."""
+    from areno.report.replay import replay
+    from areno.tracking.reader import RunReader
+    from areno.tracking.run_log import RunLog
+
+    with RunLog(own_process=True, console="quiet"):
+        found = replay(
+            RunReader(arguments.run), arguments.step, arguments.sample, checkpoint=arguments.checkpoint,
+            row=arguments.row, device=arguments.device,
+        )  # fmt: skip
+    if arguments.json:
+        from areno.report.contents import without_nan
+
+        data = without_nan(asdict(found) | {"checkpoint": str(found.checkpoint)})
+        print(json.dumps(data, ensure_ascii=False, indent=2, default=str))
+        return 0
+    for name, text in _summary(found, arguments.step, arguments.sample).items():
+        print(f"{name:<12} {text}")
+    show(_table(found, arguments.prompt))
+    return 0
+
+
+def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
+    from areno.report.tables import cell
+
+    sample = found.sample
+    prompt = repr(sample.get("prompt") or "")[1:-1]
+    differences = [abs(token.difference) for token in found.tokens if token.trained and token.difference is not None]
+    told = {
+        "sample": f"{number} of step {step}",
+        "prompt": prompt if len(prompt) <= _SHOWN_CHARS else f"... {prompt[-_SHOWN_CHARS:]}",
+        "reward": f"{cell(sample.get('reward'))} ({sample.get('status')})",
+        "checkpoint": str(found.checkpoint),
+    }
+    if found.checkpoint_step is not None:
+        told["checkpoint"] += f" (after step {found.checkpoint_step})"
+    if found.versions is not None:
+        oldest, newest = found.versions
+        told["sampled"] = f"by weights of {oldest if oldest == newest else f'{oldest} to {newest}'} updates"
+    if differences:
+        mean = sum(differences) / len(differences)
+        told["then, now"] = f"log-probabilities differ by {mean:.2g} on average, {max(differences):.2g} at most"
+    if found.loss is not None:
+        told["loss"] = cell(found.loss)
+    if found.missing:
+        told["not known"] = "; ".join(found.missing)
+    return told
+
+
+def _table(found: Replay, with_prompt: bool) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from areno.report.tables import cell, right
+
+    numbers = ("then", "now", "ratio", "advantage", "loss", "gradient")
+    table = Table(right(""), "token", "trained", *map(right, numbers))
+    first = next((place for place, token in enumerate(found.tokens) if token.trained), 0)
+    for place, token in enumerate(found.tokens):
+        if with_prompt or place >= first:
+            values = (token.then, token.now, _ratio(token), token.advantage, token.loss, token.gradient)
+            trained = "yes" if token.trained else "no"
+            table.add_row(str(place), escape(repr(token.text)), trained, *map(cell, values))
+    return table
+
+
+def _ratio(token: Token) -> float | None:
+    return None if token.difference is None else math.exp(min(token.difference, 700.0))

@@ -1,0 +1,29 @@
+"""areno report: one HTML page of runs."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Writes one HTML page that needs no network and no other file: curves, samples with their tokens, settings and "
+        "versions. Several runs are drawn over each other, with the settings in which they differ. "
+        "Needs pip install 'areno[report]'."
+    )
+    help = "folders of runs; the folder of a sweep stands for its runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=help)
+    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page, and say where it is."""
+    from areno.report.page import write_report
+    from areno.tracking.reader import run_folders
+
+    folders = run_folders(arguments.runs)
+    path = write_report(folders, arguments.output)
+    told = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    print(f"{path}: {told}, {path.stat().st_size / 2**20:.1f} MiB; open it in a browser")
+    return 0

@@ -1,0 +1,206 @@
+"""areno reward: tries reward functions on samples that are there already."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.cli.tables import show
+from areno.errors import ArenoError, ConfigError, DataError, Problem
+
+_SHOWN_CHARS = 48
+_SHOWN_ERRORS = 3
+_ABOUT = """\
+Scores recorded samples as a run would, in reward processes with their time limit, and prints the rewards.
+
+  areno reward reward.py --data samples.jsonl
+  areno reward math format --weights 1 0.2 --data outputs/prompts/TRIAL --step 50
+  areno reward length reward.length.max_tokens=64 --data samples.jsonl
+
+The samples are those that a run has kept, or rows with the fields prompt and completion, and what the function
+reads beside them, such as solutions. Exit code 1 says that some samples could not be scored."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of this command."""
+    parser.description, parser.formatter_class = _ABOUT, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("functions", nargs="+", metavar="FUNCTION", help="file.py, file.py:function or the name of a built-in reward; "
+        "also settings, such as reward.code.partial=true")  # fmt: skip
+    add("--data", required=True, metavar="PATH", help="jsonl, json, parquet or csv file, or the folder of a run")
+    add("--step", type=int, help="step of the run whose samples are scored (default: the last one that has any)")
+    add("--weights", nargs="+", type=float, metavar="W", help="factors of the functions (default: 1 for all)")
+    add("--tokenizer", metavar="FOLDER", help="counts the tokens of samples without any, for the reward length")
+    add("--limit", type=int, metavar="N", help="score the first N samples only")
+    add("--show", type=int, default=20, metavar="N", help="samples in the table (default: 20)")
+    add("--workers", type=int, default=2, help="processes that call the functions (default: 2)")
+    add("--timeout-s", type=float, default=30.0, help="time limit for one sample in seconds (default: 30)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Score and print. Raises ArenoError where the functions or the samples cannot be read."""
+    from areno.rewards.pool import RewardPool
+    from areno.tracking.run_log import RunLog
+
+    config = _config(arguments)
+    rows = _rows(arguments.data, arguments.step)[: arguments.limit]
+    records = [_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
+    if arguments.tokenizer is not None:
+        _count_tokens(records, arguments.tokenizer)
+    with RunLog(own_process=True), RewardPool(config, tracebacks=True) as pool:
+        pool.wait_ready()
+        started = time.monotonic()
+        outcomes = pool.outcomes(records)
+        seconds = time.monotonic() - started
+    _print_table(rows, records, outcomes, arguments.show)
+    _print_summary(rows, outcomes)
+    each = 1000 * seconds / len(records)
+    print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {config.workers} processes")
+    return _print_errors(outcomes)
+
+
+def _config(arguments: argparse.Namespace) -> Any:
+    """The RewardConfig that the command line describes."""
+    from areno.config.rollout.reward import OnlyReward
+    from areno.config.schema.build import build
+    from areno.launch.elsewhere import hint
+
+    functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
+    given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
+    settings = _settings(word for word in arguments.functions if word not in functions)
+    if not functions:
+        raise ConfigError([Problem("FUNCTION", "is missing; name a file or a built-in reward")])
+    # One function has no name of its own, as reward.fn=reward.py; several are parts.
+    fn = functions[0] if len(functions) == 1 else functions
+    return build(OnlyReward, {"reward": {"fn": fn, **given, **settings}}, [], hint).reward
+
+
+def _settings(words: Iterator[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    assert isinstance(found, dict)
+    return found.get("reward", {})
+
+
+def _rows(path: str, step: int | None) -> list[Any]:
+    """The samples of a run, or the rows of a file. Raises ArenoError if there are none."""
+    from areno.data.sources import read_rows
+    from areno.errors import keys_renamed
+    from areno.tracking.reader import RunReader
+
+    folder = Path(path).expanduser()
+    if folder.is_dir() and ((folder / "config.yaml").exists() or (folder / "logs").is_dir()):
+        run = RunReader(folder)
+        steps = run.sampled_steps()
+        if not steps:
+            raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", path)
+        return run.samples(steps[-1] if step is None else step)
+    if step is not None:
+        raise ConfigError([Problem("--step", f"is {step}, but {path} is not the folder of a run")])
+    with keys_renamed({"train_dataset.path": "--data"}.get):
+        found = read_rows(path)
+        rows = [found[number] for number in range(len(found))]
+    if not rows:
+        raise DataError([Problem("--data", f"{path} has no rows")])
+    return rows
+
+
+def _record(row: Any, where: str) -> Any:
+    """What the functions get for a row. Texts may be messages, as TRL writes them."""
+    from areno.types import RewardRecord
+
+    if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise DataError([Problem("--data", f"{where}: needs prompt and completion; it has {has}")])
+    asked, said = _messages(row["prompt"], "user"), _messages(row["completion"], "assistant")
+    texts = {name: row[name] if isinstance(row[name], str) else "" for name in ("prompt", "completion")}
+    final = str(said[-1].get("content") or "") if said else ""
+    tokens = row.get("tokens")
+    return RewardRecord(
+        prompt=texts["prompt"] or str(asked[-1].get("content") or "" if asked else ""),
+        completion=texts["completion"] or final,
+        final_answer=final,
+        messages=[*asked, *said],
+        rendered_completion=texts["completion"] or final,
+        tokens=list(tokens) if isinstance(tokens, list) else [],
+        solutions=row.get("solutions"),
+        record=row,
+        step=row.get("step") or 0,
+    )
+
+
+def _count_tokens(records: Sequence[Any], folder: str) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("--tokenizer", f"{folder} has no tokenizer: {error}")]) from error
+    for record in records:
+        record.tokens = record.tokens or tokenizer.encode(record.completion, add_special_tokens=False)
+
+
+def _messages(said: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
+
+
+def _part_names(outcomes: Sequence[Any]) -> list[str]:
+    return list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
+
+
+def _print_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> None:
+    from rich import box, markup, table
+
+    names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
+    shown = table.Table(box=box.SIMPLE)
+    for name in ["sample", "reward", *names, *(["recorded"] if recorded else [])]:
+        shown.add_column(name, justify="right")
+    shown.add_column("completion", no_wrap=True)
+    for number, (row, record, outcome) in enumerate(zip(rows[:most], records, outcomes, strict=False)):
+        reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}"
+        parts = (f"{outcome.parts[name]:.4g}" if name in outcome.parts else "" for name in names)
+        before = ["" if row.get("reward") is None else f"{row['reward']:.4g}"] if recorded else []
+        text = " ".join(record.completion.split())[:_SHOWN_CHARS]
+        shown.add_row(str(number), reward, *parts, *before, markup.escape(text))
+    show(shown)
+    if len(rows) > most:
+        print(f"and {len(rows) - most} samples more (--show)")
+
+
+def _print_summary(rows: Sequence[Any], outcomes: Sequence[Any]) -> None:
+    import numpy as np
+    from rich import box, table
+
+    shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
+    values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
+    for name in _part_names(outcomes):
+        values[f"  {name}"] = [each.parts[name] for each in outcomes if name in each.parts]
+    for name, of in values.items():
+        numbers = [np.mean(of), np.std(of), np.min(of), np.max(of)] if of else []
+        shown.add_row(name, *(f"{number:.4g}" for number in numbers), *[""] * (4 - len(numbers)), str(len(of)))
+    show(shown)
+    right = sum(value >= 1.0 - 1e-6 for value in values["reward"])
+    print(f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)")
+    pairs = [(row.get("reward"), each.value) for row, each in zip(rows, outcomes, strict=True)]
+    pairs = [pair for pair in pairs if None not in pair]
+    if pairs:
+        differ = sum(abs(before - now) > 1e-6 for before, now in pairs)
+        print(f"{differ} of {len(pairs)} rewards differ from those that were recorded")
+
+
+def _print_errors(outcomes: Sequence[Any]) -> int:
+    """The first errors with their tracebacks, on standard error; the exit code."""
+    failed = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.value is None]
+    for number, outcome in failed[:_SHOWN_ERRORS]:
+        print(f"\nsample {number}: {outcome.status}\n{outcome.message}", file=sys.stderr)
+    if failed:
+        counts = Counter(outcome.status for _, outcome in failed)
+        told = ", ".join(f"{count} {status}" for status, count in counts.items())
+        print(f"\n{len(failed)} of {len(outcomes)} samples have no reward: {told}", file=sys.stderr)
+    return int(bool(failed))

@@ -1,0 +1,24 @@
+"""areno runs: the runs below a folder."""
+
+from __future__ import annotations
+
+import argparse
+
+from areno.cli.tables import show
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = (
+        "Lists the runs below a folder, those of sweeps among them: whether they are completed, how many steps they "
+        "have, their best number and how long they took."
+    )
+    parser.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="default: %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table."""
+    from areno.report.tables import runs_table
+
+    show(runs_table(arguments.folder))
+    return 0

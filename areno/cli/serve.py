@@ -1,0 +1,156 @@
+"""areno serve: a model folder behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areno.files.stopping import handled
+
+logger = logging.getLogger("areno")
+
+_NAMES = {
+    "actor.path": "FOLDER",
+    "actor.dtype": "--dtype",
+    "tokenizer_path": "FOLDER",
+    "engine.tp_size": "--tp-size",
+    "engine.world_size": "--world-size",
+    "engine.device": "--device",
+    "rollout.mem_fraction": "--mem-fraction",
+    "rollout.max_kv_tokens": "--max-kv-tokens",
+    "rollout.max_concurrent_rollouts": "--max-running",
+    "gconfig.max_tokens": "--max-model-len",
+    "gconfig.max_new_tokens": "--max-model-len",
+    "train_dataset.max_length": "--max-model-len",
+}
+_LOOK_S = 1.0  # whether the workers are still there
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.description = (
+        "Serves a Hugging Face folder, such as a checkpoint of a run, at http://HOST:PORT/v1: chat/completions, "
+        "completions and models. /health and /metrics (Prometheus) are beside it. Ends on Ctrl-C or SIGTERM, when the "
+        "answers under way are done."
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", help="model folder or hub id")
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all, which needs --api-key")
+    add("--port", type=_number(int, 0, 65535), default=8000, help="port; 0 takes any that is free")
+    add("--api-key", default=os.environ.get("ARENO_API_KEY"), help="key that requests must bring; by default "
+        "$ARENO_API_KEY. Without one, the server is open to programs on this machine")  # fmt: skip
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model in requests; by default the "
+        "folder's path and its last part")  # fmt: skip
+    add("--max-model-len", type=_number(int, 2), help="longest prompt plus answer in tokens; by default the model's")
+    add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
+    add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
+    add("--max-body-mb", type=_number(float, 0.001), default=32.0, help="largest request in MB")
+    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
+    add("--shutdown-s", type=_number(float, 0), default=30.0, help="time for the answers under way, at the end")
+    add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
+    add("--world-size", type=_number(int, 1), help="devices in all; by default every visible one")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="kind of device")
+    add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="of the weights")
+    add("--mem-fraction", type=_number(float, 0.01, 0.99), default=0.85, help="share of the free memory for the cache")
+    add("--max-kv-tokens", type=_number(int, 1), help="size of the cache in tokens")
+    add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="prompt tokens of one forward pass")
+    add("--eager-decode", action="store_true", help="decode without CUDA graphs")
+    add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
+    add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
+
+
+def _number(kind: type, least: float, most: float = float("inf")) -> Any:
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:
+            bound = f"at least {least:g}" if most == float("inf") else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"is {text}; a number {bound} is expected")
+        return value
+
+    read.__name__ = kind.__name__  # argparse says `invalid int value`
+    return read
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes. Raises ArenoError where the model cannot be served."""
+    from areno.errors import ConfigError, Problem, keys_renamed
+    from areno.tracking.run_log import RunLog
+
+    local = arguments.host in ("127.0.0.1", "localhost", "::1")
+    if not arguments.api_key and not local:
+        text = f"is missing, and --host {arguments.host} can be reached from other machines; give one"
+        raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
+    with RunLog(own_process=True), _signals() as stopped, keys_renamed(_NAMES.get):
+        return _serve(arguments, stopped)
+
+
+def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
+    from areno.agents.server.build import build_server
+    from areno.agents.server.host import ServerThread
+    from areno.agents.server.sampling import ServerLimits
+    from areno.api.inputs.plan import open_actor
+    from areno.config.models import ModelConfig
+    from areno.config.run import DecoderConfig, EngineConfig
+    from areno.engine.engine import Engine
+    from areno.engine.spec import RolloutSpec
+    from areno.types import SamplingParams
+
+    plan = open_actor(
+        ModelConfig(path=arguments.folder, dtype=arguments.dtype),
+        EngineConfig(
+            device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
+            dummy_load=arguments.random_weights,
+        ),
+    )  # fmt: skip
+    decoder = DecoderConfig(
+        mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,
+        max_prefill_tokens=arguments.max_prefill_tokens, eager_decode=arguments.eager_decode,
+    )  # fmt: skip
+    limits = ServerLimits(
+        max_body=int(arguments.max_body_mb * 2**20), max_samples=arguments.max_running + arguments.max_waiting,
+        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s,
+    )  # fmt: skip
+    with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
+        context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
+        room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
+        names = arguments.served_model_name or [arguments.folder, Path(plan.spec.model_path).name]
+        server = build_server(
+            engine, replace(room, context_len=context), plan.tokenizer, models=list(dict.fromkeys(names)),
+            keys=[arguments.api_key] if arguments.api_key else [], limits=limits, seed=secrets.randbits(63),
+            defaults=SamplingParams(max_new_tokens=context, max_context_len=context),
+            thinking=False if arguments.disable_thinking else None,
+        )  # fmt: skip
+        thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
+        url = thread.start()
+        try:
+            logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
+            while not stopped.wait(_LOOK_S):
+                engine.poll(0.0)  # raises where a worker has died
+            logger.info("closing: %d samples under way", server.sampler.n_samples)
+        finally:
+            thread.stop()
+    return 0
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Set by SIGINT or SIGTERM. A second one ends the wait for what is under way."""
+    stopped = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    with handled(stop, signal.SIGINT, signal.SIGTERM):
+        yield stopped

@@ -1,0 +1,120 @@
+"""areno train: the recipes' settings as flags."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
+from areno.cli.flags import of_train
+from areno.cli.flags.of_train import HEADINGS, REFUSED, TASK, Flag
+from areno.config.schema.fields import rows
+from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
+from areno.launch.elsewhere import RECIPES
+
+_ABOUT = """\
+Trains a model by SFT, DPO, GSPO, GRPO or PPO: data, rollout, rewards, loss, optimizer, metrics and checkpoints.
+
+  areno train --ckpt Qwen/Qwen3-0.6B --dataset-path rows.jsonl --reward-fn-path reward.py --algo gspo --batch-size 8
+  areno train --algo gspo --config-name quickstart --max-steps 20        a task that comes with areno
+
+A flag stands for a setting. Settings without a flag are given as key=value, and `areno recipes` lists what
+--config-name can be. The command of the recipe that does the same is printed at the start."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.description = _ABOUT
+    parser.usage = "%(prog)s --ckpt MODEL --dataset-path DATA [flags] [key=value ...]"
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
+    groups = {name: parser.add_argument_group(name, about) for name, about in HEADINGS.items()}
+    names = algorithm_names()
+    groups["Basic"].add_argument("--algo", default="gspo", metavar="TEXT", help=f"{', '.join(names)} (default gspo)")
+    for flag in of_train.flags().values():
+        _add(groups[flag.heading], flag)
+    for name in REFUSED:
+        nargs: Any = {"action": "store_true"} if name == "--tune-params" else {}
+        parser.add_argument(name, dest=name, default=None, help=argparse.SUPPRESS, **nargs)
+    more = parser.add_argument_group("Settings", "as of the recipes")
+    config_name = more.add_argument("--config-name", default=TASK, metavar="NAME", help=f"task (default {TASK})")
+    more.add_argument("--config-dir", metavar="DIR", help="folder of your own task files")
+    more.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
+    more.add_argument("--cfg", choices=["job"], help="print the configuration and do not run")
+    settings = more.add_argument("settings", nargs="*", metavar="key=value", help="any other setting")
+    vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
+
+
+def _add(group: Any, flag: Flag) -> None:
+    only = "" if len(flag.keys) == len(RECIPES) else f"[{', '.join(flag.keys)}] "
+    help = f"{only}{flag.help}".replace("%", "%%")
+    options: dict[str, Any] = {"dest": flag.name, "default": None, "help": help}
+    if flag.value is None:
+        group.add_argument(flag.name, metavar=flag.type_text, **options)
+    elif flag.negative:
+        group.add_argument(flag.name, action=argparse.BooleanOptionalAction, **options)
+    else:
+        group.add_argument(flag.name, action="store_const", const=True, **options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the recipe with the settings that the flags stand for."""
+    from areno.launch import command
+
+    algorithm = _algorithm(arguments.algo)
+    own_task = arguments.config_name != TASK or arguments.resume is not None
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
+    settings, problems = of_train.overrides(algorithm.name, given, own_task, algorithm.config)
+    settings += arguments.settings
+    if not arguments.resume and not arguments.cfg:  # --cfg shows what there is, also where something is missing
+        problems += _problems(algorithm, arguments, settings)
+    if problems:
+        raise ConfigError(problems)
+    start = f"python -m areno.recipes.{algorithm.name}"
+    if algorithm.name not in RECIPES:
+        start = f"areno train --algo {algorithm.name}"
+    options = [] if arguments.resume else [f"--config-name={arguments.config_name}"]
+    options += [f"--{name.replace('_', '-')}={value}" for name in ("config_dir", "resume", "cfg")
+                if (value := vars(arguments)[name])]  # fmt: skip
+    print(f"the same run: {start} {shlex.join([*options, *settings])}", file=sys.stderr)
+    return command.run(algorithm, start, [*options, *settings], greet=False)
+
+
+def _algorithm(name: str) -> Algorithm:
+    names = algorithm_names()
+    if name not in names:
+        there = f"; there are {', '.join(names)}"
+        raise ConfigError(Problem("--algo", f"there is no {name!r}{did_you_mean(name, names)}{there}"))
+    return get_algorithm(name)
+
+
+def _problems(algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str]) -> list[Problem]:
+    """What is wrong with the settings, which are called by the flags that stand for them."""
+    from areno.launch.command import told_recipes
+    from areno.launch.compose import load
+
+    by_key = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
+    for setting in arguments.settings:  # these the user knows by their keys
+        by_key.pop(setting.lstrip("+~").partition("=")[0], None)
+    config_dir = arguments.config_dir
+    try:
+        with keys_renamed(by_key.get), told_recipes(algorithm.name, arguments.config_name, config_dir):
+            load(algorithm.config, arguments.config_name, settings, config_dir)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _tasks(**_: Any) -> list[str]:
+    """What --config-name can be, for the shell."""
+    from areno.launch import library
+
+    return [*library.tasks(), *library.experiments()]
+
+
+def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+    """The keys of settings, for the shell."""
+    algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else "gspo"
+    return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

@@ -1,0 +1,135 @@
+"""Values of a configuration: converted to the types of their fields, or refused; as text; under dotted keys."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from areno.errors import did_you_mean
+
+
+class InvalidValue(Exception):
+    """A value does not have the type or bounds of its field. The message starts with `is ...` and follows the key."""
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list, dict[str, ...] or a union of them.
+
+    An int is taken where a float or a str is meant, and text that reads as a number where a float is (YAML takes
+    1e-6 for text). Nothing else is guessed. Raises InvalidValue.
+    """
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, hint, arms)
+    if origin is Literal:
+        if isinstance(value, bool) and (word := "on" if value else "off") in arms:
+            return word  # YAML takes the words on and off for true and false
+        if any(type(value) is type(choice) and value == choice for choice in arms):
+            return value
+        hint = did_you_mean(str(value), map(str, arms))
+        raise InvalidValue(f"is {show(value)}; expected one of {', '.join(map(show, arms))}{hint}")
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise InvalidValue(f"is {show(value)}; a list is expected: [{show(value)}]")
+        return [_convert_element(element, position, arms[0]) for position, element in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise InvalidValue(f"is {show(value)}; a mapping of names is expected")
+        return {str(name): _convert_element(element, name, arms[1]) for name, element in value.items()}
+    if hint is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise InvalidValue(f"is {show(value)}; a number is expected") from None
+        if not math.isfinite(number):
+            raise InvalidValue(f"is {show(value)}; a finite number is expected")
+        return number
+    if hint is str and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if hint is str and isinstance(value, str) and (problem := text_problem(value)):
+        raise InvalidValue(f"{problem}; whole characters are expected")
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise InvalidValue(f"is {show(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
+
+
+_EXPECTED = {
+    int: "an integer is expected",
+    float: "a number is expected",
+    bool: "true or false is expected",
+    str: "text is expected (put it in quotes)",
+    type(None): "null is expected",
+}
+
+
+def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in arms:
+        return None
+    messages = []
+    # The arm of the value's own type goes first, so that 3 stays an int in `str | int`.
+    for arm in sorted((arm for arm in arms if arm is not type(None)), key=lambda arm: arm is not type(value)):
+        try:
+            return convert(value, arm)
+        except InvalidValue as error:
+            messages.append(str(error))
+    if len(messages) > 1:
+        raise InvalidValue(f"is {show(value)}; expected {spelling(hint)}")
+    raise InvalidValue(f"{messages[0]}, or null" if type(None) in arms else messages[0])
+
+
+def _convert_element(element: Any, position: int | str, hint: Any) -> Any:
+    try:
+        return convert(element, hint)
+    except InvalidValue as error:
+        raise InvalidValue(f"[{position}] {error}") from None
+
+
+def text_problem(text: str) -> str | None:
+    """Why a text cannot be encoded, neither to bytes nor to tokens: it holds a lone surrogate. None if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds {text[error.start]!r} at character {error.start}, half of a surrogate pair"
+    return None
+
+
+def show(value: Any) -> str:
+    """A value in the notation of YAML: null, true, 'text', 1e-06."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dictionary with dotted keys. A list is one value."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def spelling(hint: Any, bounds: str = "") -> str:
+    """A type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`."""
+    origin, arms = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        words = " or ".join(spelling(arm, bounds) for arm in arms if arm is not type(None))
+        null = ", or null" if bounds else " or null"
+        return words + (null if type(None) in arms else "")
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in arms)
+    if origin is list:
+        return f"list of {spelling(arms[0])}"
+    if origin is dict:
+        return "mapping of names to sections"
+    if hint is type(None):  # a setting that a subclass takes away
+        return "null"
+    return f"{hint.__name__}, {bounds}" if bounds else hint.__name__
+
+
+def is_no_folder(path: str | None) -> bool:
+    """Whether nothing can be written to a folder of this name. Null is fine. `~name` needs a user of that name."""
+    return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))

@@ -1,0 +1,1 @@
+"""Settings of what follows a run."""

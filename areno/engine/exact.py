@@ -1,0 +1,85 @@
+"""Makes a model compute each token by itself, bit for bit: what `engine.exact` asks of products.
+
+Attention has one order of operations by its backend "exact". Elementwise operations and norms are computed row by row
+anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels divide the sum
+over the inputs. What the library at hand does is looked at once, when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from areno.errors import EngineError, Key
+from areno.kernels.backend import use_triton
+from areno.kernels.products import unsplit_product
+from areno.kernels.spans import row_multiple
+from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.linear import Linear
+from areno.models.transformer import Transformer
+
+_CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
+_CUDA_ROWS = 8192
+_CUDA_SIZES = (*range(1, 17), 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 777, 1024, 2048, 4096)
+
+
+@torch.no_grad()
+def make_exact(model: Transformer) -> str:
+    """Set how the model's products are computed, after trying them. Returns what was found, for the log.
+
+    EngineError where no way gives the same bits for any number of rows.
+    """
+    modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
+    if model.device.type == "cpu":
+        model.row_multiple = row_multiple()
+        for module in modules.values():
+            _try_on_cpu(module.weight, model.row_multiple)
+        return f"products of {model.row_multiple} rows at a time"
+    found = {shape: _rows_to_avoid(module) for shape, module in modules.items()}
+    for module in model.modules():
+        if isinstance(module, _PRODUCTS):
+            module.unsplit_rows = found[module.weight.shape]
+    return "products without a split up to " + ", ".join(f"{n} rows ({o}x{i})" for (o, i), n in found.items())
+
+
+_PRODUCTS = (Linear, VocabParallelEmbedding)
+
+
+def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
+    x_NI = _noise(multiple * _CPU_SIZES[-1], weight_OI)
+    all_NO = nn.functional.linear(x_NI, weight_OI)
+    for size in _CPU_SIZES:
+        rows = slice(0, size * multiple)
+        if not torch.equal(nn.functional.linear(x_NI[rows], weight_OI), all_NO[rows]):
+            raise EngineError(
+                "{} cannot be kept on this machine: a product of {} rows with a matrix of {} differs in its last bits "
+                "from the same rows in a larger product; set it to false",
+                Key("engine.exact"), rows.stop, tuple(weight_OI.shape),
+            )  # fmt: skip
+
+
+def _rows_to_avoid(module: Linear | VocabParallelEmbedding) -> int:
+    """The most rows of a product that the library computes in another order than large ones."""
+    x_NI = _noise(_CUDA_ROWS, module.weight)
+    module.unsplit_rows = 0
+    all_NO = module.product(x_NI)
+    differ = [n for n in _CUDA_SIZES if not torch.equal(module.product(x_NI[:n]), all_NO[:n])]
+    if not differ:
+        return 0
+    if not use_triton(x_NI):
+        raise EngineError(
+            "{} needs triton, since a product of {} rows differs in its last bits from the same rows in a larger one; "
+            "pip install triton, or set it to false",
+            Key("engine.exact"), differ[-1],
+        )  # fmt: skip
+    dtype = all_NO.dtype
+    own = [n for n in _CUDA_SIZES if not torch.equal(unsplit_product(x_NI[:n], module.weight, dtype), all_NO[:n])]
+    return sys.maxsize if own else differ[-1]  # its own bits for all, where they are not the library's
+
+
+def _noise(n_rows: int, weight_OI: Tensor) -> Tensor:
+    generator = torch.Generator(weight_OI.device).manual_seed(0)
+    shape = (n_rows, weight_OI.shape[1])
+    return torch.randn(shape, generator=generator, device=weight_OI.device).to(weight_OI.dtype)

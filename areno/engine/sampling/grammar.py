@@ -1,0 +1,138 @@
+"""Constrained decoding: which tokens may come next, by a grammar. llguidance does the parsing.
+
+A grammar is a text in llguidance's form (https://github.com/guidance-ai/llguidance, docs/syntax.md), so it travels to
+the workers as it is. Each compiles it for its own tokenizer and keeps it. It ends with an end-of-sequence token: when
+nothing else can follow, that is the only token allowed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from areno.errors import GrammarError
+
+MOST_GRAMMARS = 128  # compiled ones that are kept
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GrammarError(
+            "constrained decoding needs llguidance, which is not installed: pip install 'areno[grammar]'"
+        ) from error
+    return llguidance
+
+
+class GrammarState:
+    """Where one completion is in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
+        self.matcher, self.vocab_size, self._eos = matcher, vocab_size, eos_token_ids
+        self.finished = False  # an end-of-sequence token came where the grammar allows the end
+        self.error = ""  # why no more tokens can be judged
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next: int32, (ceil(vocab / 32),); token t is bit t % 32 of entry t // 32."""
+        return masks([self])[0]
+
+    def accept(self, token: int) -> None:
+        """Go on with a token that the mask allows. Sets `finished` or, where the grammar is too complex, `error`."""
+        if not self.matcher.consume_token(token) or self.matcher.is_error():
+            self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
+        self.finished = not self.error and token in self._eos
+
+
+class Grammar:
+    """A compiled grammar, of which any number of completions are made. text: what it was compiled from."""
+
+    def __init__(self, text: str, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]):
+        self.text, self._matcher, self._vocab_size, self._eos = text, matcher, vocab_size, eos_token_ids
+
+    def start(self) -> GrammarState:
+        """The state before the first token."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
+
+
+def masks(states: Sequence[GrammarState]) -> np.ndarray:
+    """The masks of some states of grammars for the same vocabulary: int32, (states, ceil(vocab / 32))."""
+    out_KW = np.zeros((len(states), -(-states[0].vocab_size // 32)), dtype=np.int32)
+    for row, state in zip(out_KW, states, strict=True):
+        state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+    return out_KW
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and model.
+
+    tokenizer: of transformers. vocab_size: of the model; ids that the tokenizer does not have are never allowed.
+    eos_token_ids: those that end a completion; empty takes the tokenizer's own. Raises GrammarError without llguidance
+    and for a tokenizer that it cannot use. Construction takes about a second for a vocabulary of 150,000.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()):
+        own = tokenizer.eos_token_id
+        self._eos = frozenset(eos_token_ids) or frozenset([own] if own is not None else [])
+        if not self._eos:
+            raise GrammarError("a grammar needs an end-of-sequence token, and the tokenizer has none")
+        self.vocab_size = max(vocab_size, len(tokenizer))
+        self.ll_tokenizer = _ll_tokenizer(tokenizer, self.vocab_size, sorted(self._eos))
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+
+    def compile(self, text: str) -> Grammar:
+        """The grammar of a text. GrammarError says why it is none."""
+        if text in self._grammars:
+            self._grammars.move_to_end(text)
+            return self._grammars[text]
+        library = _library()
+        form = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
+        matcher = library.LLMatcher(self.ll_tokenizer, form, log_level=0)
+        if matcher.is_error():
+            raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
+        grammar = self._grammars[text] = Grammar(text, matcher, self.vocab_size, self._eos)
+        if len(self._grammars) > MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return grammar
+
+    def special_tokens(self, tokenizer: Any) -> dict[str, int]:
+        """The added tokens that a grammar must name by their id, since no text in it matches them."""
+        added = tokenizer.get_added_vocab()
+        return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
+
+
+def _reason(message: str) -> str:
+    """The line of an error message that says what is wrong."""
+    return message.strip().partition("\n")[0].removeprefix("at 1(8): ")
+
+
+def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
+    library = _library()
+    try:
+        import llguidance.hf
+
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_token_ids)
+    except ValueError:  # not byte-level, or without one of the decoders that the library knows
+        words = library.TokenizerWrapper(_Words(tokenizer, vocab_size, eos_token_ids[0]))
+        try:
+            return library.LLTokenizer(words, eos_token=eos_token_ids)
+        except (ValueError, RuntimeError) as error:
+            raise GrammarError("constrained decoding cannot use this tokenizer: {}", error) from error
+
+
+class _Words:
+    """A tokenizer whose tokens are plain texts, in the form that the library takes."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self.tokens = [tokenizer.decode([token]).encode() for token in range(len(tokenizer))]
+        self.tokens += [b""] * (vocab_size - len(tokenizer))
+        self.special_token_ids = sorted(tokenizer.all_special_ids)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,150 @@
+"""Sampling with the settings of each sequence in the batch, which are kept on the device.
+
+How a token is drawn from logits is in `kernels/sampling`. Here the settings find their rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areno.engine.decoder.sequence import Sequence
+from areno.engine.sampling.grammar import masks
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_slots
+from areno.kernels.sampling.mask import apply_masks, policy_logprobs
+
+
+class SlotSampler:
+    """Device tensors with one entry for each slot of the batch.
+
+    A sequence's settings are written when it takes its slot, so a decode step sends slot numbers only. Temperature 0
+    means greedy, with log-probabilities at temperature 1.
+    """
+
+    def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
+        self.tensors = SamplingSettings(
+            key=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            temperature=torch.ones(n_slots, dtype=torch.float32, device=device),
+            greedy=torch.zeros(n_slots, dtype=torch.bool, device=device),
+            top_k=torch.full((n_slots,), -1, dtype=torch.int64, device=device),
+            top_p=torch.ones(n_slots, dtype=torch.float32, device=device),
+            min_new=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            banned=torch.full((n_slots, 0), -1, dtype=torch.int64, device=device),
+            penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
+            counts=None,
+            last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
+        )
+        self._counts_shape = (n_slots, vocab_size)
+        self.masks_SW: Tensor | None = None  # int32, of slots with a grammar, else all bits set; None until one has it
+        self._masked_slots: set[int] = set()  # whose bits are not all set
+
+    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
+        """What a batch of these needs."""
+        return SamplingFlags(
+            filtered=any(sequence.is_filtered for sequence in sequences),
+            n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
+            penalized=any(sequence.is_penalized for sequence in sequences),
+            masked=any(sequence.grammar is not None for sequence in sequences),
+        )
+
+    @staticmethod
+    def pack(sequences: list[Sequence]) -> np.ndarray:
+        """Slots and settings of new sequences as one int64 array (8 + n_banned, n), to be sent in one copy.
+
+        Floats are stored by their float64 bits. n_banned: as many as some sequence may not draw at first, rounded up to
+        a power of two, so that few kernels are compiled.
+        """
+        n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
+        n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
+        packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
+        floats = packed.view(np.float64)
+        for column, sequence in enumerate(sequences):
+            params = sequence.request.params
+            packed[0, column] = sequence.slot
+            packed[1, column] = sequence.key
+            packed[2, column] = params.greedy or params.temperature == 0
+            # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
+            packed[3, column] = params.top_k if sequence.is_filtered else -1
+            floats[4, column] = params.temperature or 1.0
+            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
+            floats[6, column] = params.frequency_penalty
+            packed[7, column] = sequence.min_new
+            if sequence.min_new > 0:
+                packed[8 : 8 + len(sequence.stop_ids), column] = sorted(sequence.stop_ids)
+        return packed
+
+    def assign(self, packed: Tensor) -> None:
+        """Write what `pack` returned, once it is on the device."""
+        slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
+        tensors.key[slots] = packed[1]
+        tensors.greedy[slots] = packed[2].bool()
+        tensors.top_k[slots] = packed[3]
+        tensors.temperature[slots] = packed[4].view(torch.float64).float()
+        tensors.top_p[slots] = packed[5].view(torch.float64).float()
+        tensors.penalty[slots] = packed[6].view(torch.float64).float()
+        tensors.min_new[slots] = packed[7]
+        if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
+            tensors.banned = torch.nn.functional.pad(tensors.banned, (0, more), value=-1)
+        tensors.banned[slots, : len(banned_KN)] = banned_KN.T
+        tensors.banned[slots, len(banned_KN) :] = -1
+
+    @staticmethod
+    def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+        """(slots, (slot, token) pairs as (2, n)) of new sequences with a penalty; None without any.
+
+        A sequence that was preempted has completion tokens when it takes a slot again.
+        """
+        penalized = [sequence for sequence in sequences if sequence.is_penalized]
+        if not penalized:
+            return None
+        pairs = [(sequence.slot, token) for sequence in penalized for token in sequence.tokens[sequence.n_prompt :]]
+        slots = np.array([sequence.slot for sequence in penalized], dtype=np.int64)
+        return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+
+    def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
+        """Write what `pack_counts` returned, once it is on the device."""
+        if self.tensors.counts is None:
+            self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
+        counts = self.tensors.counts
+        counts[slots] = 0
+        counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
+
+    def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+        """(slots, their masks (n, W)) of the sequences that are to be sampled and have a grammar or had to reset one.
+
+        All tokens of those with a grammar must have arrived. None where nothing changes.
+        """
+        with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
+        freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
+        if not with_grammar and not freed:
+            return None
+        slots = np.array([sequence.slot for sequence in with_grammar + freed], dtype=np.int64)
+        masks_KW = np.full((len(slots), -(-self._counts_shape[1] // 32)), -1, dtype=np.int32)
+        if with_grammar:
+            found = masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
+            masks_KW[: len(with_grammar)] = found[:, : masks_KW.shape[1]]
+        self._masked_slots.difference_update(sequence.slot for sequence in freed)
+        self._masked_slots.update(sequence.slot for sequence in with_grammar)
+        return slots, masks_KW
+
+    def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
+        """Write what `pack_masks` returned, once it is on the device."""
+        if self.masks_SW is None:
+            shape = (self._counts_shape[0], masks_KW.shape[1])
+            self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
+        self.masks_SW[slots] = masks_KW
+
+    def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
+        """Sample a token for each row: (2, B) float64, tokens and log-probabilities, as `sample_slots` returns them.
+
+        A mask changes what can be drawn but, like top-k and top-p, not the log-probability.
+        """
+        if not flags.masked:
+            return sample_slots(logits_BV, slots_B, index_B, self.tensors, flags)
+        assert self.masks_SW is not None
+        masked_BV = apply_masks(logits_BV, self.masks_SW, slots_B)
+        tokens_B, logprobs_B = sample_slots(masked_BV, slots_B, index_B, self.tensors, flags)
+        policy_B = policy_logprobs(logits_BV, self.tensors.temperature[slots_B], tokens_B.long())
+        is_masked_B = (self.masks_SW[slots_B] != -1).any(-1)
+        return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))

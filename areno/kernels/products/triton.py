@@ -1,0 +1,68 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""A matrix product that never divides its sum, so a row has the same bits beside any number of others.
+
+Letters as in `areno/layers/linear.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FEW, _MANY = (16, 64, 128, 4, 4), (64, 64, 128, 4, 3)  # rows, columns and inputs of a tile; warps; stages
+
+
+def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `areno.kernels.products.unsplit_product`. One program walks all of I for a tile of rows and columns."""
+    x_NI = x_NI.contiguous()
+    (n_rows, n_inputs), n_columns = x_NI.shape, len(weight_OI)
+    out_NO = x_NI.new_empty((n_rows, n_columns), dtype=dtype)
+    rows, columns, inputs, n_warps, n_stages = _FEW if n_rows <= 16 else _MANY
+    if n_rows:
+        # Programs that share a tile of the matrix come one after another, while it is in the cache.
+        _product_kernel[(triton.cdiv(n_rows, rows), triton.cdiv(n_columns, columns))](
+            x_NI,
+            weight_OI,
+            out_NO,
+            n_rows,
+            n_columns,
+            n_inputs,
+            weight_OI.stride(0),
+            ROWS=rows,
+            COLUMNS=columns,
+            INPUTS=inputs,
+            num_warps=n_warps,
+            num_stages=n_stages,
+        )
+    return out_NO
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _product_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    n_rows,
+    n_columns,
+    n_inputs,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real_row, real_column = row < n_rows, column < n_columns
+    x_place = x_ptr + row.to(tl.int64)[:, None] * n_inputs
+    weight_place = weight_ptr + column.to(tl.int64)[None, :] * stride
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < n_inputs
+        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        total = tl.dot(x, weight, acc=total, input_precision="ieee")
+    place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])

@@ -1,0 +1,64 @@
+"""The torch form, for the CPU.
+
+A row of a matrix product has the same bits beside any others if there are ROWS rows or a multiple of it.
+
+Shape letters: B rows of queries, H query heads, K key heads, L queries and M keys of a row, C head dimension; X pairs
+of a row and a key head; P queries of the heads that share a key head, padded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from areno.kernels.padding import by_padding
+
+SPAN = 128
+ROWS = 16  # for each thread; with fewer, MKL has other kernels
+
+
+def row_multiple() -> int:
+    """What the number of rows of a product must be a multiple of, on the CPU."""
+    return ROWS * torch.get_num_threads()
+
+
+def packed_attention(
+    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int
+) -> tuple[Tensor, None]:
+    """As `areno.kernels.spans.packed_attention`."""
+    return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal), None
+
+
+def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor) -> Tensor:
+    """(B, H, L, C) for queries that are the last L of M positions."""
+    n_q, n_k = q_BHLC.shape[2], k_BKMC.shape[2]
+    return by_spans(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1))
+
+
+def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor) -> Tensor:
+    """softmax(q k / sqrt(C)) v over the positions up to that of the query: (B, H, L, C). Keys beyond must be finite.
+
+    positions_BL: int64, of the queries; key m of a row is at position m.
+    """
+    n_rows, n_heads, n_q, dim = q_BHLC.shape
+    n_kv_heads = k_BKMC.shape[1]
+    shared = n_heads // n_kv_heads
+    more_q, more_k = -(shared * n_q) % row_multiple(), -k_BKMC.shape[2] % SPAN
+    # The query heads that share a key head are rows of one product.
+    q_XPC = F.pad((q_BHLC * dim**-0.5).reshape(n_rows * n_kv_heads, shared * n_q, dim), (0, 0, 0, more_q))
+    k_XMC, v_XMC = (F.pad(x.flatten(0, 1), (0, 0, 0, more_k)) for x in (k_BKMC, v_BKMC))
+    positions_XP1 = F.pad(positions_BL.repeat(1, shared), (0, more_q)).repeat_interleave(n_kv_heads, 0).unsqueeze(-1)
+    best = q_XPC.new_full((*q_XPC.shape[:2], 1), -torch.inf)
+    total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
+    for start in range(0, k_XMC.shape[1], SPAN):
+        hidden = torch.arange(start, start + SPAN) > positions_XP1
+        span = slice(start, start + SPAN)
+        scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
+        new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights = (scores - new_best).exp_()
+        decay = (best - new_best).exp_()
+        acc = acc * decay + torch.bmm(weights, v_XMC[:, span])
+        total = total * decay + weights.sum(-1, keepdim=True)
+        best = new_best
+    return (acc / total)[:, : shared * n_q].reshape(n_rows, n_heads, n_q, dim)

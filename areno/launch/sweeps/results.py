@@ -1,0 +1,179 @@
+"""What the runs of a sweep came to: a table for people, sweep.json and sweep.csv for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from areno.files.durable import write_text_whole
+
+_SEED = "seed"
+_LONGEST_NAME = 200  # characters of a folder's name
+
+
+@dataclass
+class Outcome:
+    """One run. overrides: key -> value, as given. objective: None if it failed. folder: of the run. reason: of that."""
+
+    number: int
+    overrides: dict[str, str]
+    objective: float | None
+    folder: Path
+    reason: str = ""
+
+
+@dataclass
+class Average:
+    """Runs whose overrides differ in the seed only. std: sample standard deviation; None for a single run."""
+
+    overrides: dict[str, str]
+    mean: float
+    std: float | None
+    runs: list[int]
+
+
+@dataclass
+class Sweep:
+    """The sweep in a folder, as far as it has come. objective: a scalar and what is taken of it. mode: what is good."""
+
+    folder: Path
+    objective: str
+    mode: Literal["max", "min"]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def add(
+        self, number: int, overrides: Sequence[str], objective: float | None, folder: Path, reason: str = ""
+    ) -> None:
+        """Take up a run that has ended, and write the files anew."""
+        pairs = (line.lstrip("+").partition("=") for line in overrides)
+        self.outcomes.append(Outcome(number, {key: value for key, _, value in pairs}, objective, folder, reason))
+        self.outcomes.sort(key=lambda one: one.number)  # side by side they end in any order
+        write_text_whole(self.folder / "sweep.json", json.dumps(self.as_json(), indent=2, ensure_ascii=False) + "\n")
+        write_text_whole(self.folder / "sweep.csv", self._csv())
+        self._link_events()
+
+    @property
+    def ranked(self) -> list[Outcome]:
+        """The best first; those without a number last."""
+        return sorted(self.outcomes, key=lambda one: (self._rank(one.objective), one.number))
+
+    @property
+    def best(self) -> Outcome | None:
+        """The run with the best number."""
+        return next((one for one in self.ranked if self._rank(one.objective) < math.inf), None)
+
+    @property
+    def keys(self) -> list[str]:
+        """The overrides that are not the same in all runs."""
+        keys = dict.fromkeys(key for one in self.outcomes for key in one.overrides)
+        return [key for key in keys if len({one.overrides.get(key) for one in self.outcomes}) > 1]
+
+    def averages(self) -> list[Average]:
+        """Over seeds, the best first. Empty where no two runs differ in the seed only."""
+        groups: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
+        for one in self.outcomes:
+            if self._rank(one.objective) < math.inf:
+                rest = tuple((key, one.overrides[key]) for key in self.keys if key in one.overrides and key != _SEED)
+                groups.setdefault(rest, []).append(one)
+        if not any(len(group) > 1 for group in groups.values()):
+            return []
+        found = []
+        for rest, group in groups.items():
+            values = [float(one.objective or 0.0) for one in group]
+            std = statistics.stdev(values) if len(values) > 1 else None
+            found.append(Average(dict(rest), statistics.fmean(values), std, [one.number for one in group]))
+        return sorted(found, key=lambda one: self._rank(one.mean))
+
+    def as_json(self) -> dict[str, Any]:
+        """{"objective", "mode", "best": number, "runs": best first, "averages": over seeds, best first}."""
+        return {
+            "objective": self.objective,
+            "mode": self.mode,
+            "best": None if self.best is None else self.best.number,
+            "runs": [
+                {
+                    "run": one.number,
+                    "objective": None if self._rank(one.objective) == math.inf else one.objective,
+                    "status": "failed" if one.objective is None else "completed",
+                    "overrides": one.overrides,
+                }
+                for one in self.ranked
+            ],
+            "averages": [vars(one) for one in self.averages()],
+        }
+
+    def text(self) -> str:
+        """The tables, the best run marked with a star."""
+        from areno.launch.resume import shown  # what it imports takes a while, and --help does without
+
+        good = "more" if self.mode == "max" else "less"
+        parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
+        rows = [
+            ["*" if one is self.best else "", str(one.number), *(one.overrides.get(key, "") for key in self.keys),
+             "failed" if one.objective is None else f"{one.objective:.6g}"]
+            for one in self.ranked
+        ]  # fmt: skip
+        parts.append(_columns([["", "run", *self.keys, "objective"], *rows]))
+        if averages := self.averages():
+            keys = [key for key in self.keys if key != _SEED]
+            rows = [
+                ["*" if place == 0 else "", *(one.overrides.get(key, "") for key in keys), f"{one.mean:.6g}",
+                 "" if one.std is None else f"{one.std:.2g}", ", ".join(map(str, one.runs))]
+                for place, one in enumerate(averages)
+            ]  # fmt: skip
+            parts.append("over seeds\n" + _columns([["", *keys, "mean", "std", "runs"], *rows]))
+        if reasons := [f"  run {one.number}: {one.reason}" for one in self.ranked if one.reason]:
+            parts.append("\n".join(["no result", *reasons]))
+        if self.best is not None:
+            parts.append(f"best: run {self.best.number}, in {shown(self.best.folder)}")
+        return "\n\n".join(parts)
+
+    def _rank(self, value: float | None) -> float:
+        """Less is better; infinite for what is no number."""
+        if value is None or math.isnan(value):
+            return math.inf
+        return -value if self.mode == "max" else value
+
+    def _csv(self) -> str:
+        keys = list(dict.fromkeys(key for one in self.outcomes for key in one.overrides))
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["run", "objective", *keys])
+        for one in self.ranked:
+            writer.writerow([one.number, one.objective, *(one.overrides.get(key, "") for key in keys)])
+        return text.getvalue()
+
+    def _link_events(self) -> None:
+        """tensorboard/<number overrides> leads to the event files of a run. TensorBoard calls runs by their folders."""
+        folder = self.folder / "tensorboard"
+        links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}
+        links = {name: events for name, events in links.items() if events.is_dir()}
+        if links:
+            folder.mkdir(exist_ok=True)
+        for link in folder.glob("*"):
+            if link.is_symlink() and link.name not in links:  # another run has shown what differs
+                link.unlink()
+        for name, events in links.items():
+            if not os.path.lexists(folder / name):
+                (folder / name).symlink_to(os.path.relpath(events, folder), target_is_directory=True)
+
+    def _link_name(self, one: Outcome) -> str:
+        given = (f"{key.rpartition('.')[2]}={one.overrides[key]}" for key in self.keys if key in one.overrides)
+        return " ".join([str(one.number), *given]).replace("/", "_")[:_LONGEST_NAME]
+
+
+def _columns(rows: list[list[str]]) -> str:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join(_row(row, widths).rstrip() for row in rows)
+
+
+def _row(row: list[str], widths: list[int]) -> str:
+    return "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))])

@@ -1,0 +1,225 @@
+"""Runs of a sweep side by side: each in a process of its own, with its share of the devices and the threads."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from types import TracebackType
+from typing import Any
+
+from areno.config.run import EngineConfig
+from areno.errors import ConfigError, Problem
+from areno.files.stopping import Terminated, terminate
+
+N_JOBS = "hydra.launcher.n_jobs"
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_MOST_BYTES = 65536
+
+Work = Callable[[], tuple[float | None, str]]
+"""A run. It returns its objective, or None and the reason."""
+
+
+class JobFailed(Exception):
+    """One run of a sweep failed. Hydra's launcher goes on with the next run, and a sweeper sees no objective."""
+
+
+def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
+    """The environment of each of `n_jobs` runs at the same time. Raises ConfigError if there are too few devices."""
+    import torch
+
+    n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0
+    environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // n_jobs))}
+    if not n_devices:
+        return [environment] * n_jobs
+    each = engine.world_size or max(1, n_devices // n_jobs)
+    if n_jobs * each > n_devices:
+        devices = "1 device" if each == 1 else f"{each} devices"
+        raise ConfigError(Problem(N_JOBS, f"is {n_jobs}, with {devices} for each run; there are {n_devices}"))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n_devices)))
+    visible = [name.strip() for name in names.split(",")]
+    return [
+        environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each * job : each * (job + 1)])}
+        for job in range(n_jobs)
+    ]
+
+
+@dataclass
+class _Running:
+    process: Any
+    share: dict[str, str]
+    future: Future[float]
+    done: threading.Event
+
+
+class SideBySide:
+    """Starts runs, as many at a time as there are shares. As a context manager, leaves none behind.
+
+    told: gets each line that a run writes to stdout or stderr, with the number of the run; in any thread.
+    """
+
+    def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
+        self._told = told
+        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for share in shares:
+            self._free.put(share)
+        self._running: list[_Running] = []
+        self._context = multiprocessing.get_context("spawn")
+        self._lock = threading.Lock()  # of `ended`
+        self._is_stopping = False
+
+    def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
+        """Wait for a share, and start a run with it. Its future is the objective, or JobFailed with the reason.
+
+        began: called when there is a share. ended: called with objective and reason, in any thread, never in two.
+        """
+        share = self._free.get()
+        began()
+        output, theirs_out = self._context.Pipe(duplex=False)
+        result, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_run, args=(theirs_out, theirs, work), name=f"areno-run-{number}")
+        running = _Running(process, share, Future(), threading.Event())
+        args = (running, number, output, result, ended)
+        follower = threading.Thread(target=self._follow, args=args, daemon=True, name=f"areno-follow-{number}")
+        with (
+            _environment(share),
+            _signals_blocked(),
+        ):  # a signal comes before or after all of it
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                text = "is more than 1, but the run cannot be given to another process: {}"
+                raise ConfigError(Problem(N_JOBS, text, error)) from error
+            self._running.append(running)
+            follower.start()
+        theirs_out.close()
+        theirs.close()
+        return running.future
+
+    def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
+        """Pass the lines of a run on until it has ended, and then what it came to."""
+        process = running.process
+        rest = b""
+        while True:
+            # What the run has started may hold its output open when it has ended.
+            ready = connection.wait([output, process.sentinel])
+            if output not in ready:
+                break
+            chunk = os.read(output.fileno(), _MOST_BYTES)
+            if not chunk:
+                break
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                self._told(number, line.decode(errors="replace"))
+        if rest:
+            self._told(number, rest.decode(errors="replace"))
+        process.join()
+        objective, reason = None, _how_it_ended(process.exitcode)
+        with contextlib.suppress(EOFError, OSError):
+            if result.poll():
+                objective, reason = result.recv()
+        output.close()
+        result.close()
+        if objective is not None or not self._is_stopping:
+            with self._lock:
+                ended(objective, reason)
+        if objective is None:
+            running.future.set_exception(JobFailed(reason))
+        else:
+            running.future.set_result(objective)
+        self._running.remove(running)
+        self._free.put(running.share)
+        running.done.set()
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for those that run. After Ctrl-C or a signal, pass it on to them first, and each further one, too."""
+        if isinstance(error, KeyboardInterrupt):
+            self._stop(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        for running in list(self._running):
+            running.done.wait()
+
+    def _stop(self, first: int) -> None:
+        """Pass a signal on, and each one that comes while the runs end; the third kills them."""
+        self._is_stopping = True
+        for number in (first, first, signal.SIGKILL):
+            for running in list(self._running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(running.process.pid, number)
+            with contextlib.suppress(KeyboardInterrupt):
+                for running in list(self._running):
+                    running.done.wait()
+                return
+
+
+def _run(output: Any, result: Any, work: Work) -> None:
+    """In the process of a run: do the work, and send what it came to."""
+    os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True, name="areno-parent-watch").start()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, terminate)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        result.send(work())
+    except KeyboardInterrupt as interrupt:
+        sys.exit(143 if isinstance(interrupt, Terminated) else 130)
+
+
+def _end_with(parent: Any) -> None:
+    """End the run, with its state, when the driver is gone."""
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL, perhaps by the kernel for lack of memory"
+    if exitcode is not None and exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return {130: "was interrupted", 143: "was terminated"}.get(exitcode or 0, f"ended with exit code {exitcode}")
+
+
+@contextlib.contextmanager
+def _environment(share: Mapping[str, str]) -> Iterator[None]:
+    """Around the start of a process, which inherits the environment."""
+    before = {name: os.environ.get(name) for name in share}
+    os.environ.update(share)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Around the start of a process, which inherits this and unblocks them when it can handle them."""
+    resource_tracker.ensure_running()  # it would be started together with the first process, and unblocks some
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,116 @@
+"""A sample that a run recorded, as the tokens of a row: from its token ids or, where it has none, from its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areno.agents.tokens import Source, expand
+from areno.errors import ArenoError
+
+
+@dataclass(kw_only=True)
+class RecordedRow:
+    """The row of a recorded sample. Arrays have an entry for each token.
+
+    trained: bool. logprobs: of the policy that sampled it, NaN where nothing is recorded. advantages: NaN likewise.
+    versions: of the weights that sampled the tokens, the oldest and the newest. missing: what is not known, in words.
+    """
+
+    tokens: list[int]
+    trained: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    versions: tuple[int, int] | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
+    """The row of a line of rollouts/<step>.jsonl. number: which row of the trajectory of an agent.
+
+    Raises ArenoError if the sample has no tokens, or no such row.
+    """
+    if "trajectory" in sample:
+        return _row_of_agent(sample, number)
+    if number:
+        raise ArenoError("the sample has one row, and row {} is asked for; only those of agents have more", number)
+    missing: list[str] = []
+    prompt = _ids(sample, "prompt_token_ids")
+    if prompt is None:
+        prompt = tokenizer.encode(sample["prompt"], add_special_tokens=tokenizer.chat_template is None)
+        _note_length(missing, "prompt", len(prompt), sample.get("prompt_tokens"))
+    response = _ids(sample, "token_ids", "tokens")
+    if response is None:
+        response = tokenizer.encode(sample["completion"], add_special_tokens=False)
+        if sample.get("finish_reason") == "stop" and len(response) + 1 == sample.get("response_tokens"):
+            response.append(tokenizer.eos_token_id)
+        missing.append("token ids: the tokens are made of the text again")
+        _note_length(missing, "completion", len(response), sample.get("response_tokens"))
+    if not response:
+        raise ArenoError("the sample has no tokens")
+    trained = np.repeat([False, True], [len(prompt), len(response)])
+    row = RecordedRow(
+        tokens=[*prompt, *response], trained=trained, logprobs=np.full(len(trained), np.nan),
+        advantages=np.full(len(trained), np.nan), missing=missing,
+    )  # fmt: skip
+    if sample.get("loss_mask") is not None and len(sample["loss_mask"]) == len(response):
+        row.trained = np.concatenate([np.zeros(len(prompt), dtype=bool), np.array(sample["loss_mask"], dtype=bool)])
+    _fill(row, trained, "logprobs", sample.get("logprobs"))
+    _fill(row, trained, "advantages", sample.get("token_advantages"))
+    if np.isnan(row.advantages[trained]).all() and sample.get("advantage") is not None:
+        row.advantages[trained] = sample["advantage"]
+    row.versions = _bounds(sample.get("versions"))
+    return row
+
+
+def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
+    rows = sample["trajectory"]["rows"]
+    if not 0 <= number < len(rows):
+        raise ArenoError("the sample has {} rows, and row {} is asked for; they are counted from 0", len(rows), number)
+    given = rows[number]
+    sources, n_tokens = expand(given["sources"]), len(given["tokens"])
+    row = RecordedRow(
+        tokens=given["tokens"], trained=expand(given["trained"]).astype(bool),
+        logprobs=np.full(n_tokens, np.nan), advantages=np.full(n_tokens, np.nan),
+    )  # fmt: skip
+    # The tokens of a turn that began another row are the model's here, too, but were not sampled in this row.
+    _fill(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
+    if sample.get("advantage") is not None:
+        row.advantages[row.trained] = sample["advantage"]
+    row.versions = _bounds(given.get("versions"))
+    return row
+
+
+def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
+    """Token ids under one of these names."""
+    for name in names:
+        value = sample.get(name)
+        if isinstance(value, list) and value and all(isinstance(token, int) for token in value):
+            return list(value)
+    return None
+
+
+def _note_length(missing: list[str], what: str, found: int, recorded: int | None) -> None:
+    if recorded is not None and recorded != found:
+        missing.append(f"the {what} as it was: its text makes {found} tokens, and it had {recorded}")
+
+
+def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
+    """Set an array at `places` from recorded values, if there are as many."""
+    if values is None:
+        return
+    if len(values) != places.sum():
+        row.missing.append(f"{name}: there are {len(values)} for {places.sum()} tokens")
+        return
+    vars(row)[name][places] = [np.nan if value is None else value for value in values]
+
+
+def _bounds(versions: Any) -> tuple[int, int] | None:
+    """The oldest and the newest of versions: one for each token, or runs of (version, how many tokens)."""
+    if not versions:
+        return None
+    plain = [version[0] if isinstance(version, list) else version for version in versions]
+    return min(plain), max(plain)

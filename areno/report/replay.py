@@ -1,0 +1,227 @@
+"""Computes one recorded sample again: what a checkpoint thinks of its tokens, and what they add to the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
+from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.api.trainers.rows import correct_rows, needs_proximal, sample_rewards
+from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.errors import ArenoError, ConfigError, Problem
+from areno.report.recorded import RecordedRow, recorded_row
+from areno.tracking.new_run import recipe_of
+from areno.tracking.reader import RunReader
+from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
+
+
+@dataclass(kw_only=True)
+class Token:
+    """One token. Numbers are None where they are not known. loss, gradient: see attribute_loss."""
+
+    token: int
+    text: str
+    trained: bool
+    then: float | None
+    now: float | None
+    advantage: float | None = None
+    loss: float | None = None
+    gradient: float | None = None
+
+    @property
+    def difference(self) -> float | None:
+        """now - then: the logarithm of the importance ratio."""
+        return None if self.then is None or self.now is None else self.now - self.then
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """A sample and its tokens. checkpoint_step: after which it was written; None for another folder.
+
+    loss: of the sample as a step of its own. missing: what is not known, in words.
+    """
+
+    sample: Mapping[str, Any]
+    checkpoint: Path
+    checkpoint_step: int | None
+    tokens: list[Token]
+    versions: tuple[int, int] | None
+    loss: float | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def replay(
+    run: RunReader, step: int, number: int, *, checkpoint: str | None = None, row: int = 0, device: str = "auto"
+) -> Replay:
+    """Compute the sample `number` of a step again. Raises ArenoError where there is no such sample or checkpoint.
+
+    checkpoint: a step of the run, `latest`, `best`, or a folder; None is the one nearest to the weights that sampled
+    it. row: of an agent's sample.
+    """
+    samples = run.samples(step)
+    if not 0 <= number < len(samples):
+        text = "is {}; step {} has {} samples, counted from 0"
+        raise ConfigError(Problem("--sample", text, number, step, len(samples)))
+    folder, at = choose_checkpoint(run, step, checkpoint)
+    missing: list[str] = []
+    config, algorithm = _settings(run, folder, device, missing)
+    plan = plan_of_experiment(config)
+    recorded = recorded_row(samples[number], plan.tokenizer, row)
+    missing += recorded.missing
+    now, ref = _logprobs(plan, config, recorded.tokens)
+    found = Replay(
+        sample=samples[number], checkpoint=folder, checkpoint_step=at, versions=recorded.versions, missing=missing,
+        tokens=_tokens(recorded, now, plan.tokenizer),
+    )  # fmt: skip
+    if np.isnan(recorded.advantages[recorded.trained]).any():
+        _compute_advantage(recorded, samples, number, config, missing)
+    for token, advantage in zip(found.tokens, recorded.advantages, strict=True):
+        token.advantage = _known(advantage) if token.trained else None
+    if np.isnan(recorded.logprobs[recorded.trained]).any():
+        missing.append("the log-probabilities of the rollout, and so the loss")
+    elif not np.isnan(recorded.advantages[recorded.trained]).any():
+        _add_loss(found, recorded, now, ref, config, algorithm)
+    return found
+
+
+def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Path, int | None]:
+    """The folder of a model, and the step after which it was written; 0 for the model that the run began with."""
+    there = run.checkpoints()
+    if wanted is None:
+        start = run.config.get("actor", {})
+        if start.get("path") and not start.get("init_from_scratch"):
+            there = {0: Path(start["path"]), **there}
+        if not there:
+            raise ArenoError("{} has no checkpoint yet; name a model folder with --checkpoint", run.path)
+        nearest = min(there, key=lambda at: abs(at - (step - 1)))  # the weights after step - 1 sampled this step
+        return there[nearest], nearest
+    if wanted.isdecimal() and int(wanted) in there:
+        return there[int(wanted)], int(wanted)
+    folder = Path(wanted).expanduser()
+    if wanted in ("latest", "best") and there:
+        folder = next(iter(there.values())).parent / wanted
+    if not folder.is_dir():
+        known = ", ".join(map(str, there)) or "none"
+        raise ConfigError(Problem("--checkpoint", "there is no {}; checkpoints are of the steps {}", wanted, known))
+    folder = folder.resolve()
+    return folder, next((at for at, path in there.items() if path.resolve() == folder), None)
+
+
+def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
+    """The configuration of the run, with the checkpoint in place of its model, and its algorithm."""
+    from areno.launch.compose import load
+
+    recipe = recipe_of(run.path) if (run.path / "config.yaml").exists() else ""
+    if recipe not in algorithm_names():
+        known = f"its algorithm, {recipe}, is not installed" if recipe else "its folder names no algorithm"
+        raise ArenoError("{} cannot be replayed: {}", run.path, known)
+    algorithm = get_algorithm(recipe)
+    size = run.config.get("engine", {}).get("tp_size", 1)
+    changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
+    config: Any = load(algorithm.config, "config", changes, run.path)
+    if not isinstance(config, PolicyExperimentConfig):
+        raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)
+    if config.ref is not None and config.ref.path is None:
+        config.ref.path = config.actor.path
+    if config.ref is not None and run.config["actor"]["init_from_scratch"] and config.ref.path == config.actor.path:
+        missing.append("the reference: the run began with random weights")
+        config.ref = None
+    config.actor.path = str(folder)
+    return config, algorithm
+
+
+def _logprobs(
+    plan: TrainerPlan, config: PolicyExperimentConfig, tokens: list[int]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of each token under the checkpoint and, where the run has one, under the reference."""
+    from areno.engine.engine import Engine
+
+    with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
+        ref = None
+        if config.ref is not None:
+            engine.ensure_roles({"ref": experiment_roles(config)["ref"]})
+            ref = engine.logprobs("ref", [tokens], config.gconfig.temperature)[0]
+        return engine.logprobs("actor", [tokens], config.gconfig.temperature)[0], ref
+
+
+def _tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
+    found = []
+    for place, token in enumerate(row.tokens):
+        is_trained = bool(row.trained[place])
+        then, value = _known(row.logprobs[place]), float(now[place])
+        text = tokenizer.decode([token])
+        found.append(Token(token=token, text=text, trained=is_trained, then=then, now=value if place else None))
+    return found
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _compute_advantage(
+    row: RecordedRow,
+    samples: Sequence[Mapping[str, Any]],
+    number: int,
+    config: PolicyExperimentConfig,
+    missing: list[str],
+) -> None:
+    """The advantage of the sample, from the rewards of all that were kept of its step, where the settings allow."""
+    if isinstance(config, CriticExperimentConfig) or config.actor.use_kl_in_reward:
+        missing.append("the advantage, which needs more than the rewards")
+        return
+    scored = [sample for sample in samples if sample.get("reward") is not None]
+    if samples[number] not in scored:
+        missing.append("the advantage: the sample has no reward, and is not trained on")
+        return
+    given = [_scored(sample) for sample in scored]
+    rewards = sample_rewards(given, config.actor, config.gconfig.max_new_tokens)
+    rows = [TrainSequence(prompt_mask=[True, False], tokens=[0, 0], reward=reward) for reward in rewards]
+    advantages = config.advantages(rows, [one.group for one in given])
+    row.advantages[row.trained] = advantages[scored.index(samples[number])][0]
+    missing.append(f"the recorded advantage; it is computed from the {len(scored)} rewards of the step that were kept")
+
+
+def _scored(sample: Mapping[str, Any]) -> ScoredSample:
+    """What the shaping of rewards reads of a sample."""
+    return ScoredSample(
+        item=PromptItem(prompt="", text="", tokens=[]),
+        sequence=RolloutSequence(resp_tokens=[0] * sample["response_tokens"], resp_logprobs=[]),
+        completion="",
+        outcome=RewardOutcome(value=sample["reward"]),
+        group=sample.get("group", sample["row"]),
+    )
+
+
+def _add_loss(
+    found: Replay,
+    recorded: RecordedRow,
+    now: np.ndarray,
+    ref: np.ndarray | None,
+    config: PolicyExperimentConfig,
+    algorithm: Algorithm,
+) -> None:
+    """Loss and gradient of each token."""
+    from areno.report.attribution import attribute_loss
+
+    advantages = np.where(recorded.trained, recorded.advantages, 0.0)
+    row = TrainSequence(
+        prompt_mask=~recorded.trained, tokens=recorded.tokens, advantages=advantages,
+        logprobs=np.where(recorded.trained, recorded.logprobs, 0.0), ref_logprobs=ref,
+        staleness=0 if recorded.versions is None or not found.checkpoint_step else
+        max(0, found.checkpoint_step - recorded.versions[0]),
+    )  # fmt: skip
+    if needs_proximal(config.actor):
+        correct_rows([row], [now.tolist()], config.actor)
+    found.loss, contributions, gradient = attribute_loss(algorithm.make_loss(config), row, now.tolist())
+    if contributions is None:
+        found.missing.append("the parts of tokens in the loss: this loss does not weigh tokens")
+    for place, token in enumerate(found.tokens):
+        if token.trained:
+            token.gradient = float(gradient[place])
+            token.loss = None if contributions is None else float(contributions[place])

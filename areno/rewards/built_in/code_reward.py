@@ -1,0 +1,94 @@
+"""The built-in reward `code`: 1.0 if the program in the completion passes all tests of its row, else 0.0.
+
+The program is the last fenced block behind </think> (one of Python, if there is any), or all text there. `solutions`
+are the tests, in one of these forms:
+
+- a text: Python that runs after the program: assertions, functions test_..., or classes of unittest
+- a list of texts, such as assertions. Each is a test
+- {"inputs": [...], "outputs": [...]}: what the program reads and what it has to print. White space at the ends of lines
+  and of the output does not count
+
+Programs run in a sandbox (areno.rewards.sandbox). The part `passed` is the share of tests that pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areno.rewards.built_in.answers import block
+from areno.rewards.sandbox import run
+
+_RUNNER = Path(__file__).with_name("test_runner.py")
+_MOST_OUTPUT = 1 << 22  # characters
+
+
+def reward_fn(record: Any, timeout_s: float = 10.0, memory_mb: int = 1024, partial: bool = False) -> dict[str, float]:
+    """Score one RewardRecord. Raises ValueError where its solutions are no tests."""
+    tests, end = _tests(record.solutions), time.monotonic() + timeout_s
+    program = block(record.completion, "python", "py", "python3")
+    with tempfile.TemporaryDirectory(prefix="areno-code-") as folder:
+        if isinstance(tests, Mapping):
+            (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
+            results = [
+                _prints(folder, _text(given), _text(expected), end - time.monotonic(), memory_mb)
+                for given, expected in zip(tests["inputs"], tests["outputs"], strict=True)
+            ]
+            passed = sum(results) / len(results)
+        else:
+            passed = _passed(folder, program, tests, timeout_s, memory_mb)
+    return {"reward": passed if partial else float(passed == 1.0), "passed": passed}
+
+
+def _tests(solutions: Any) -> Any:
+    """The tests of a row: a text, a list of texts, or inputs and outputs."""
+    if isinstance(solutions, str) and solutions.strip().startswith("{"):
+        with contextlib.suppress(ValueError):  # Python may begin with a dictionary, too
+            solutions = json.loads(solutions)
+    if isinstance(solutions, str) and solutions.strip():
+        return solutions
+    if isinstance(solutions, list) and solutions and all(isinstance(test, str) for test in solutions):
+        return solutions
+    if isinstance(solutions, Mapping) and "fn_name" not in solutions:
+        inputs, outputs = solutions.get("inputs"), solutions.get("outputs")
+        if isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs):
+            return solutions
+    raise ValueError(
+        f"field solutions is {str(solutions)[:200]!r}; tests are needed: Python code, a list of assertions, or "
+        "inputs and outputs, as many of the one as of the other"
+    )
+
+
+def _text(lines: Any) -> str:
+    return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
+
+
+def _prints(folder: str, given: str, expected: str, seconds: float, memory_mb: int) -> bool:
+    if seconds <= 0:
+        return False
+    command = [sys.executable, "-I", "program.py"]
+    status, output = run(command, folder, seconds, memory_mb, given=given, errors=False, most=_MOST_OUTPUT)
+    return status == 0 and _lines(output) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _passed(folder: str, program: str, tests: str | list[str], timeout_s: float, memory_mb: int) -> float:
+    """The share of tests that pass, all in one process. A program that ends it early has not passed the rest."""
+    # The program does not know this word, so it cannot claim to have passed by printing something.
+    word = secrets.token_hex(16)
+    given = json.dumps({"word": word, "program": program, "tests": tests})
+    command = [sys.executable, "-I", str(_RUNNER)]
+    _, output = run(command, folder, timeout_s, memory_mb, given=given, most=_MOST_OUTPUT)
+    told = [line.split()[1:] for line in output.splitlines() if line.startswith(word)]
+    total = next((int(line[1]) for line in told if line[0] == "total"), 1)
+    return min(1.0, sum(line[0] == "passed" for line in told) / total)

@@ -1,0 +1,282 @@
+"""The built-in reward `math`: 1.0 if the completion's final answer equals one of the row's `solutions`, else 0.0.
+
+The answer is the last \\boxed{...}. Without one it is what follows the last `####`. Without either it is what
+math-verify finds in the text, usually the last number or formula. math-verify decides whether two answers are equal.
+It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
+
+- Of several boxes the last counts. math-verify joins boxes that are close to each other.
+- An answer that is written like the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
+- A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
+- A solution is read as a whole. math-verify reads 2\\sqrt{3} without dollar signs as 2.
+- A percentage in a box is a percentage. If the solution is a number, 1.5e3 is 1500.
+- Without box and ####, only the last 10,000 characters are read. An answer of more than 1,000 characters is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+import time
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import lru_cache, partial
+from itertools import product
+from numbers import Number
+from typing import Any
+
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+from sympy import nan, zoo
+
+from areno.rewards.built_in.answers import last_box
+
+# They warn that their time limit is off. They set it with an alarm for each step; ours is one limit for a whole call.
+logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
+logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
+
+_LIMIT_S = 0.75  # one operation on a huge number can go on for a while after it
+_TICK_S = 0.05
+_MAX_ANSWER = 1_000  # characters
+_MAX_TEXT = 10_000
+
+_PERCENT = r"(?:\\?%|(?:\\text\s*\{\s*)?(?:percent(?:age)?|pct)\b(?:\s*\})?)"
+_CURRENCY = r"(?:\\?[$€£¥₹])?"
+_DIGITS = r"-?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+_IS_NUMBER = re.compile(rf"{_CURRENCY}{_DIGITS}\s*{_PERCENT}?(?:\s+[^\W\d_]{{3,}})*\.?", re.I)
+_IS_PERCENTAGE = re.compile(rf"(.*?\S)\s*{_PERCENT}", re.I | re.S)
+_SCIENTIFIC = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)e[-+]?\d{1,3}(?!\w)", re.I)
+_IN_MATH_MODE = re.compile(r"(?<!\\)\$[^$]+(?<!\\)\$|\\\(.+\\\)|\\\[.+\\\]", re.S)
+
+_AFTER_HASHES = re.compile(r"####[ \t]*([^\n]*)")
+# OpenAI's pattern for GSM8K, `#### (\-?[0-9\.\,]+)`, which also lets a currency, bold type and a percent sign pass.
+_HASHED_NUMBER = re.compile(rf"{_CURRENCY}(-?[0-9.,]*[0-9])(\s*{_PERCENT})?[.,]?(?=$|[\s*_)!?;])", re.I)
+_GOES_ON = re.compile(r"\s*[-+*/^=<>:\d\\\u00d7\u00f7\u00b7]")  # behind a number: it belongs to a formula
+
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"(?<!\\)\\[(),;!\[\] ]|\\?\$|\*\*|\s+")
+_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_WORD = re.compile(r"(?<!\w)[^\W\d_]{3,}")
+_SENTENCE = re.compile(r"(?:[^\W\d_]{2,}\s+){2}[^\W\d_]{2,}")
+_OPERATOR = re.compile(r"[+*/^=<>_|{}]")
+_STATED = re.compile(r"\banswer(?:[\s*:]|is\b)+", re.I)
+_LONG_NUMBER = re.compile(rf"[\d.,]{{{_MAX_ANSWER + 1},}}")
+_FUNCTION = re.compile(
+    r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|lim|max|min|gcd|lcm|det|mod|inf(?:inity)?|and"
+)
+_FOREIGN = re.compile(r"(?![0-9])\d|\u2212")  # the digits of other scripts, and the minus sign
+
+
+def reward_fn(record: Any) -> float:
+    """Score one RewardRecord. Raises ValueError without a usable solution, TimeoutError if math-verify gives up.
+
+    What math-verify raises is raised on. The time limit holds in the main thread, where reward processes call this.
+    """
+    accepted = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
+    texts = [_solution_text(solution) for solution in accepted if solution is not None]
+    if not texts or not all(texts):
+        raise ValueError(
+            f"field solutions is {str(record.solutions)[:200]!r}; the math reward needs a number or formula, or words, "
+            f"of at most {_MAX_ANSWER} characters"
+        )
+    return float(_limited(lambda: _first_true(_is_right, texts, [_ascii(record.completion)])))
+
+
+def final_answer(text: str) -> str | None:
+    """The text in the last \\boxed{...} of `text`, else the number or formula after its last ####, else None."""
+    box = last_box(text)
+    return box if box is not None else _hashed(text)
+
+
+# The solution ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """A solution as text, in words or not, a number or not, and as all that math-verify makes of it."""
+
+    plain: str
+    is_words: bool
+    is_number: bool
+    values: list[Any]
+
+
+def _solution_text(solution: Any) -> str:
+    """The answer that a solution gives; "" if it is of no use."""
+    if not isinstance(solution, str | Number) or solution != solution:  # not a number is not itself
+        return ""
+    text = _ascii(str(solution)).strip()
+    answer = final_answer(text) or _last_line(text) or text
+    return answer if len(answer) <= _MAX_ANSWER and _plain(answer) else ""
+
+
+@lru_cache(maxsize=256)  # the samples of a prompt have the same solution
+def _read_solution(text: str) -> _Solution:
+    number = _without_exponents(text)
+    is_number = _IS_NUMBER.fullmatch(number) is not None
+    values = _read_whole(number if is_number else text)
+    # Nothing is comparable with 1/0, so its text decides.
+    return _Solution(_plain(text), _is_words(text), is_number, [value for value in values if value not in (zoo, nan)])
+
+
+# The answer -----------------------------------------------------------------------------------------------------------
+
+
+def _is_right(text: str, completion: str) -> bool:
+    """Whether the final answer of `completion` equals the solution `text`. Raises what math-verify raises."""
+    solution = _read_solution(text)
+    answer, read = last_box(completion), _read_formula
+    if answer is None:
+        answer, read = _hashed(completion), _read_whole
+    if answer is None:
+        end = _LONG_NUMBER.sub(" ", completion[-_MAX_TEXT:])
+        return _is_stated(solution, end) or _is_equal(solution, end, _read)
+    if _is_same_text(solution, _plain(answer)):
+        return True
+    return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
+
+
+def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
+    """The verdict of math-verify: one thing that it reads in `text` equals one that it reads in the solution."""
+    if solution.is_words and _is_words(text):
+        return False
+    found = read(_without_exponents(text) if solution.is_number else text)
+    return _first_true(partial(verify, timeout_seconds=0, raise_on_error=True), solution.values, found)
+
+
+def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
+    """Whether any pair is equal. Raises what `equal` raised first if none is."""
+    failure = None
+    for gold, value in product(golds, found):
+        try:
+            if equal(gold, value):
+                return True
+        except Exception as error:  # sympy raises many kinds, and another pair may be equal
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return False
+
+
+def _hashed(text: str) -> str | None:
+    """The number or formula after the last #### that has one behind it."""
+    for match in reversed(list(_AFTER_HASHES.finditer(text))):
+        line = match[1].strip("*_` \t\r")
+        number = _HASHED_NUMBER.match(line)
+        if number and _IS_NUMBER.fullmatch(number[1] + (number[2] or "")):
+            rest = line[number.end() :]
+            if not _GOES_ON.match(rest) or _has_words(rest):
+                return number[1] + (number[2] or "")
+        if line and not _has_words(line.split()[0]):
+            return line
+    return None
+
+
+def _last_line(text: str) -> str:
+    """All that follows the last #### in its line."""
+    lines = _AFTER_HASHES.findall(text)
+    return lines[-1].strip() if lines else ""
+
+
+# Reading with math-verify ---------------------------------------------------------------------------------------------
+
+
+def _read(text: str) -> list[Any]:
+    """What math-verify finds in `text`: a sympy expression and its text, or one of them, or nothing."""
+    found = parse(text, parsing_timeout=0, raise_on_error=True)
+    if "\\%" in text:  # math-verify drops the sign
+        found = found + parse(text.replace("\\%", "%"), parsing_timeout=0, raise_on_error=True)
+    return found
+
+
+def _read_formula(text: str) -> list[Any]:
+    """`text` as the content of a box."""
+    found = _read(f"\\boxed{{{text}}}")
+    if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
+        found = found + _read(f"${percentage[1]}$%")
+    return found
+
+
+def _read_whole(text: str) -> list[Any]:
+    """A text that is an answer from end to end. math-verify would take a part of a formula without dollar signs."""
+    has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
+    return _read(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
+
+
+def _without_exponents(text: str) -> str:
+    """1.5e3 becomes 1500, as math-verify knows no exponents."""
+    return _SCIENTIFIC.sub(lambda match: format(Decimal(match[0]), "f"), text)
+
+
+def _ascii(text: str) -> str:
+    """`text` with 0 to 9 and hyphens for the digits and minus signs that math-verify does not know."""
+    return _FOREIGN.sub(lambda match: str(unicodedata.decimal(match[0], "-")), text)
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def _plain(text: str) -> str:
+    """`text` without what only shapes its look: dollar signs, bold type, \\text{}, spacing, a full stop."""
+    return " ".join(_SPACING.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).split()).rstrip(" .")
+
+
+def _has_words(text: str) -> bool:
+    text = _COMMAND.sub(" ", _TEXT_COMMAND.sub(" ", text))
+    return any(not _FUNCTION.fullmatch(word.lower()) for word in _WORD.findall(text))
+
+
+def _is_words(text: str) -> bool:
+    """Whether `text` has a word and nothing but words, as forty two has. math-verify reads \\text{forty two} well."""
+    text = text.replace("$", "")
+    return _has_words(text) and not re.search(r"[\d\\]", text) and not _OPERATOR.search(text)
+
+
+def _is_sentence(text: str) -> bool:
+    """Whether `text` is a formula or number among words: the answer is 5."""
+    return _has_words(text) and (not _OPERATOR.search(text) or _SENTENCE.search(text) is not None)
+
+
+def _is_same_text(solution: _Solution, plain: str) -> bool:
+    return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
+
+
+def _is_stated(solution: _Solution, text: str) -> bool:
+    """Whether `text` is the solution, or has it after "the answer is" or ####, or, unless it is words, at its end."""
+    n_words = len(solution.plain.split())
+    words = _plain(text).split()
+    places = [words if solution.is_words else words[-n_words:], _plain(_last_line(text)).split()]
+    for match in list(_STATED.finditer(text))[-1:]:
+        places.append(_plain(text[match.end() :]).split()[:n_words])
+    return any(_is_same_text(solution, " ".join(place).rstrip(" .,;!")) for place in places)
+
+
+# Time -----------------------------------------------------------------------------------------------------------------
+
+
+def _limited(function: Callable[[], bool]) -> bool:
+    """The result of `function`. Raises TimeoutError once it has computed for _LIMIT_S, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    end = time.thread_time() + _LIMIT_S  # of computing, so that a busy machine changes no reward
+
+    def look(*_: Any) -> None:
+        if time.thread_time() > end:
+            raise TimeoutException  # no Exception: sympy and math-verify would swallow it
+
+    before = signal.signal(signal.SIGPROF, look)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # again and again: a bare except may swallow one
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+    except TimeoutException as error:
+        raise TimeoutError(f"math-verify took more than {_LIMIT_S:g} s for this answer") from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        # The default action would end the process if one more signal is on its way.
+        signal.signal(signal.SIGPROF, before if callable(before) else signal.SIG_IGN)

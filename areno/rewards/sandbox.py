@@ -1,0 +1,128 @@
+"""Runs a command with limits on time, CPU time, memory and file size, and without a network. Linux only.
+
+    python -I sandbox.py SECONDS MEGABYTES COMMAND ...        (what `run` starts)
+
+The limits hold for the command and what it starts. A seccomp filter refuses every socket but those between processes of
+this machine. It also refuses to leave the process group, which is killed at the end. The files that the command may
+read and write are not limited: it runs with the rights of whoever starts the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+MOST_OUTPUT = 4000  # characters that are kept: the beginning and the end
+_AF_UNIX, _EACCES = 1, 13
+# (audit architecture, socket, then calls to refuse: io_uring_setup, which opens sockets, too, setpgid and setsid)
+_MACHINES = {"x86_64": (0xC000003E, 41, 425, 109, 112), "aarch64": (0xC00000B7, 198, 425, 154, 157)}
+
+
+def run(
+    command: Sequence[str],
+    folder: str | Path,
+    seconds: float = 20.0,
+    megabytes: int = 1024,
+    *,
+    given: str = "",
+    errors: bool = True,
+    most: int = MOST_OUTPUT,
+) -> tuple[int | None, str]:
+    """(exit status, output) of a list of words; the status is None if it took too long.
+
+    given: what the command reads from its standard input. errors: whether the output has what it writes to standard
+    error. most: characters of the output that are kept.
+    """
+    words = [sys.executable, "-I", __file__, str(int(seconds) + 1), str(megabytes), *command]
+    path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+    environment = {"PATH": path, "HOME": str(folder), "LANG": "C.UTF-8"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+    # Files, not pipes: what the command leaves behind could keep a pipe open, or not read it.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as said:
+        said.write(given.encode("utf-8", "replace"))
+        said.seek(0)
+        process = subprocess.Popen(
+            words, cwd=folder, env=environment, stdin=said, stdout=output, start_new_session=True,
+            stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout=max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return status, shortened(output.read().decode(errors="replace"), most)
+
+
+def problem() -> str:
+    """Why commands cannot be limited on this machine; "" if they can."""
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return f"needs Linux on {' or '.join(_MACHINES)}, for a process without a network"
+    status, output = run(["true"], "/", seconds=10.0)
+    return "" if status == 0 else f"cannot start a process without a network: {output.strip()[-200:]}"
+
+
+def shortened(text: str, most: int = MOST_OUTPUT) -> str:
+    """The beginning and the end of a text that is too long."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
+
+
+def limit(seconds: int, megabytes: int) -> None:
+    """Limit this process and what it starts."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    refuse_calls()
+
+
+def refuse_calls() -> None:
+    """Let sockets but those of AF_UNIX fail with "permission denied". OSError where the kernel cannot."""
+    if platform.machine() not in _MACHINES:
+        raise OSError(f"no list of system calls for {platform.machine()}")
+    architecture, socket, *refused = _MACHINES[platform.machine()]
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # BPF: load a word, compare it, return
+    allow, refuse, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x80000000
+    # A word of struct seccomp_data: 0 the number of the call, 4 the architecture, 16 its first argument.
+    program = [
+        (load, 0, 0, 4), (equal, 1, 0, architecture), (give, 0, 0, end),
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, end),  # the x32 interface has other numbers
+        *(each for call in refused for each in ((equal, 0, 1, call), (give, 0, 0, refuse))),
+        (equal, 1, 0, socket), (give, 0, 0, allow),
+        (load, 0, 0, 16), (equal, 0, 1, _AF_UNIX), (give, 0, 0, allow), (give, 0, 0, refuse),
+    ]  # fmt: skip
+
+    class Instruction(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction))]
+
+    instructions = (Instruction * len(program))(*[Instruction(*each) for each in program])
+    filter_program = Program(len(program), instructions)
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, filter_mode, ctypes.byref(filter_program)):
+        raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")
+
+
+if __name__ == "__main__":
+    limit(int(sys.argv[1]), int(sys.argv[2]))
+    if shutil.which(sys.argv[3]) is None:
+        sys.exit(f"there is no command {sys.argv[3]}")
+    os.execvp(sys.argv[3], sys.argv[3:])

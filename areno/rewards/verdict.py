@@ -1,0 +1,78 @@
+"""What a reward is, given what the functions returned for a sample: one number, and the parts that it is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_LARGEST = 3.4028234663852886e38  # of float32, which training computes with
+_TOTAL = ("reward", "score")  # in a dictionary; verl's functions return a score
+
+
+class Answer(NamedTuple):
+    """An outcome, as it is sent. parts: name -> number, unweighted."""
+
+    status: str
+    value: float | None = None
+    message: str = ""
+    parts: dict[str, float] = {}  # noqa: RUF012  # never changed
+
+
+class _NotFinite(Exception):
+    """A number is NaN, infinite or too large."""
+
+
+def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
+    """The answer for a sample. results: name, weight and what was returned, for each function.
+
+    A number is the reward of a function. A dictionary has it under "reward" (or "score") beside its parts; without
+    these, it is the sum of the parts. Of several functions, each is a part under its name, and the reward is the sum of
+    their values times their weights; one that returned None has no opinion of this sample. The only function has the
+    name "", and must have one.
+    """
+    values, parts = [], {}
+    try:
+        for name, weight, result in results:
+            if name and result is None:
+                continue
+            value, inner = _read(result, f"{name} " if name else "")
+            values.append(weight * value)
+            parts |= {name: value} if name else {}
+            parts |= {f"{name}/{part}" if name else part: number for part, number in inner.items()}
+        if not values:
+            return Answer("error", None, "every function returned None; at least one has to give a reward")
+        return Answer("ok", _number(math.fsum(values), "the weighted sum is"), "", parts)
+    except _NotFinite as error:
+        return Answer("not_finite", None, str(error))
+    except Exception as error:  # __float__ may raise anything
+        return Answer("error", None, (str(error) or type(error).__name__)[:500])
+
+
+def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
+    """The value of one function and its parts."""
+    if not isinstance(result, Mapping):
+        return _number(result, f"{of}returned"), {}
+    if not result or not all(isinstance(name, str) and name for name in result):
+        raise TypeError(f"{of}returned {repr(result)[:80]}; a dictionary has numbers under names")
+    numbers = {name: _number(value, f"{of}returned {name!r}:") for name, value in result.items()}
+    total = next((name for name in _TOTAL if name in numbers), None)
+    if total is None:
+        return _number(math.fsum(numbers.values()), f"{of}returned parts with the sum"), numbers
+    return numbers.pop(total), numbers
+
+
+def _number(result: Any, said: str) -> float:
+    if not hasattr(result, "__float__"):
+        raise TypeError(f"{said} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
+    value = float(result)
+    if problem := reward_problem(value):
+        raise _NotFinite(f"{said} {problem}")
+    return value
+
+
+def reward_problem(value: float) -> str:
+    """What is wrong with a number as a reward; "" if nothing is."""
+    if not math.isfinite(value):
+        return f"{value}; a reward is a finite number"
+    return f"{value:g}; a reward is at most {_LARGEST:.2g} (float32)" if abs(value) > _LARGEST else ""

@@ -1,0 +1,167 @@
+"""The live display of a run: what it says at the start, while the run goes on, and at its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console as RichConsole
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from areno import __version__
+from areno.config.experiments import ExperimentConfig
+from areno.config.schema.fields import changed
+from areno.config.schema.values import show
+from areno.tracking.display.board import Board, Warnings
+from areno.tracking.display.screen import Line, Screen, can_draw
+from areno.tracking.display.view import draw
+from areno.tracking.headlines import headlines
+from areno.tracking.reader import RunReader
+from areno.tracking.run_log import Console, RunLog, host_listens
+from areno.tracking.tracker import Tracker
+from areno.types import ScoredSample
+
+logger = logging.getLogger("areno")
+
+_SETTINGS_LINES = 4  # of the panel at the start
+
+
+def chosen_console(setting: str) -> Console:
+    """What stats_logger.console asks for, on the stderr that there is."""
+    if setting in ("auto", "live"):
+        return "live" if can_draw(sys.stderr) and (setting == "live" or not host_listens()) else "lines"
+    return setting  # type: ignore[return-value]
+
+
+class Display(Tracker):
+    """Follows a run and shows it on the terminal of stderr. If that fails, the lines of the log take its place.
+
+    folder: of the run. log: of the run, whose console is `live`. total_steps: see open_trackers. seconds: how long the
+    run has taken so far.
+    """
+
+    def __init__(self, folder: Path, log: RunLog, total_steps: Callable[[], int], seconds: Callable[[], float]):
+        self.board = Board(total_steps, seconds)
+        self._folder, self._log = folder, log
+        self._title = f"{folder.parent.name} / {folder.name}"
+        self._stream = sys.stderr
+        self._screen = Screen(self._stream, self._lines, self._failed)
+        self._handler = Warnings(self.board)
+        self._shows = False
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Show the facts, by name, in a panel, and the display below it from now on."""
+        with self._harmless():
+            self._screen.start()
+            self._shows = True
+            logger.addHandler(self._handler)
+            self._screen.print(self._rendered(start_panel(facts, self._width)))
+
+    def begin(self, step: int) -> None:
+        """The first step begins, or the one after `step`."""
+        self.board.begin(step)
+
+    def tell(self, text: bytes) -> None:
+        """Show what the user is told in a signal handler."""
+        self.board.note = text.decode().strip()
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self._harmless():
+            self.board.log(step, scalars)
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        with self._harmless():
+            self.board.samples(step, samples)
+
+    def resume(self, step: int) -> None:
+        with self._harmless():
+            self.board.forget()
+            for name, (steps, values) in RunReader(self._folder).metrics().items():
+                for value in values[: bisect_right(steps, step)]:
+                    self.board.recall(name, value)
+
+    def finish(self) -> None:
+        with self._harmless():
+            if self._shows:
+                self._stop(self._told_at_the_end() if self.board.has_steps else "")
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Around what shows something. An error in it ends the display and not the run."""
+        try:
+            yield
+        except Exception as error:
+            self._stop()
+            self._failed(error)
+
+    def _stop(self, last: str = "") -> None:
+        self._shows = False
+        logger.removeHandler(self._handler)
+        self._screen.close(last)
+
+    def _failed(self, error: Exception) -> None:
+        self._shows = False
+        self._log.console = "lines"
+        logger.removeHandler(self._handler)
+        logger.warning("the live display failed, and lines follow: %s: %s", type(error).__name__, error)
+
+    @property
+    def _width(self) -> int:
+        return min(os.get_terminal_size(self._stream.fileno()).columns or 80, 120) - 1
+
+    def _lines(self, width: int, height: int) -> list[Line]:
+        return draw(self.board.look(), self._title, width, height)
+
+    def _told_at_the_end(self) -> str:
+        run = RunReader(self._folder)
+        checkpoint = run.latest_checkpoint()
+        said = f"checkpoint:   {os.path.relpath(checkpoint)}\n" if checkpoint else "no checkpoint was saved\n"
+        return self._rendered(end_table(run, self._title)) + said
+
+    def _rendered(self, part: Panel | Table) -> str:
+        console = RichConsole(file=self._stream, width=self._width)
+        with console.capture() as capture:
+            console.print(part)
+        return capture.get()
+
+
+def settings_told(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """What makes a run another than the defaults would: what was given on the command line, and the rest."""
+    known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # the other facts speak of these
+    known |= {line.partition("=")[0].lstrip("+") for line in overrides}
+    settings = [f"{key}={show(value)}" for key, value in changed(config) if key not in known]
+    told = {"given": " ".join(overrides), "settings": " ".join(settings)}
+    return {name: text for name, text in told.items() if text}
+
+
+def start_panel(facts: Mapping[str, str], width: int) -> Panel:
+    """The facts of a run with their names. What is long takes at most a few lines."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    room = width - max(map(len, facts), default=0) - 6
+    for name, fact in facts.items():
+        lines = textwrap.wrap(fact, room, break_on_hyphens=False) or [""]
+        more = " ... (all: config.yaml)" if len(lines) > _SETTINGS_LINES else ""
+        grid.add_row(name, Text("\n".join(lines[:_SETTINGS_LINES]) + more))
+    return Panel(grid, title=f"areno {__version__}", title_align="left", border_style="bright_black", width=width)
+
+
+def end_table(run: RunReader, title: str) -> Table:
+    """What a run has come to: its headline numbers."""
+    table = Table(title=title, title_justify="left", border_style="bright_black")
+    table.add_column("")
+    for heading in ("first", "best", "last"):
+        table.add_column(heading, justify="right")
+    for line in headlines(run.metrics()).values():
+        best = "" if line.best is None else f"{line.best:.4g} (step {line.step})"
+        table.add_row(line.title, f"{line.first:.4g}", best, f"{line.last:.4g}")
+    return table

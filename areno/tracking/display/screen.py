@@ -1,0 +1,229 @@
+"""Keeps a few lines at the end of a terminal up to date, in a thread of its own, and prints everything else above them.
+
+The cursor is never hidden and no mode of the terminal is changed. So a process may be stopped, continued or killed at
+any moment, and the terminal is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+
+Line = Sequence[tuple[str, str]]
+"""(text, style of rich) for each part of a line."""
+
+INTERVAL_S = 0.25
+SHARE = 0.004
+"""The most of the time that drawing may take: where it takes long, it happens less often."""
+_LONGEST_S = 1.0  # the first time takes long, since modules are imported
+_TOGETHER_S, _LATE_S = 0.05, 0.3
+_FLUSH_S = 0.5
+_END_S = 2.0
+_COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+
+
+class Screen:
+    """Shows `lines(width, height)`, which are fewer than `height`, until `close`. Also stands in for stderr and stdout.
+
+    stream: the terminal. failed: called once, in any thread, if drawing raises; stderr and stdout are then as before.
+    """
+
+    def __init__(self, stream: TextIO, lines: Callable[[int, int], list[Line]], failed: Callable[[Exception], None]):
+        self._stream, self._lines, self._failed = stream, lines, failed
+        self._colors = _COLORS.get(Console(file=stream).color_system or "")
+        self._above: deque[str] = deque()
+        self._widths: list[int] = []  # of the lines that are on the terminal now
+        self._wake, self._shown, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._continued = False  # after a stop: what is on the terminal now is another's
+        self._signal: Any = None
+        self._streams: list[tuple[str, TextIO, Above]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True, name="areno-display")
+
+    def start(self) -> None:
+        """Begin to draw. To be called once."""
+        for name in ("stderr", "stdout"):
+            before = vars(sys)[name]
+            if before is not None and before.isatty():
+                above = Above(self, before)
+                self._streams.append((name, before, above))
+                sys.__dict__[name] = above
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
+            self._signal = signal.signal(signal.SIGCONT, self._note_continued)
+        self._thread.start()
+
+    def print(self, text: str) -> None:
+        """Print whole lines above what is shown. They are there a little later; see `flush`."""
+        self._above.append(text if text.endswith("\n") else text + "\n")
+        self._wake.set()
+
+    def flush(self) -> None:
+        """Wait until what was printed is on the terminal, but not for long: the terminal may be held by Ctrl-S.
+
+        The main thread does not wait: its steps are not held up, and before it ends it closes the screen.
+        """
+        waits = threading.current_thread() not in (threading.main_thread(), self._thread)
+        if waits and self._above and not self._ended.is_set():
+            self._shown.clear()
+            self._wake.set()
+            self._shown.wait(_FLUSH_S)
+
+    def close(self, last: str = "") -> None:
+        """Take the lines away, print `last` in their place, and give stderr and stdout back. Once; then nothing.
+
+        While the terminal is held, this waits for a limited time.
+        """
+        if self._ended.is_set():
+            return
+        self._restore()
+        if last:
+            self.print(last)
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_END_S)
+
+    def _restore(self) -> None:
+        for name, before, above in self._streams:
+            above.end()
+            if vars(sys)[name] is above:
+                sys.__dict__[name] = before
+        self._streams = []
+        if self._signal is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCONT, self._signal)
+            self._signal = None
+
+    def _note_continued(self, number: int, frame: Any) -> None:
+        self._continued = True
+
+    def _run(self) -> None:
+        interval = 0.0
+        try:
+            while not self._ended.is_set():
+                started = time.monotonic()
+                is_woken = self._wake.wait(interval)
+                # Lines often come together. After a stop, the handler of SIGCONT needs a moment of the main thread.
+                if is_woken or time.monotonic() - started > interval + _LATE_S:
+                    time.sleep(_TOGETHER_S)
+                self._wake.clear()
+                before = time.thread_time()
+                self._draw()
+                interval = min(max(INTERVAL_S, (time.thread_time() - before) / SHARE), _LONGEST_S)
+            self._draw(keep=False)
+        except Exception as error:
+            self._ended.set()
+            self._restore()
+            self._shown.set()
+            with contextlib.suppress(Exception):
+                self._stream.write("".join(self._above))
+            self._failed(error)
+
+    def _draw(self, keep: bool = True) -> None:
+        """Write what is new above the lines, and the lines as they are now; without `keep`, no lines."""
+        size = os.get_terminal_size(self._stream.fileno())
+        width, height = size.columns or 80, size.lines or 24  # 0: a terminal that was not told its size
+        here = _in_foreground(self._stream.fileno())
+        above = [self._above.popleft() for _ in range(len(self._above))]
+        if self._continued or not here:
+            self._continued, self._widths = False, []
+        # One line less than there is room for: what is erased from the very top, tmux keeps in its scrollback.
+        lines = self._lines(width, height - 1) if keep and here else []
+        # On a terminal that has become narrower, a line may take several rows now. What has left it at its top, stays.
+        rows = min(sum(max(1, -(-cells // width)) for cells in self._widths), height - 1)
+        text = [f"\x1b[{rows}A" if rows else "", "\r", "\x1b[J" if above or not lines else "", *above]
+        for line in lines:
+            text += [*(self._painted(part, style) for part, style in line), "\x1b[K\n"]
+        if lines:
+            text.append("\x1b[J")
+        self._widths = [sum(cell_len(part) for part, _ in line) for line in lines]
+        if above or lines or rows:
+            self._stream.write("".join(text))
+            self._stream.flush()
+        self._shown.set()
+
+    def _painted(self, text: str, style: str) -> str:
+        return Style.parse(style).render(text, color_system=self._colors) if style and self._colors else text
+
+
+class Above(io.TextIOBase):
+    """Stands in for a stream to the terminal: whole lines go above what a Screen shows."""
+
+    def __init__(self, screen: Screen, stream: TextIO):
+        self._screen, self._stream, self._rest, self._lock = screen, stream, "", threading.Lock()
+        self._ended = False
+
+    def write(self, text: str, /) -> int:
+        if self._ended:  # somebody kept it
+            return self._stream.write(text)
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+        if lines:
+            # Of a bar that was drawn over and over again, the last state stays.
+            self._screen.print("".join(line.rstrip("\r").rpartition("\r")[2] + "\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._ended:
+            self._stream.flush()
+        else:
+            self._screen.flush()
+
+    def end(self) -> None:
+        """From now on, write to the stream itself."""
+        rest, self._rest = self._rest.rpartition("\r")[2], ""
+        if rest:
+            self._screen.print(rest)
+        self._ended = True
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stream.errors
+
+    @property
+    def buffer(self) -> Any:
+        """For those who write bytes: they go to the terminal as they are."""
+        return self._stream.buffer
+
+
+def _in_foreground(terminal: int) -> bool:
+    """Whether this process may draw: not after Ctrl-Z and bg, when the terminal is the shell's."""
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:  # not the terminal that controls this process
+        return True
+
+
+def can_draw(stream: TextIO | None) -> bool:
+    """Whether the stream is a terminal that can show a display."""
+    if stream is None or not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb"):
+        return False
+    try:
+        "▁█━╭│·".encode(stream.encoding)
+        return os.get_terminal_size(stream.fileno()).columns >= 40
+    except (UnicodeEncodeError, OSError, io.UnsupportedOperation):
+        return False

@@ -1,0 +1,185 @@
+"""How the live display looks: lines of text that fit the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+
+from areno.tracking.display.board import Look, Shown
+from areno.tracking.display.screen import Line
+from areno.tracking.display.trend import sparkline
+from areno.tracking.headlines import duration
+
+_TITLE, _VALUE = 26, 9  # cells of a row: what it is called, and its value
+_TWO_COLUMNS = 100  # cells of a terminal that has room for two
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of the display. share: it is shown in percent. is_main: it stands above the others."""
+
+    title: str
+    name: str
+    share: bool = False
+    is_main: bool = False
+
+
+_ROWS = (
+    Row("reward", "rollout/rewards_mean", is_main=True),
+    Row("loss", "train/loss", is_main=True),
+    Row("evaluation: accuracy", "eval/accuracy", is_main=True),
+    Row("evaluation: reward", "eval/rewards_mean", is_main=True),
+    Row("evaluation: loss", "eval/loss", is_main=True),
+    Row("accuracy", "rollout/accuracy"),
+    Row("accuracy", "train/accuracy"),
+    Row("margin", "train/margin"),
+    Row("response length", "rollout/response_len_mean"),
+    Row("truncated", "rollout/truncated", share=True),
+    Row("groups without difference", "rollout/frac_groups_zero_std", share=True),
+    Row("KL to the reference", "train/kl_loss"),
+    Row("KL to the rollout policy", "train/approx_kl"),
+    Row("entropy", "train/entropy"),
+    Row("rollout against training", "train/logp_abs_diff_mean"),
+    Row("gradient norm", "train/grad_norm"),
+    Row("learning rate", "train/lr"),
+    Row("tokens/s, rollout", "rollout/tokens_per_second"),
+    Row("tokens/s, training", "train/tokens_per_second"),
+    Row("memory (GiB)", "train/memory_gib"),
+)
+
+_PART = "rollout/reward/"  # of a reward that is a sum
+
+
+def draw(look: Look, title: str, width: int, height: int) -> list[Line]:
+    """The lines of a display, fewer than `height` and no wider than `width` cells. What matters most comes first."""
+    width -= 1  # a line of full width makes some terminals begin another one
+    lines = [_rule(title, width), *_head(look, width)]
+    if look.n_warnings:
+        count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
+        lines.append([(_cut(f" {count}: {look.warning}", width), "yellow")])
+    rows = rows_of(look)
+    lines += _rows([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
+    lines += _others([row for row in rows if not row.is_main], look, width)
+    del lines[height - 1 :]
+    left = height - 1 - len(lines) - 2
+    if look.samples and left >= 2:
+        each = max(1, min(4, left // len(look.samples)))
+        lines += [[], _rule(f"samples of step {look.samples_step}", width)]
+        for sample in look.samples[:left]:
+            lines += _sample(sample, width, each)
+    return [_fitted(line, width) for line in lines]
+
+
+def rows_of(look: Look) -> list[Row]:
+    """The rows that the run has numbers for. Two with one course, as accuracy and a reward of 0 or 1, are one."""
+    found: dict[tuple[object, ...], Row] = {}
+    parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
+    for row in (*_ROWS, *(Row(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
+        # The loss of a policy says nothing about how good it is.
+        if row.name in look.trends and not (row.name == "train/loss" and "rollout/rewards_mean" in look.trends):
+            course = tuple(look.trends[row.name][1])
+            found.setdefault(course if len(set(course)) > 1 else (row.name,), row)
+    return list(found.values())
+
+
+def _head(look: Look, width: int) -> Iterator[Line]:
+    share = look.step / look.total if look.total else 0.0
+    told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
+    told += [f"{duration(look.left)} left"] if look.left is not None else []
+    first, *rest = told
+    bar = max(0, width - sum(map(len, told)) - 3 * len(told))
+    done = round(bar * share)
+    bars = ("━" * done, "green"), ("─" * (bar - done), "bright_black")
+    yield [(f" {first}  ", "bold"), *bars, (f"  {'   '.join(rest)}", "")]
+    doing = look.note or ", ".join(word for word in (look.phase or "starting", look.work) if word)
+    total = look.times.get("step") or 0.0
+    times = sorted(((value, name) for name, value in look.times.items() if name != "step"), reverse=True)
+    spent = " · ".join(f"{name} {100 * value / total:.0f} %" for value, name in times[:3] if total)
+    last = f"last step {total:.3g} s: {spent}" if total else ""
+    space = width - 1 - cell_len(doing) - cell_len(last)
+    told_last = " " * space + last if space > 1 else ""
+    yield [(f" {_cut(doing, width - 1)}", "yellow" if look.note else "cyan"), (told_last, "dim")]
+
+
+def _rows(rows: Sequence[Row], look: Look, width: int, trend: int) -> Iterator[Line]:
+    """The rows, with a sparkline of at most `trend` cells."""
+    for row in rows:
+        value, course = look.trends[row.name]
+        text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
+        line = sparkline(course, max(0, trend))
+        if not row.is_main:
+            yield [(text, ""), (line, "blue")]
+            continue
+        first = next((one for one in course if math.isfinite(one)), math.nan)
+        began = f"  from {_number(first, row.share)}" if len(course) > 1 and trend > 0 else ""
+        yield [(text, "bold"), (line, "green"), (began, "dim")]
+
+
+def _others(rows: Sequence[Row], look: Look, width: int) -> Iterator[Line]:
+    """Rows in two columns where there is room."""
+    if width < _TWO_COLUMNS:
+        yield from _rows(rows, look, width, width - _TITLE - _VALUE - 4)
+        return
+    half = width // 2
+    lines = list(_rows(rows, look, half, half - _TITLE - _VALUE - 5))
+    middle = -(-len(lines) // 2)
+    for at in range(middle):
+        left, right = lines[at], lines[middle + at : middle + at + 1]
+        space = half - sum(cell_len(text) for text, _ in left)
+        yield [*left, (" " * space, ""), *(part for line in right for part in line)]
+
+
+def _sample(sample: Shown, width: int, n_lines: int) -> Iterator[Line]:
+    """A sample in so many lines: the end of the prompt, where the question is, and the beginning of the completion."""
+    reward = f" {sample.reward:>6}  "
+    room = width - len(reward)
+    prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
+    size = f"  ({sample.n_tokens} tokens)"
+    if n_lines == 1 or cell_len(prompt) + cell_len(completion) + len(size) + 4 < room:
+        asked = _end(prompt, room // 2)
+        answer = _cut(completion, room - cell_len(asked) - 3 - len(size))
+        yield [(reward, "bold"), (asked, "dim"), (" → ", "dim"), (answer, ""), (size, "dim")]
+        return
+    yield [(reward, "bold"), (_end(prompt, room), "dim")]
+    for line in range(1, n_lines):
+        rest, completion = completion, completion[room:]
+        is_last = line == n_lines - 1 or not completion
+        shown = _cut(rest, room - len(size)) if is_last else _cut(rest[:room], room)
+        yield [(" " * len(reward), ""), (shown, ""), (size if is_last else "", "dim")]
+        if is_last:
+            return
+
+
+def _rule(title: str, width: int) -> Line:
+    text = _cut(f"── {title} ", width)
+    return [(text + "─" * (width - cell_len(text)), "bright_black")]
+
+
+def _fitted(line: Line, width: int) -> Line:
+    """The beginning of a line that is wider."""
+    kept: list[tuple[str, str]] = []
+    for text, style in line:
+        kept.append((text if cell_len(text) <= width else set_cell_size(text, width), style))
+        width -= cell_len(kept[-1][0])
+    return kept
+
+
+def _cut(text: str, width: int) -> str:
+    """At most so many cells of a text, without characters that move the cursor."""
+    width = max(0, width)
+    text = "".join(char if char.isprintable() else "·" for char in text[: width + 1])
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[:width]
+
+
+def _end(text: str, width: int) -> str:
+    """The end of a text."""
+    return _cut(text if len(text) <= width else "…" + text[1 - width :], width)
+
+
+def _number(value: float, share: bool) -> str:
+    if share:
+        return f"{100 * value:.1f} %"
+    return f"{value / 1000:,.1f}k" if abs(value) >= 10_000 else f"{value:.4g}"

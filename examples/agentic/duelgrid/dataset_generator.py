@@ -1,0 +1,20 @@
+"""Write grids for DuelGrid, one JSON object in each line.
+
+python examples/agentic/duelgrid/dataset_generator.py --output duelgrid.jsonl --count 256
+"""
+
+import argparse
+import json
+
+from duelgrid import arenas
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="the file to write")
+    parser.add_argument("--count", type=int, default=256, help="how many grids (256)")
+    parser.add_argument("--seed", type=int, default=2026, help="the same seed gives the same grids (2026)")
+    arguments = parser.parse_args()
+    with open(arguments.output, "w", encoding="utf-8") as file:
+        for row in arenas(arguments.count, arguments.seed):
+            file.write(json.dumps(row) + "\n")
+    print(f"{arguments.count} grids in {arguments.output}")

@@ -1,0 +1,77 @@
+"""An agent that does what the prompt says, however bad. Used by tests of the agent processes."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from openai import AsyncOpenAI
+
+from areno.api.agentic import AgentItem, AgentTrajectory, AgentTrajectoryTurn
+
+
+async def ask(ctx, item):
+    messages = [{"role": "user", "content": item.prompt}]
+    async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
+        response = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+    return AgentTrajectoryTurn(item=item, messages=messages, response=response)
+
+
+async def run_agent(ctx, batch):
+    [item] = batch.iter_samples()
+    what = item.prompt.split()[0]
+    if what == "raise":
+        raise ValueError("no luck")
+    if what == "exit":
+        sys.exit(3)
+    if what == "die":
+        os._exit(7)
+    if what == "block":
+        while True:
+            time.sleep(0.1)
+    if what == "sleep":
+        await asyncio.sleep(1000)
+    if what == "fork":
+        if os.fork() == 0:
+            return None
+        os.wait()
+    if what == "stray" and os.fork() == 0:
+        Path(item.prompt.split()[1]).write_text(str(os.getpid()))
+        time.sleep(1000)
+    if what == "thread":
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+    if what == "print":
+        print("said by the agent")
+    if what == "nothing":
+        return None
+    if what == "empty":
+        return []
+    if what == "text":
+        return "done"
+    turn = await ask(ctx, item)
+    if what == "many":
+        return [AgentTrajectory([turn]), AgentTrajectory([turn])]
+    if what == "foreign":
+        turn.item = AgentItem("x", {}, [], 99, 0)
+    if what == "bare":
+        turn.response = {"choices": [{"message": {"role": "assistant", "content": "a"}}]}
+    if what == "stolen":
+        turn.response.areno["session"] = "other"
+    if what == "edited":
+        turn.messages[0] = {"role": "user", "content": "something else"}
+    if what == "loose":
+        return turn
+    return AgentTrajectory(turns=[turn])
+
+
+def run_plain(ctx, batch):
+    [item] = batch.iter_samples()
+    if item.prompt.startswith("sleep"):
+        time.sleep(1000)
+    return asyncio.run(ask(ctx, item))
+
+
+def reward_fn(record):
+    return float(len(record.tokens))

@@ -1,0 +1,135 @@
+"""areno reward: the command that tries reward functions on recorded samples."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from areno.cli.main import main
+from areno.files.paths import find_file
+
+NEAR = """
+def near(record):
+    if record.completion == "bad":
+        raise KeyError("no such thing")
+    return {"reward": float(record.completion == record.solutions), "length": len(record.completion)}
+
+def level(record):
+    return record.record["level"] + record.step / 10
+
+def roles(record):
+    return len(record.messages) + (record.prompt == "1+1=") + 10 * (record.completion == "2")
+"""
+ROWS = [
+    {"prompt": "1+1=", "completion": "2", "solutions": "2", "level": 3, "step": 5, "reward": 1.0},
+    {"prompt": "1+2=", "completion": "[b]4", "solutions": "3", "level": 4, "reward": 1.0},
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(NEAR)
+    return tmp_path
+
+
+def data(*rows):
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--data", "rows.jsonl", "--workers", "1"]
+
+
+def lines(text):
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+def test_a_table_of_rewards_and_parts(folder, capsys):
+    assert main(["reward", "mine.py:near", *data(*ROWS)]) == 0
+    out, err = capsys.readouterr()
+    found = lines(out)
+    assert found[0] == ["sample", "reward", "length", "recorded", "completion"]
+    assert found[2:4] == [["0", "1", "1", "1", "2"], ["1", "0", "4", "1", "[b]4"]]
+    assert ["reward", "0.5", "0.5", "0", "1", "2"] in found
+    assert ["length", "2.5", "1.5", "1", "4", "2"] in found
+    assert "1 of 2 rewards are at least 1" in out
+    assert "1 of 2 rewards differ from those that were recorded" in out
+    assert "2 samples in " in out
+    assert not err
+
+
+def test_several_functions_with_weights_and_settings(folder, capsys):
+    functions = ["mine.py:near", "mine.py:level", "format", r"reward.format.pattern='\d'"]
+    assert main(["reward", *functions, *data(*ROWS), "--weights", "1", "2", "0.5", "--show", "1"]) == 0
+    found = lines(capsys.readouterr().out)
+    assert found[0] == ["sample", "reward", "near", "near/length", "level", "format", "recorded", "completion"]
+    assert found[2] == ["0", "8.5", "1", "1", "3.5", "1", "1", "2"]
+    assert found[3][:3] == ["and", "1", "samples"]
+
+
+def test_errors_with_their_traceback(folder, capsys):
+    bad = {**ROWS[0], "completion": "bad"}
+    assert main(["reward", "mine.py:near", *data(ROWS[0], *[bad] * 5)]) == 1
+    out, err = capsys.readouterr()
+    assert ["1", "error", "1", "bad"] in lines(out)
+    assert err.count("Traceback (most recent call last):") == 3
+    assert err.count("KeyError: 'no such thing'") == 3
+    assert "mine.py" in err
+    assert "process.py" not in err
+    assert "5 of 6 samples have no reward: 5 error" in err
+    assert main(["reward", "mine.py:near", *data(bad)]) == 1, "also where all samples fail"
+
+
+def test_messages_of_trl(folder, capsys):
+    row = {
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}],
+        "completion": [{"role": "assistant", "content": "2"}],
+    }
+    assert main(["reward", "mine.py:roles", *data(row)]) == 0
+    assert ["0", "14", "2"] in lines(capsys.readouterr().out)
+
+
+def test_tokens_are_counted(folder, capsys):
+    model = str(find_file("examples/quickstart/model"))
+    words = ["reward", "length", "reward.length.max_tokens=1", *data({"prompt": "", "completion": "12"})]
+    assert main(words) == 1
+    assert main([*words, "--tokenizer", model]) == 0
+    assert ["0", "0", "12"] in lines(capsys.readouterr().out)
+
+
+def test_samples_of_a_run(folder, capsys):
+    (folder / "run/logs").mkdir(parents=True)
+    (folder / "run/logs/metrics.jsonl").touch()
+    words = ["reward", "exact_match", "--data", "run"]
+    assert main(words) == 1
+    assert "has no samples; it was started with rollout.dump_n_samples=0" in capsys.readouterr().err
+    (folder / "run/rollouts").mkdir()
+    for step, answer in ((1, "a"), (2, "b")):
+        line = {"prompt": "p", "completion": answer, "solutions": "a", "reward": 0.0}
+        (folder / f"run/rollouts/{step:06d}.jsonl").write_text(json.dumps(line) + "\n")
+    for more, reward in (([], "0"), (["--step", "1"], "1")):
+        assert main([*words, *more]) == 0
+        assert lines(capsys.readouterr().out)[2][:2] == ["0", reward]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["maths"], "reward.fn: is 'maths'; .*did you mean math"),
+        (["none.py"], "reward.fn: there is no 'none.py'"),
+        (["reward.timeout=3", "math"], "reward.timeout: unknown.*did you mean"),
+        (["math", "--weights", "1", "2"], "weights: has 2 numbers for 1 functions"),
+        (["reward.workers=3"], "FUNCTION: is missing"),
+        (["math", "--step", "1"], "--step: is 1, but rows.jsonl is not the folder of a run"),
+        (["math", "--data", "none.jsonl"], "--data: there is no"),
+    ],
+)
+def test_a_wrong_command_line(folder, capsys, words, message):
+    assert main(["reward", *data(*ROWS), *words] if "--data" not in words else ["reward", *words]) != 0
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_rows_without_a_completion(folder, capsys):
+    assert main(["reward", "math", *data(ROWS[0], {"prompt": "1"})]) == 1
+    assert "sample 1: needs prompt and completion; it has prompt" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""The pages for people who come from other tools: what they say of our settings holds, our half of each example runs.
+
+The first column of each table is of the other tool. In tables of three columns, `key=value` in the second one is a
+setting of ours and its default. Anything else that is written as `key` or `key=value` must be a setting, and a value
+for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_model import made
+from test_docs import ROOT, blocks
+from test_docs_names import codes, is_setting, known, problem_of, text_of, value_of
+
+from areno.launch.elsewhere import RECIPES
+
+PAGES = sorted((ROOT / "docs/coming_from").glob("*.md"))
+NAMED = "Qwen/Qwen3-0.6B"
+SMALL = ["total_train_steps=1", "gconfig.max_new_tokens=8", "engine.device=cpu", "reward.workers=1"]
+
+
+def sections(page: Path) -> list[tuple[str, str]]:
+    """(recipe, or "" for any; text without code blocks) of each section of a page."""
+    parts = re.split(r"^## (.*)$", text_of(page), flags=re.M)
+    recipes = [heading.split()[0].lower() for heading in parts[1::2]]
+    return [("", parts[0]), *zip((name if name in RECIPES else "" for name in recipes), parts[2::2], strict=True)]
+
+
+def of_tables(text: str) -> list[list[str]]:
+    """The cells of each row of the tables in a text."""
+    return [line[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")]
+
+
+def of_ours(page: Path) -> list[tuple[str, str, bool]]:
+    """(recipe or "", code, whether it states a default) of all code of a page that is not of the other tool."""
+    found = []
+    for recipe, text in sections(page):
+        for cells in of_tables(text):
+            for column, cell in enumerate(cells[1:]):
+                found += [(recipe, code, len(cells) == 3 and column == 0) for code in codes(cell)]
+        plain = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+        found += [(recipe, code, False) for code in codes(plain)]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_our_settings_exist_and_have_these_defaults(page: Path) -> None:
+    wrong, n_defaults = [], 0
+    for recipe, code, states_default in of_ours(page):
+        if is_setting(code):
+            recipes = [recipe] if recipe else list(RECIPES)
+            key, _, text = code.partition("=")
+            wrong += [problem] if (problem := problem_of(code, recipes)) else []
+            if text and states_default:
+                defaults = {value_of(known(each)[key].default.strip("'")) for each in recipes if key in known(each)}
+                wrong += [] if defaults == {value_of(text)} else [f"{code}, but the default is {defaults}"]
+                n_defaults += 1
+    assert not wrong, "\n".join(wrong)
+    assert n_defaults > 40
+
+
+def test_variants_that_are_named_exist() -> None:
+    for page in PAGES:
+        for _, code, _ in of_ours(page):
+            if code.startswith("variant="):
+                assert (ROOT / "conf" / "variant" / f"{code.partition('=')[2]}.yaml").exists(), code
+
+
+def test_settings_of_trl_exist_and_have_these_defaults() -> None:
+    trl = pytest.importorskip("trl", reason="needs trl")
+    [page] = [page for page in PAGES if page.stem == "trl"]
+    classes = {"grpo": trl.GRPOConfig, "dpo": trl.DPOConfig, "sft": trl.SFTConfig}
+    wrong = []
+    for recipe, text in sections(page):
+        for code in (code for cells in of_tables(text) for code in codes(cells[0]) if "=" in code):
+            key, _, stated = code.partition("=")
+            defaults = [
+                {field.name: field.default for field in dataclasses.fields(each)}.get(key)
+                for each in ([classes[recipe]] if recipe else [classes["grpo"], classes["sft"]])
+            ]
+            defaults = [default if default is not dataclasses.MISSING else "sigmoid" for default in defaults]
+            if value_of(stated) not in defaults and stated not in map(str, defaults):
+                wrong.append(f"{code}: {defaults}")
+    assert not wrong, "\n".join(wrong)
+    [script] = [ast.parse(text) for info, text in blocks(page) if info == "py"]
+    fields = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    [config] = [call for call in ast.walk(script) if getattr(getattr(call, "func", None), "id", "") == "GRPOConfig"]
+    assert {keyword.arg for keyword in config.keywords} <= fields
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with made() as trainer:
+        return trainer.save_checkpoint(tmp_path_factory.mktemp("model") / "model")
+
+
+@pytest.mark.slow
+def test_the_half_of_trl_runs(tmp_path: Path, model: str) -> None:
+    pytest.importorskip("trl", reason="needs trl")
+    [page] = [page for page in PAGES if page.stem == "trl"]
+    for info, text in blocks(page):
+        if info == "json prompt file=questions.jsonl":
+            (tmp_path / "questions.jsonl").write_text(text)
+        elif info == "py":
+            text = text.replace(NAMED, model).replace("max_completion_length=256", "max_completion_length=8")
+            text = text.replace("max_steps=100", 'max_steps=1, use_cpu=True, bf16=False, report_to="none"')
+            (tmp_path / "script.py").write_text(text)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rewards/right/mean" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem != "verl" else ()) for page in PAGES]
+)
+def test_our_half_of_the_example_runs(page: Path, tmp_path: Path, model: str) -> None:
+    import datasets
+
+    commands = []
+    for info, text in blocks(page):
+        kind, _, file = info.partition(" file=")
+        if file.endswith(".parquet"):
+            lines = [json.loads(line) for line in text.splitlines()]
+            datasets.Dataset.from_list(lines).to_parquet(tmp_path / file)
+        elif file:
+            (tmp_path / file).write_text(text.replace(NAMED, model), encoding="utf-8")
+        elif kind == "bash run":
+            commands += text.splitlines()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    [command] = commands
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], *SMALL],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(tmp_path.glob("outputs/*/*/checkpoints/latest/model.safetensors"))

@@ -1,0 +1,275 @@
+"""Grammars of requests: whatever is drawn from their masks is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from areno.agents.grammar import Constraint, Grammar, compile_grammar, reasoning_after
+from areno.agents.parsers import ParsedMessage, parser_for
+from areno.engine.sampling.grammar import GrammarCompiler
+from areno.errors import GrammarError
+
+FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "str", "enum": ["A", "B c"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 12},
+        "exact": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 3},
+        "note": {"type": ["string", "null"], "maxLength": 6},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "exact"],
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}},
+}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}, {"name": "now"}]
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist()
+
+
+def drawn(grammar: Grammar | None, tokenizer: Any, seed: int, most: int = 200) -> tuple[str, bool]:
+    """A text whose tokens were drawn evenly from the masks, and whether it ended by itself."""
+    assert grammar is not None
+    rng, state, tokens = random.Random(seed), grammar.start(), []
+    for _ in range(most):
+        token = rng.choice(allowed(state.mask()))
+        state.accept(token)
+        assert not state.error
+        if state.finished:
+            return tokenizer.decode(tokens), True
+        tokens.append(token)
+    return tokenizer.decode(tokens), False
+
+
+def valid_calls(message: ParsedMessage) -> bool:
+    """Whether there are calls, all of them as the tools want them."""
+    schemas = {"get_weather": json.loads(json.dumps(WEATHER).replace('"str"', '"string"')), "now": {"maxProperties": 0}}
+    for call in message.tool_calls:
+        schema = {**schemas[call.name], "additionalProperties": False} if call.name == "get_weather" else schemas["now"]
+        jsonschema.validate(json.loads(call.arguments), schema)
+    return bool(message.tool_calls) and message.content is None
+
+
+@pytest.fixture(params=["tiny", "minimind"])
+def tokenizer(request: pytest.FixtureRequest, tokenizer_of: Any) -> Any:
+    return tokenizer_of(request.param)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_required_calls_are_calls_in_the_format_of_the_family(family: str, tokenizer: Any) -> None:
+    constraint = Constraint(tools=TOOLS, tool_choice="required", parser=parser_for(family))
+    grammar = compile_grammar(constraint, tokenizer, len(tokenizer))
+    most, n_finished = 0, 0
+    for seed in range(25):
+        text, finished = drawn(grammar, tokenizer, seed)
+        if finished:
+            n_finished += 1
+            message = parser_for(family).parse(text, TOOLS)
+            if family == "qwen3_coder":  # the length of a string that is written as it is has no limit
+                message.tool_calls = [call for call in message.tool_calls if '"note"' not in call.arguments]
+            assert valid_calls(message) or not message.tool_calls, text
+            most = max(most, len(message.tool_calls))
+    assert n_finished > 10
+    assert most > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_named_function_is_called_once(family: str, tiny: Any) -> None:
+    choice = {"type": "function", "function": {"name": "now"}}
+    for how in ({"tool_choice": choice}, {"tool_choice": "required", "parallel_tool_calls": False}):
+        constraint = Constraint(tools=TOOLS, parser=parser_for(family), **how)
+        grammar = compile_grammar(constraint, tiny, len(tiny))
+        for seed in range(5):
+            text, finished = drawn(grammar, tiny, seed)
+            calls = parser_for(family).parse(text, TOOLS).tool_calls
+            assert not finished or len(calls) == 1
+            assert {call.name for call in calls} <= (
+                {"now"} if "parallel_tool_calls" not in how else {"now", "get_weather"}
+            )
+
+
+def test_reasoning_comes_first_where_the_model_reasons(tokenizer: Any) -> None:
+    parser = parser_for("hermes")
+    for reasoning, opened in (("open", "<think>"), ("optional", "")):
+        constraint = Constraint(tools=TOOLS[1:], tool_choice="required", parser=parser, reasoning=reasoning)
+        grammar = compile_grammar(constraint, tokenizer, len(tokenizer))
+        assert grammar is not None
+        state = grammar.start()
+        text = 'hm {}\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        text = text if opened else f"<think>{text}"
+        for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]:
+            assert token in allowed(state.mask()), tokenizer.decode([token])
+            state.accept(token)
+        assert state.finished
+    finished = [drawn(grammar, tokenizer, seed) for seed in range(30)]
+    assert any(ends and not text.startswith("<think>") for text, ends in finished)
+
+
+def test_what_reasoning_a_prompt_leaves_open(tokenizer_of: Any) -> None:
+    template = tokenizer_of("minimind").chat_template
+    assert reasoning_after("assistant\n<think>\n", template) == "open"
+    assert reasoning_after("assistant\n<think>\n\n</think>\n\n", template) == "none"
+    assert reasoning_after("assistant\n", template) == "optional"
+    assert reasoning_after("assistant\n", None) == "none"
+
+
+def random_schema(rng: random.Random, size: int) -> dict[str, Any]:
+    """A schema of about `size` parts, of whose values models with random weights reach the end."""
+    if size <= 1:
+        return rng.choice(
+            [
+                {"type": "boolean"},
+                {"type": "null"},
+                {"type": "integer", "minimum": -5, "maximum": 300},
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.25},
+                {"type": "string", "maxLength": 4},
+                {"type": "string", "pattern": "^[a-c]{1,3}-[0-9]$"},
+                {"type": "string", "format": "date"},
+                {"enum": ["red", 7, None, ["x"], "\u00e9\n"]},
+                {"const": {"k": [1, 2]}},
+            ]
+        )
+    kind = rng.randrange(5)
+    if kind == 0:
+        return {"type": "array", "items": random_schema(rng, size // 2), "minItems": rng.randrange(2), "maxItems": 2}
+    if kind == 1:
+        return {
+            "type": "array",
+            "prefixItems": [random_schema(rng, size // 2) for _ in range(2)],
+            "items": False,
+            "minItems": 2,
+        }
+    if kind == 2:
+        return {"anyOf": [random_schema(rng, size // 2), random_schema(rng, size // 2)]}
+    parts = min(5, size)
+    properties = {f'p{i} \u00e9"': random_schema(rng, size // parts) for i in range(parts)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": rng.sample(sorted(properties), rng.randrange(parts)),
+    }
+
+
+def schemas() -> Iterator[dict[str, Any]]:
+    """50 of growing size."""
+    rng = random.Random(5)
+    for size in range(1, 51):
+        yield random_schema(rng, size)
+
+
+def response_format(schema: Any, strict: bool = True) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
+
+
+def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:
+    tokenizer, n_finished = tokenizer_of("minimind"), 0
+    for number, schema in enumerate(schemas()):
+        text, finished = drawn(compile_grammar(response_format(schema), tokenizer, len(tokenizer)), tokenizer, number)
+        if finished:
+            n_finished += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert n_finished > 30
+
+
+def test_any_object(tokenizer: Any) -> None:
+    grammar = compile_grammar({"type": "json_object"}, tokenizer, len(tokenizer))
+    finished = [text for text, ends in (drawn(grammar, tokenizer, seed) for seed in range(40)) if ends]
+    assert finished
+    assert all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def test_an_answer_in_json_or_a_call(tiny: Any) -> None:
+    constraint = Constraint(response_format=response_format({"const": 1}), tools=TOOLS[1:], parser=parser_for("hermes"))
+    texts = {drawn(compile_grammar(constraint, tiny, len(tiny)), tiny, seed)[0] for seed in range(20)}
+    assert "1" in texts
+    assert any(parser_for("hermes").parse(text).tool_calls for text in texts)
+
+
+def test_objects_end_with_their_properties_unless_the_schema_says_more(tiny: Any) -> None:
+    def accepts(schema: Any, text: str) -> bool:
+        grammar = compile_grammar(response_format(schema), tiny, len(tiny))
+        assert grammar is not None
+        state = grammar.start()
+        for token in [*tiny.encode(text, add_special_tokens=False), tiny.eos_token_id]:
+            if token not in allowed(state.mask()):
+                return False
+            state.accept(token)
+        return state.finished
+
+    one = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert accepts(one, '{"a": 1}')
+    assert accepts(one, '{\n  "a": 1\n}')
+    assert not accepts(one, '{"a": 1, "b": 2}')
+    assert accepts({**one, "additionalProperties": True}, '{"a": 1, "b": 2}')
+    both = {"allOf": [one, {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}]}
+    assert accepts(both, '{"a": 1, "b": 2}')
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tiny: Any) -> None:
+    grammar = compile_grammar({"type": "json_object"}, tiny, len(tiny) + 50)
+    assert grammar is not None
+    mask = grammar.start().mask()
+    assert mask.dtype == np.int32
+    assert mask.shape == (-(-(len(tiny) + 50) // 32),)
+    assert max(allowed(mask)) < len(tiny)
+
+
+def test_nothing_is_constrained_where_nothing_was_asked(tiny: Any) -> None:
+    for constraint in (
+        Constraint(),
+        Constraint(response_format={"type": "text"}),
+        Constraint(tools=TOOLS, tool_choice="none"),
+    ):
+        assert compile_grammar(constraint, tiny, len(tiny)) is None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "has type 'xml'; expected text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema must be an object with a schema"),
+        ({"response_format": response_format([])}, "response_format.json_schema must be an object with a schema"),
+        ({"response_format": response_format({"type": "nothing"})}, "cannot be compiled.*Invalid type: nothing"),
+        ({"response_format": response_format({"$ref": "#/x"})}, "cannot be compiled.*'/x' does not exist"),
+        ({"response_format": response_format({"type": "array", "uniqueItems": True})}, "Unimplemented.*uniqueItems"),
+        ({"tool_choice": "required", "tools": None}, "there are no tools"),
+        ({"tool_choice": "always"}, "tool_choice is 'always'; expected none, auto, required or a function"),
+        ({"tool_choice": {"function": {"name": "x"}}}, "names 'x'; the tools are get_weather, now"),
+        ({"tool_choice": {"function": 1}}, "names None; the tools are"),
+        ({"tool_choice": "required", "tools": [TOOLS[0], {"function": 1}]}, r"tools\[1\] is no function"),
+        ({"tool_choice": "required", "tools": ["f"]}, r"tools\[0\] is no function"),
+        ({"tool_choice": "required", "tools": [{"name": "f", "parameters": 1}]}, r"tools\[0\] is no function"),
+        ({"tool_choice": "required", "parser": parser_for("text")}, "no format for tool calls"),
+        ({"tool_choice": "required", "parser": None}, "not known how the model writes calls"),
+    ],
+)
+def test_requests_that_are_none(how: dict[str, Any], message: str, tiny: Any) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compile_grammar(Constraint(**{"parser": parser_for("hermes"), "tools": TOOLS, **how}), tiny, len(tiny))
+
+
+def test_what_cannot_be_enforced_is_left_out_unless_it_is_strict(tiny: Any) -> None:
+    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 1, "uniqueItems": True}
+    assert drawn(compile_grammar(response_format(schema, strict=False), tiny, len(tiny)), tiny, 1)[1]
+
+
+def test_without_the_library(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"llguidance, which is not installed: pip install 'areno\[grammar\]'"):
+        GrammarCompiler(tiny, len(tiny))
+
+
+def test_compiled_grammars_are_kept(tiny: Any) -> None:
+    first, second = (compile_grammar({"type": "json_object"}, tiny, len(tiny)) for _ in range(2))
+    assert first is second

@@ -1,0 +1,118 @@
+"""The samples that a run keeps: which ones, and what is known of each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from policy_runs import classifier, play
+from test_console import samples
+
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.recipes.gspo import GSPOConfig
+from areno.tracking.reader import RunReader
+from areno.tracking.samples import EvalFiles, SampleFiles, chosen
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_what_is_written_of_a_sample(tmp_path):
+    given = samples()
+    given[0].advantages, given[0].train_logprobs = np.array([0.5, -0.25]), np.array([-0.123456, -2.0])
+    given[1].advantages = np.array([0.5])
+    SampleFiles(tmp_path / "rollouts", None, lambda token: f"<{token}>").samples(12, given)
+    path = tmp_path / "rollouts/000012.jsonl"
+    assert [p.name for p in path.parent.iterdir()] == ["000012.jsonl"]
+    first, second = written(path)
+    assert first == {
+        "step": 12,
+        "group": 0,
+        "sample": 0,
+        "row": 17,
+        "prompt": "<2+2?>",
+        "completion": "four\n4 é",
+        "reward": 1.0,
+        "advantage": 0.125,
+        "status": "ok",
+        "message": "",
+        "solutions": "{'4'}",
+        "prompt_tokens": 3,
+        "response_tokens": 2,
+        "finish_reason": "stop",
+        "prompt_token_ids": [1, 2, 3],
+        "token_ids": [5, 6],
+        "tokens": ["<5>", "<6>"],
+        "logprobs": [-0.1, -0.2],
+        "versions": [],
+        "train_logprobs": [-0.1235, -2.0],
+        "token_advantages": [0.5, -0.25],
+    }
+    assert (second["reward"], second["status"], second["finish_reason"]) == (None, "timeout", "length")
+    assert (second["sample"], second["advantage"]) == (1, 0.5)
+    assert not second.keys() & {"token_advantages", "train_logprobs", "parts"}, "one value says it"
+    EvalFiles(tmp_path / "eval", str).eval_samples(3, given, "hard")
+    assert [line["set"] for line in written(tmp_path / "eval/hard/000003.jsonl")] == ["hard", "hard"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "kept"),
+    [
+        ([8] * 32, 8, [8]),
+        ([8] * 32, 20, [8, 8]),
+        ([8] * 2, 100, [8, 8]),
+        ([16] * 4, 8, [8]),  # the first ones of a group
+        ([1] * 1024, 8, [1] * 8),
+        ([3, 8, 8, 3], 8, None),  # whole groups, whatever their order
+        ([], 8, []),
+    ],
+)
+def test_which_samples_are_kept(sizes, most, kept):
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    for step in range(20):
+        found = [group for group, keep in zip(groups, chosen(groups, most, step), strict=True) if keep]
+        assert chosen(groups, most, step) == chosen(groups, most, step)
+        assert len(found) <= most
+        if kept is None:
+            assert all(count == sizes[group] for group, count in Counter(found).items())
+        else:
+            assert list(Counter(found).values()) == kept
+
+
+def test_every_group_is_drawn_some_time():
+    groups = [group for group in range(8) for _ in range(4)]
+    drawn = Counter(groups[chosen(groups, 4, step).index(True)] for step in range(400))
+    assert min(drawn.values()) > 25
+    assert len(drawn) == 8
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_a_run_keeps_some_samples_of_each_step_or_all(tmp_path, count):
+    overrides = ["rollout.dump_to_file=false"] if count == 8 else []
+    model = classifier(tmp_path / "reward")
+    play("gspo", tmp_path / "run", "actor.recompute_logprob=true", "reward.fn=null", f"reward.path={model}", *overrides)
+    run = RunReader(tmp_path / "run")
+    assert run.sampled_steps() == [1, 2]
+    kept = run.samples(2)
+    assert len(kept) == count
+    for line in kept:
+        assert len(line["tokens"]) == len(line["logprobs"]) == len(line["token_ids"]) == line["response_tokens"]
+        assert "".join(line["tokens"]).startswith(line["completion"])
+        assert line["versions"] == [[1, line["response_tokens"]]]
+        assert np.allclose(line["logprobs"], line["train_logprobs"], atol=2e-4)
+    groups: dict[int, list[dict]] = {}
+    for line in kept:
+        groups.setdefault(line["group"], []).append(line)
+    for group in groups.values():
+        assert [line["sample"] for line in group] == list(range(4))
+        rewards, advantages = (np.array([line[name] for line in group]) for name in ("reward", "advantage"))
+        assert np.allclose(advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-6), atol=1e-3)
+
+
+def test_settings_that_say_two_things():
+    with pytest.raises(ConfigError, match=r"rollout\.dump_n_samples: is 4, but dump_to_file keeps all samples"):
+        load(GSPOConfig, "quickstart", ["rollout.dump_to_file=true", "rollout.dump_n_samples=4"])

@@ -1,0 +1,194 @@
+"""`areno serve` as a process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from agent_model import made, model_folder
+from openai import AuthenticationError, OpenAI, RateLimitError
+from processes import started
+
+from areno.cli.main import main
+
+HELLO = [{"role": "user", "content": "hello"}]
+BASE = ["--device", "cpu", "--port", "0", "--max-running", "8"]
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, *arguments: str, folder: str = ""):
+        of = [folder] if folder else [model_folder(), "--random-weights"]
+        command = [sys.executable, "-m", "areno.cli", "serve", *of, *BASE, *arguments]
+        self.lines: list[str] = []
+        with contextlib.ExitStack() as stack:
+            self.process = stack.enter_context(started(command, stderr=subprocess.PIPE))
+            assert self.process.stderr is not None
+            for line in self.process.stderr:
+                self.lines.append(line)
+                if "serving" in line:
+                    self.url = line.partition(" at ")[2].split()[0]
+                    break
+            else:
+                raise AssertionError("".join(self.lines))
+            self.close = stack.pop_all().close
+        threading.Thread(target=lambda: self.lines.extend(self.process.stderr or []), daemon=True).start()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    server = Served(*getattr(request, "param", ()))
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("served", [("--api-key", "secret", "--served-model-name", "mine")], indirect=True)
+def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(served: Served) -> None:
+    client = OpenAI(base_url=served.url, api_key="secret", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["mine"]
+    with pytest.raises(AuthenticationError):
+        client.with_options(api_key="other").models.list()
+    answer: Any = client.chat.completions.create(model="mine", messages=HELLO, max_tokens=5)  # type: ignore[arg-type]
+    assert "areno" not in answer.model_extra
+    told = client.chat.completions.create(
+        model="mine",
+        messages=HELLO,
+        max_tokens=5,
+        extra_body={"return_token_ids": True},  # type: ignore[arg-type]
+    )
+    assert told.model_extra is not None
+    assert len(told.model_extra["areno"]["choices"][0]["token_ids"]) <= 5
+    stream = client.chat.completions.create(
+        model="mine",
+        messages=HELLO,
+        max_tokens=800,
+        stream=True,
+        extra_body={"ignore_eos": True},  # type: ignore[arg-type]
+    )
+    next(iter(stream))
+    served.process.send_signal(signal.SIGTERM)
+    assert list(stream)[-1].choices[0].finish_reason == "length"
+    assert served.process.wait(30) == 0
+    assert "closing: 1 samples under way" in "".join(served.lines)
+
+
+@pytest.mark.parametrize("served", [("--max-running", "1", "--max-waiting", "1", "--shutdown-s", "0.5")], indirect=True)
+def test_too_many_requests_are_refused_and_a_second_signal_is_not_needed(served: Served) -> None:
+    """What runs longer than --shutdown-s is ended, and its client sees the end of its connection."""
+    client = OpenAI(base_url=served.url, api_key="EMPTY", max_retries=0)
+    how: Any = {"model": next(iter(client.models.list())).id, "messages": HELLO, "extra_body": {"ignore_eos": True}}
+    streams = [client.chat.completions.create(max_tokens=2000, stream=True, **how) for _ in range(2)]
+    next(iter(streams[0]))
+    with pytest.raises(RateLimitError, match="2 samples are under way"):
+        client.chat.completions.create(**how)
+    for stream in streams:
+        stream.close()
+    for _ in range(200):  # both places are free again
+        with contextlib.suppress(RateLimitError):
+            last = client.chat.completions.create(max_tokens=2000, stream=True, **how)
+            break
+        time.sleep(0.05)
+    next(iter(last))
+    metrics = httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
+    assert 'areno_requests_total{path="/v1/chat/completions",status="429"}' in metrics
+    assert "areno_requests_aborted_total 2" in metrics
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_an_evaluation_harness_scores_what_areno_saved(tmp_path: Path) -> None:
+    """lm-eval over HTTP gives what it gives with the model of transformers in its own process."""
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval tenacity")
+    rows = [
+        {"question": f"one {n} two", "choices": [" three", f" {n}", " hello world"], "gold": n % 3} for n in range(12)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "choices", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    with made() as trainer:
+        trainer.write_checkpoint(tmp_path / "model")
+    folder = str(tmp_path / "model")
+
+    def scores(kind: str, **arguments: Any) -> tuple[float, list[list[float]]]:
+        found = lm_eval.simple_evaluate(
+            model=kind, model_args=arguments, tasks=[task], bootstrap_iters=0, log_samples=True, batch_size=2
+        )
+        samples = sorted(found["samples"]["choices"], key=lambda sample: sample["doc_id"])
+        likelihoods = [[float(choice[0]) for choice in sample["filtered_resps"]] for sample in samples]
+        return found["results"]["choices"]["acc,none"], likelihoods
+
+    served = Served(folder=folder)
+    try:
+        url = f"{served.url}/completions"
+        accuracy, found = scores(
+            "local-completions", base_url=url, model=folder, tokenizer=folder, tokenizer_backend="huggingface"
+        )
+    finally:
+        served.close()
+    expected_accuracy, expected = scores("hf", pretrained=folder, device="cpu", dtype="float32")
+    assert accuracy == expected_accuracy
+    assert len(found) == len(rows)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_answers_can_be_constrained(served: Served) -> None:
+    pytest.importorskip("llguidance")
+    client = OpenAI(base_url=served.url, api_key="EMPTY", max_retries=0)
+    name = next(iter(client.models.list())).id
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    tool: Any = {"type": "function", "function": {"name": "move", "parameters": schema}}
+    without_thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    how: Any = {"model": name, "messages": HELLO, "max_tokens": 300, "extra_body": without_thinking}
+    for seed in range(5):
+        answer = client.chat.completions.create(response_format=form, seed=seed, **how)
+        assert json.loads(answer.choices[0].message.content or "")["a"] in ("x", "y")
+        called = client.chat.completions.create(
+            tools=[tool], tool_choice="required", parallel_tool_calls=False, seed=seed, **how
+        )
+        [call, *_] = called.choices[0].message.tool_calls or []
+        assert json.loads(call.function.arguments)["a"] in ("x", "y")
+        assert called.choices[0].finish_reason == "tool_calls"
+    broken: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema": {"type": "strange"}}}
+    with pytest.raises(Exception, match="400"):
+        client.chat.completions.create(response_format=broken, **how)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--host", "0.0.0.0"], "--api-key: is missing, and --host 0.0.0.0 can be reached", 2),
+        (["--tp-size", "3"], "--tp-size", 2),
+        (["--world-size", "9999"], "--world-size: is 9999", 2),
+    ],
+)
+def test_what_cannot_be_served_is_said_by_the_names_of_the_options(
+    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", model_folder(), "--random-weights", *BASE, *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path / "nothing"), *BASE]) == 1
+    assert "FOLDER" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "a", "--port", "70000"])
+    with pytest.raises(SystemExit):
+        main(["--version"])

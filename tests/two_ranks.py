@@ -1,0 +1,104 @@
+"""Models on two ranks against one. Without transformers, whose import would take each rank seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from areno.layers.attention import PackedAttend
+from areno.layers.parallel import ParallelGroup
+from areno.models.config import HeadName
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights, save_weights
+
+
+def load(folder: Path, tp: ParallelGroup | None = None, head: HeadName = "lm") -> Transformer:
+    model = build_model(load_config(folder, head), dtype=torch.float32, device="cpu", tp=tp)
+    load_weights(model, folder)
+    return model
+
+
+def packed(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, PackedAttend]:
+    """Tokens and positions end to end, and the attention that keeps the rows apart."""
+    lengths = [len(row) for row in rows]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return torch.cat(rows), positions, PackedAttend(cu_seqlens, max(lengths), "sdpa")
+
+
+def random_rows(vocab: int, lengths: tuple[int, ...] = (7, 60, 1, 7, 33)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator) for n in lengths]
+
+
+def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The head's output at every token of every row."""
+    with torch.no_grad():
+        return model.values(model(*packed(rows))).split([len(row) for row in rows])
+
+
+def on_two_ranks(check: Callable[[Path, ParallelGroup], None], *folders: Path) -> None:
+    """Call check(folder, tp) for each folder in two processes."""
+    mp.spawn(_rank_main, args=(check, folders), nprocs=2)
+
+
+def _rank_main(rank: int, check: Callable[[Path, ParallelGroup], None], folders: tuple[Path, ...]) -> None:
+    torch.set_num_threads(1)
+    meeting = folders[0].with_name("rendezvous")
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    for folder in folders:
+        check(folder, ParallelGroup(rank=rank, size=2, group=dist.group.WORLD))
+    dist.destroy_process_group()
+
+
+def compare_models(folder: Path, tp: ParallelGroup) -> None:
+    """Logits, gradients (after gathering), initialisation; saves the model beside its folder."""
+    alone, model = load(folder), load(folder, tp)
+    padded = torch.cat([alone.output.weight, torch.zeros(1, 32)])
+    assert torch.equal(model.output.weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
+    inputs = packed(random_rows(101, (5, 9)))
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
+    weights = torch.randn(14, 32, generator=torch.Generator().manual_seed(2))
+    for one in (alone, model):
+        (one(*inputs) * weights).sum().backward()
+    expected = dict(alone.named_parameters())
+    for own, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue  # an untied head, which the hidden states do not reach
+        assert model.is_sharded(own) == (parameter.shape != expected[own].shape)
+        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+            full = torch.empty(part.full_shape)
+            for owner in range(tp.size):
+                part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)
+            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
+    save_weights(model, f"{folder}-saved")
+    for one in (alone, model):
+        one.init_weights(seed=5)
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
+
+
+def compare_values(folder: Path, tp: ParallelGroup) -> None:
+    """Values and gradients of models with a value head; saves the model beside its folder."""
+    alone, model = load(folder, head="value"), load(folder, tp, "value")
+    rows = random_rows(101, (5, 9))
+    weights = torch.randn(14, generator=torch.Generator().manual_seed(2))
+    for one in (alone, model):
+        (one.values(one(*packed(rows))) * weights).sum().backward()
+    torch.testing.assert_close(values_of(model, rows), values_of(alone, rows), atol=1e-4, rtol=0)
+    expected = dict(alone.named_parameters())
+    assert not model.is_sharded("score.weight")
+    for own, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+            full = torch.empty(part.full_shape)
+            for owner in range(tp.size):
+                part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)
+            torch.testing.assert_close(full, whole.region(expected[own].grad), atol=1e-4, rtol=1e-4, msg=own)
+    save_weights(model, f"{folder}-saved")
