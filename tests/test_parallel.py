@@ -62,6 +62,15 @@ def test_scoring_and_sampling_are_those_of_one_rank(folder: Path, two: Engine) -
     assert logprobs_of(outputs) == pytest.approx(logprobs_of(expected), abs=1e-4)
 
 
+def test_settings_of_a_sample_follow_it_through_the_batch(folder: Path, two: Engine) -> None:
+    """As samples end, the others move up in the batch, and another tensor-parallel rank may draw their next token."""
+    settings = {"frequency_penalty": 1.5, "min_new_tokens": 8, "top_p": 0.9}
+    requests = [request(i, max_new_tokens=4 + 5 * i, **settings) for i in range(5)]
+    requests += [request(5, max_new_tokens=9), request(6, length=20, presence_penalty=0.5)]
+    with Engine(spec(folder), "inline") as one:
+        assert tokens_of(rollout(two, requests)) == tokens_of(rollout(one, requests))
+
+
 def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path) -> None:
     two.save(str(tmp_path / "start"))
     with Engine(spec(tmp_path / "start", random_init=False), "inline") as one:

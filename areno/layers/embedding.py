@@ -44,16 +44,12 @@ class VocabParallelEmbedding(nn.Module):
         x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
         return self.tp.reduce_out(x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0))
 
-    def logits(self, hidden_KD: Tensor) -> Tensor:
-        """(K, V) float32 on every rank, outside autograd under tensor parallelism.
+    def product(self, hidden_KD: Tensor) -> Tensor:
+        """This rank's columns of the logits, (K, V / ranks) float32, and zeros for rows of padding.
 
         The product is accumulated and kept in fp32 where the device can do so: logits rounded to bf16 would make
         log-probabilities of rollout and training disagree.
         """
-        return self.tp.gather(self.product(hidden_KD))[:, : self.vocab_size]
-
-    def product(self, hidden_KD: Tensor) -> Tensor:
-        """This rank's columns of the logits, and zeros for rows of padding."""
         if self.unsplit_rows is not None and len(hidden_KD) <= self.unsplit_rows:
             return unsplit_product(hidden_KD, self.weight, torch.float32)
         return float_product(hidden_KD, self.weight).float()

@@ -62,6 +62,17 @@ class ParallelGroup:
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return pieces
 
+    def exchange(self, x_NV: Tensor) -> Tensor:
+        """(N, V), the rank's columns of N rows, to (N / size, size * V): all columns of its share of the rows.
+
+        Outside autograd. Rank r gets rows r N / size and on; the ranks have to divide N.
+        """
+        if self.size == 1:
+            return x_NV
+        pieces = torch.empty_like(x_NV, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(pieces, x_NV.contiguous(), group=self.group)
+        return pieces.view(self.size, -1, x_NV.shape[1]).transpose(0, 1).flatten(1)
+
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
         """The ranks' pieces, which have one shape, on one rank; an empty list on the others."""
         if self.size == 1:

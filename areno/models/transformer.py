@@ -104,12 +104,15 @@ class Transformer(nn.Module):
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
         """(K, vocab_size) float32, gathered over the ranks; without gradient when there are several."""
-        return self.output.logits(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
+        return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
+
+    def logit_columns(self, hidden_KD: Tensor) -> Tensor:
+        """(K, V) float32: this rank's columns of `logits`, as many on each rank. Those of padding are zero."""
+        return self.output.product(fill_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
         """(K, n_valid) float32: this rank's part of `logits`."""
-        logits_KV = self.output.product(fill_rows(hidden_KD, self.row_multiple))
-        return logits_KV[: len(hidden_KD), : self.output.n_valid]
+        return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
         """(K,) float32, the output of a "value" head."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
@@ -65,6 +66,7 @@ class Runner:
         self.model, self.attn_backend, self.is_exact = model, attn_backend, attn_backend == "exact"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
+        self.n_slots = n_slots
         self.cache = KVCache(model, n_blocks, blocks.block_size)
         max_blocks = min(n_blocks, blocks.blocks_for(model.config.max_position_embeddings))
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
@@ -83,19 +85,40 @@ class Runner:
         self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None
     ) -> Tensor:
         """Tokens and log-probabilities, (2, B) float64; with `edits` also their K top tokens, (2 + 2K, B)."""
-        policy_BV = logits_BV.clone() if self.is_exact and flags.edits else logits_BV  # which may be written into
+        head, first = self.model.output, self.model.output.first
+        local_BV = logits_BV[:, first : first + head.n_valid]
+        if self.is_exact and flags.edits:  # logits may be written into
+            local_BV = local_BV.clone()
         if edits is None:
             out_2B = self.sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
             out_2B = sample_edited(logits_BV, slots_B, index_B, self.sampler, flags, edits)
+        return self._scored(out_2B, local_BV, slots_B)
+
+    def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
+        """`_sample` where each tensor-parallel rank has its columns of the logits (B, V / ranks): it draws a share of
+        the rows, and tells the others.
+        """
+        tp, n_rows = self.model.tp, len(slots_B)
+        if more := -n_rows % tp.size:  # rows of the scratch slot
+            local_BV = F.pad(local_BV, (0, 0, 0, more))
+            slots_B, index_B = F.pad(slots_B, (0, more), value=self.n_slots - 1), F.pad(index_B, (0, more))
+        logits_RV = tp.exchange(local_BV)[:, : self.model.config.vocab_size]
+        share = slice(tp.rank * len(logits_RV), (tp.rank + 1) * len(logits_RV))
+        out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
+        out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
+        self.sampler.note(out_2B[0].long(), slots_B[:n_rows], share, flags)
+        return self._scored(out_2B, local_BV[:n_rows, : self.model.output.n_valid], slots_B[:n_rows])
+
+    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
+        """With `engine.exact`, the log-probabilities as training computes them, of this rank's part of the logits."""
         if self.is_exact:
-            head, tp = self.model.output, self.model.tp
             out_2B[1] = sampled_logprobs(
-                policy_BV[:, head.first : head.first + head.n_valid],
+                local_BV,
                 out_2B[0].long(),
                 self.sampler.tensors.temperature[slots_B],
-                first=head.first,
-                all_reduce=tp.all_reduce if tp.size > 1 else None,
+                first=self.model.output.first,
+                all_reduce=self.model.tp.all_reduce if self.model.tp.size > 1 else None,
             )
         return out_2B
 
@@ -262,4 +285,6 @@ class Runner:
             return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
 
         hidden_BD = self.model(self.sampler.tensors.last_token[slots_B], positions_B, attend)
+        if self.model.tp.size > 1 and edits is None:
+            return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)
         return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)

@@ -148,3 +148,12 @@ class SlotSampler:
         policy_B = policy_logprobs(logits_BV, self.tensors.temperature[slots_B], tokens_B.long())
         is_masked_B = (self.masks_SW[slots_B] != -1).any(-1)
         return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
+
+    def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
+        """Note tokens of which only the rows `drawn_here` were drawn by this sampler, as its draws note theirs."""
+        self.tensors.last_token[slots_B] = tokens_B
+        if flags.penalized:
+            assert self.tensors.counts is not None
+            elsewhere_B = torch.ones_like(slots_B, dtype=torch.int32)
+            elsewhere_B[drawn_here] = 0
+            self.tensors.counts.index_put_((slots_B, tokens_B), elsewhere_B, accumulate=True)
