@@ -121,5 +121,6 @@ def test_logits_are_fp32_also_from_bf16() -> None:
     embedding = VocabParallelEmbedding(7, 4, WeightSpec(torch.bfloat16, "cpu"))
     embedding.weight.data = randn(7, 4).bfloat16()
     hidden = randn(2, 4, seed=1).bfloat16()
-    assert embedding.product(hidden).dtype == torch.float32
-    torch.testing.assert_close(embedding.product(hidden), hidden.float() @ embedding.weight.float().T, atol=0.05, rtol=0)
+    logits = embedding.product(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ embedding.weight.float().T, atol=0.05, rtol=0)

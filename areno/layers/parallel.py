@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areno.layers.peer_memory import PeerMemory
+
 
 @dataclass(frozen=True)
 class ParallelGroup:
@@ -27,6 +29,7 @@ class ParallelGroup:
     size: int = 1
     group: Any = None  # torch.distributed process group; None when size is 1
     in_order: bool = False  # sum by rank, so that a number does not depend on its place in a tensor
+    peers: PeerMemory | None = None  # for sums of small tensors on GPUs
 
     def shard(self, total: int, what: str) -> int:
         """`total` divided by the ranks. ValueError, which calls it `what`, where they do not divide it."""
@@ -48,8 +51,12 @@ class ParallelGroup:
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
 
     def reduce_out(self, x: Tensor) -> Tensor:
-        """Sum in the forward pass, in place, and identity in the backward pass: after a row-parallel layer."""
-        return x if self.size == 1 else _ReduceOut.apply(x, self)  # type: ignore[return-value]
+        """Sum in the forward pass, perhaps in place, and identity in the backward pass: after a row-parallel layer."""
+        if self.size == 1:
+            return x
+        if self.peers is not None and not torch.is_grad_enabled() and self.peers.takes(x):
+            return self.peers.sum(x)
+        return _ReduceOut.apply(x, self)  # type: ignore[return-value]
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate the ranks' pieces, which have one shape, along a dimension, outside autograd."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from areno.engine.spec import EngineSpec
 from areno.layers.parallel import ParallelGroup
+from areno.layers.peer_memory import open_peer_memory
 
 # Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long that takes.
 _FOREVER = timedelta(days=30)
@@ -75,6 +76,9 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     control, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo", timeout=_FOREVER)
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
-    tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact)
+    peers = None
+    if spec.tp_size > 1 and device.type == "cuda" and (spec.tp_size == 2 or not spec.exact):
+        peers = open_peer_memory(tp_group, device)
+    tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, peers=peers)
     dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
     return ParallelContext(rank, device, tp, dp, control, states)
