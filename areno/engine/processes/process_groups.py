@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from areno.engine.processes.relay import Relay
 from areno.engine.spec import EngineSpec
 from areno.layers.parallel import ParallelGroup
 from areno.layers.peer_memory import open_peer_memory
 
-# Peers of a tensor-parallel group wait for their leader's next command inside a collective, however long that takes.
+# A rank that fails or hangs is seen by the driver; no collective has a time limit of its own.
 _FOREVER = timedelta(days=30)
 
 
@@ -26,7 +27,7 @@ class ParallelContext:
     """The groups that one worker belongs to.
 
     tp: the ranks that share one copy of the model. dp: the ranks that hold the same piece of the other copies.
-    control: gloo group of the tensor-parallel peers, for commands; None without peers.
+    relay: passes commands on to the tensor-parallel peers; None without peers.
     states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
     """
 
@@ -34,7 +35,7 @@ class ParallelContext:
     device: torch.device
     tp: ParallelGroup
     dp: ParallelGroup
-    control: Any = None
+    relay: Relay | None = None
     states: Any = None
 
     @property
@@ -73,7 +74,6 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     ranks = torch.arange(size).view(spec.dp_size, spec.tp_size)
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    control, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo", timeout=_FOREVER)
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
     peers = None
@@ -81,4 +81,5 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         peers = open_peer_memory(tp_group, device)
     tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, peers=peers)
     dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
-    return ParallelContext(rank, device, tp, dp, control, states)
+    relay = Relay(store, str(dp_rank), tp_rank, spec.tp_size) if spec.tp_size > 1 else None
+    return ParallelContext(rank, device, tp, dp, relay, states)

@@ -123,13 +123,12 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
             commands.append(inbox.get())
         if is_idle:
             _gather(inbox, commands)
-    if context.tp.size > 1:
-        import torch.distributed as dist
-
-        box = [commands]
-        dist.broadcast_object_list(box, src=context.rank - context.tp.rank, group=context.control)
-        commands = box[0]
-    return commands
+    if context.relay is None:
+        return commands
+    try:
+        return context.relay.share(commands)
+    except EOFError:  # the leader has ended, and the driver sees why
+        return [None]
 
 
 def _gather(inbox: SimpleQueue[Command | None], commands: list[Command | None]) -> None:
