@@ -12,12 +12,12 @@ import torch
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.train import backend as backend_module
 from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.errors import DataError, EngineError
 from areno.kernels.attention import choose_backend
+from areno.layers.attention import PackedAttend
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -279,7 +279,7 @@ def test_gradient_equals_plain_autograd(make):
     for row in rows:
         tokens = torch.tensor(row.tokens)
         cu = torch.tensor([0, len(tokens)], dtype=torch.int32)
-        attend = backend_module.PackedAttend(cu, len(tokens), "sdpa")
+        attend = PackedAttend(cu, len(tokens), "sdpa")
         hidden = model(tokens, torch.arange(len(tokens)), attend)
         logp = torch.log_softmax(hidden @ model.output.weight.t() / 0.7, -1)
         for t, masked in enumerate(row.prompt_mask):

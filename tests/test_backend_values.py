@@ -12,9 +12,9 @@ from test_backend import CONFIG, OPTIMIZER, WHOLE, Shares, loss_and_gradient, ma
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.train import backend as backend_module
 from areno.engine.train.backend import TrainBackend
 from areno.kernels.attention import choose_backend
+from areno.layers.attention import PackedAttend
 from areno.loss_fns.value import value_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
@@ -95,7 +95,7 @@ def test_the_critics_gradient_equals_plain_autograd(make_critic):
     n = sum(not m for row in rows for m in row.prompt_mask)
     for row in rows:
         tokens = torch.tensor(row.tokens)
-        attend = backend_module.PackedAttend(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "sdpa")
+        attend = PackedAttend(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "sdpa")
         outputs = (model(tokens, torch.arange(len(tokens)), attend) @ model.score.weight[0]).double()
         for t, masked in enumerate(row.prompt_mask):
             if not masked:

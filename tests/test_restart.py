@@ -121,7 +121,7 @@ def test_an_error_of_the_device_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch
     def broken(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    context = ParallelContext(3, torch.device("cuda:3"), ParallelGroup(), ParallelGroup())
+    context = ParallelContext(3, torch.device("cuda:3"), *[ParallelGroup()] * 4)
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert not isinstance(_failure(error, context), WorkerLost)

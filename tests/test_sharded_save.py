@@ -141,7 +141,7 @@ def _rank_main(rank: int, rendezvous: str, source: Path, out: Path) -> None:
 def _agree_on_the_end(tp: ParallelGroup) -> None:
     """Rank 0 has written its files when rank 1 has not; that one fails."""
     future: Future[None] = Future()
-    context = ParallelContext(tp.rank, torch.device("cpu"), tp, ParallelGroup())
+    context = ParallelContext(tp.rank, torch.device("cpu"), tp, *[ParallelGroup()] * 3)
     worker: Any = SimpleNamespace(_saving=[future], context=context)
     if tp.rank == 0:
         future.set_result(None)

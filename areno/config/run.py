@@ -171,6 +171,17 @@ class EvaluatorConfig(FrequencyConfig):
         return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
 
 
+def layout_problems(n_devices: int, tp_size: int, cp_size: int) -> Iterator[Problem]:
+    """What of tp_size and cp_size does not divide the devices."""
+    world_size = Key("engine.world_size")
+    if n_devices % tp_size:
+        yield Problem("tp_size", "is {}, which does not divide the {} devices ({})", tp_size, n_devices, world_size)
+    elif n_devices // tp_size % cp_size:
+        text = "is {}, which does not divide the {} copies of the model on {} devices ({}, {})"
+        copies = n_devices // tp_size
+        yield Problem("cp_size", text, cp_size, copies, n_devices, world_size, Key("engine.tp_size"))
+
+
 @dataclass(kw_only=True)
 class EngineConfig(Section):
     """Devices and processes."""
@@ -181,6 +192,12 @@ class EngineConfig(Section):
     )
     tp_size: int = setting(
         1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
+    )
+    cp_size: int = setting(
+        1,
+        help="Number of model copies that train each row together, each with a part of its tokens (context parallel). "
+        "For rows that are too long for one copy. Rollout does not use it",
+        gt=0,
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
@@ -211,10 +228,9 @@ class EngineConfig(Section):
         return self.exact and self.attn_backend == "flash"
 
     @check
-    def tensor_parallel_divides_world(self) -> Iterator[Problem]:
-        if self.world_size is not None and self.world_size % self.tp_size:
-            world_size = Key("engine.world_size")
-            yield Problem("tp_size", "is {}, which does not divide {}={}", self.tp_size, world_size, self.world_size)
+    def copies_divide_world(self) -> Iterator[Problem]:
+        if self.world_size is not None:
+            yield from layout_problems(self.world_size, self.tp_size, self.cp_size)
 
     @check
     def inline_is_one_device(self) -> Iterator[Problem]:

@@ -106,7 +106,9 @@ class Roles:
                     "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
                     key, config.vocab_size, self.actor.config.vocab_size,
                 )  # fmt: skip
-            if not is_actor and (problems := tp_problems(config, context.tp.size, f"the model of {key}")):
+            if not is_actor and (
+                problems := tp_problems(config, context.tp.size, f"the model of {key}", context.cp.size)
+            ):
                 raise ConfigError(problems)
             model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
             self._fill(model, spec)
@@ -114,7 +116,7 @@ class Roles:
                 logger.info("exact: %s", make_exact(model))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
-                dp=context.dp, section=spec.section,
+                dp=context.dp, context=context.cp, data=context.data, section=spec.section,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"

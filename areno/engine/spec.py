@@ -50,6 +50,7 @@ class EngineSpec:
     """One engine: which model, on which devices, trained how.
 
     devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
+    tp_size: of them share one copy of the model. cp_size: copies that train each row together.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
     """
@@ -57,6 +58,7 @@ class EngineSpec:
     model_path: str
     devices: list[str]
     tp_size: int = 1
+    cp_size: int = 1
     dtype: str = "float32"
     random_init: bool = False
     dummy_load: bool = False
@@ -93,7 +95,13 @@ class EngineSpec:
 
     @property
     def dp_size(self) -> int:
+        """Copies of the model."""
         return self.world_size // self.tp_size
+
+    @property
+    def data_size(self) -> int:
+        """Groups of copies that train rows of their own."""
+        return self.dp_size // self.cp_size
 
 
 @dataclass(frozen=True)

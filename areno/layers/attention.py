@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.attention import varlen_attention
+from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
+from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q_NHD, k_NKD, v_NKD) -> out_NHD: H query heads and K key heads of this rank, rope already applied."""
@@ -19,15 +20,36 @@ class PackedAttend:
     """Attention for training: rows packed end to end, each token seeing itself and the earlier ones of its row.
 
     cu_seqlens: (R + 1,) int32, where each row starts, and the number of tokens at the end. max_len: longest row.
+    context: ranks that hold a share of the tokens each, N / size of them in order. They trade tokens for heads, and
+    each attends with some heads over all tokens (Jacobs et al. 2023, "DeepSpeed Ulysses", section 3).
     """
 
     cu_seqlens: Tensor
     max_len: int
     backend: str
+    context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         cu, longest = self.cu_seqlens, self.max_len
-        return varlen_attention(q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, self.backend)
+        q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
+        return self.context.to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, self.backend))
+
+    def forward(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The same outside autograd, and what `backward` will want to know of it."""
+        q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
+        out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend)
+        return self.context.to_rows(out_NHD), saved
+
+    def backward(
+        self, grad_NHD: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, out_NHD: Tensor, saved: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v from that of the output; out_NHD and saved are what `forward` returned."""
+        rows = self.cu_seqlens, self.max_len, self.backend
+        given = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
+        grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.to_columns, given)
+        grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows)
+        grad_q, grad_k, grad_v = map(self.context.to_rows, grads)
+        return grad_q, grad_k, grad_v
 
 
 @dataclass(frozen=True, slots=True)

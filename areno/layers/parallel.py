@@ -69,16 +69,30 @@ class ParallelGroup:
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return pieces
 
-    def exchange(self, x_NV: Tensor) -> Tensor:
-        """(N, V), the rank's columns of N rows, to (N / size, size * V): all columns of its share of the rows.
+    def to_rows(self, x: Tensor) -> Tensor:
+        """(N, V, ...), the rank's columns of N rows, to (N / size, size V, ...), all columns of its share of the rows.
 
-        Outside autograd. Rank r gets rows r N / size and on; the ranks have to divide N.
+        The ranks' shares follow each other and have to divide N; so do the ranks' columns. Differentiable.
         """
-        if self.size == 1:
-            return x_NV
-        pieces = torch.empty_like(x_NV, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(pieces, x_NV.contiguous(), group=self.group)
-        return pieces.view(self.size, -1, x_NV.shape[1]).transpose(0, 1).flatten(1)
+        return x if self.size == 1 else _ToRows.apply(x, self)  # type: ignore[return-value]
+
+    def to_columns(self, x: Tensor) -> Tensor:
+        """(N, V, ...), the rank's share of the rows, to (size N, V / size, ...), its columns of all rows.
+
+        The way back from `to_rows`.
+        """
+        return x if self.size == 1 else _ToColumns.apply(x, self)  # type: ignore[return-value]
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        pieces = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(pieces, x.contiguous(), group=self.group)
+        return pieces.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
+
+    def _to_columns(self, x: Tensor) -> Tensor:
+        pieces = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+        out = torch.empty_like(pieces)
+        dist.all_to_all_single(out, pieces, group=self.group)
+        return out
 
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
         """The ranks' pieces, which have one shape, on one rank; an empty list on the others."""
@@ -109,3 +123,25 @@ class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return group._to_rows(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.group._to_columns(grads[0]), None
+
+
+class _ToColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ParallelGroup) -> Tensor:
+        ctx.group = group
+        return group._to_columns(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.group._to_rows(grads[0]), None

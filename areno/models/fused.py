@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.kernels.attention import varlen_backward, varlen_forward
 from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
 from areno.layers.attention import Attend, PackedAttend
 from areno.layers.norm import RMSNorm
@@ -86,7 +85,7 @@ class _FusedLayer(torch.autograd.Function):
         qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         if isinstance(attend, PackedAttend):
-            out_NHC, saved = varlen_forward(*heads, attend.cu_seqlens, attend.max_len, attend.backend)
+            out_NHC, saved = attend.forward(*heads)
         else:  # the decoder's, which has no backward pass
             out_NHC, saved = attend(attention.index, *heads), ()
         del heads
@@ -116,8 +115,7 @@ class _FusedLayer(torch.autograd.Function):
             qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         attend: PackedAttend = ctx.attend
-        rows = attend.cu_seqlens, attend.max_len, attend.backend
-        grad_q, grad_k, grad_v = varlen_backward(grad_out_NHC, *heads, out_NHC, saved, *rows)
+        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved)
         del heads
         q_weight, k_weight, eps = _head_norms(attention)
         grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from areno.errors import CheckpointError, ConfigError, Problem
+from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
@@ -60,8 +60,11 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     return dataclasses.replace(config, eos_token_ids=tuple(sorted(eos_ids)), head=head, has_head=has_head)
 
 
-def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model") -> list[Problem]:
-    """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message."""
+def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
+    """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message.
+
+    cp_size: ranks of a context, which divide the heads of each of these.
+    """
     sizes = [
         ("attention heads", "num_attention_heads", config.num_heads),
         ("key-value heads", "num_key_value_heads", config.num_kv_heads),
@@ -71,7 +74,14 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
     message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
-    return [Problem("engine.tp_size", message)] if wrong else []
+    if wrong:
+        return [Problem("engine.tp_size", message)]
+    heads = [(what, name, size) for what, name, size in sizes[:2] if size // tp_size % cp_size]
+    shown = " and ".join(f"{size // tp_size} {what}" for what, _, size in heads)
+    fields = ", ".join(f"{name}={size}" for _, name, size in heads)
+    text = "is {}, which does not divide the {} of {} on each device (config.json: {}; {}={})"
+    problem = Problem("engine.cp_size", text, cp_size, shown, whose, fields, Key("engine.tp_size"), tp_size)
+    return [problem] if heads else []
 
 
 def build_model(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from areno.api.inputs.plan import TrainerPlan, open_actor
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
-from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig
+from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
 from areno.config.schema.build import build
 from areno.config.schema.fields import Section, check, forbid, setting, settings
 from areno.errors import Problem
@@ -56,6 +56,7 @@ class RuntimeConfig(DecoderConfig):
 
     attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
     exact: bool = _as_in(EngineConfig, "exact")
+    cp_size: int = _as_in(EngineConfig, "cp_size")
     device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
     workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
     stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
@@ -103,9 +104,9 @@ class TrainerSettings(Section):
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        tp_size, world_size = self.custom_config.tp_size, self.world_size
-        if world_size % tp_size:
-            yield Problem("custom_config.tp_size", f"is {tp_size}, which does not divide world_size={world_size}")
+        tp_size, cp_size = self.custom_config.tp_size, self.custom_config.runtime.cp_size
+        for problem in layout_problems(self.world_size, tp_size, cp_size):
+            yield problem.under("engine").renamed(argument_of)
 
     @check
     def the_number_of_copies_follows(self) -> Iterator[Problem]:
@@ -152,6 +153,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
         exact=runtime.exact,
+        cp_size=runtime.cp_size,
         dummy_load=config.dummy_load,
         stall_timeout_s=runtime.stall_timeout_s,
     )

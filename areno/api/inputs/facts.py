@@ -25,6 +25,8 @@ def facts(
     layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"
     if spec.tp_size > 1:
         layout += f": {n_devices // spec.tp_size} copies over {spec.tp_size} devices each"
+    if spec.cp_size > 1:
+        layout += f", {spec.cp_size} copies to a row"
     return {
         "model": " + ".join([config.actor.path, *others]),
         "rows": f"{len(loader.rows):,} of {loader.name}, {step}",

@@ -17,7 +17,7 @@ from areno.config.experiments import (
 )
 from areno.config.models import ModelConfig
 from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
-from areno.config.run import DecoderConfig, EngineConfig
+from areno.config.run import DecoderConfig, EngineConfig, layout_problems
 from areno.config.schema.fields import settings
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
@@ -61,7 +61,7 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
         if cuda_ids is not None:
             why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
             raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
-        wanted, most = engine.world_size or engine.tp_size, max(64, os.cpu_count() or 1)
+        wanted, most = engine.world_size or engine.tp_size * engine.cp_size, max(64, os.cpu_count() or 1)
         if wanted > most:
             found = "is {}; on the CPU of this machine a run has at most {} worker processes"
             raise ConfigError([Problem("engine.world_size", found, wanted, most)])
@@ -125,10 +125,8 @@ def open_actor(
     with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
     problems: list[Problem] = []
-    if len(devices) % engine.tp_size:
-        found = f"is {engine.tp_size}, which does not divide the {len(devices)} devices"
-        problems.append(Problem("engine.tp_size", found))
-    problems += [*tp_problems(model, engine.tp_size), *more_problems(model)]
+    problems += [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
+    problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
@@ -142,6 +140,7 @@ def open_actor(
         model_path=path,
         devices=devices,
         tp_size=engine.tp_size,
+        cp_size=engine.cp_size,
         dtype=dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,

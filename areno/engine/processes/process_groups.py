@@ -1,6 +1,7 @@
 """Which ranks work together: the tensor-parallel and data-parallel groups of one worker.
 
-Rank r holds tensor shard r % tp_size of model copy r // tp_size.
+Rank r holds tensor shard r % tp_size of model copy r // tp_size. Each cp_size copies that follow each other are a
+context-parallel group.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ParallelContext:
     """The groups that one worker belongs to.
 
     tp: the ranks that share one copy of the model. dp: the ranks that hold the same piece of the other copies.
+    cp: those of dp that train each row together. data: those of dp that have this rank's place in other such groups.
     relay: passes commands on to the tensor-parallel peers; None without peers.
     states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
     """
@@ -35,6 +37,8 @@ class ParallelContext:
     device: torch.device
     tp: ParallelGroup
     dp: ParallelGroup
+    cp: ParallelGroup
+    data: ParallelGroup
     relay: Relay | None = None
     states: Any = None
 
@@ -58,7 +62,8 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if spec.world_size == 1:
-        return ParallelContext(rank, device, ParallelGroup(), ParallelGroup())
+        alone = ParallelGroup()
+        return ParallelContext(rank, device, alone, alone, alone, alone)
     size, socket_fd = spec.world_size, None if listener is None else listener.detach()
     store = dist.TCPStore(
         spec.addresses[0].host,
@@ -71,9 +76,9 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     )
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)
-    ranks = torch.arange(size).view(spec.dp_size, spec.tp_size)
-    tp_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    dp_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    ranks = torch.arange(size).view(spec.data_size, spec.cp_size, spec.tp_size)
+    tp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
+    dp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).T.tolist())
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
     peers = None
@@ -81,5 +86,12 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         peers = open_peer_memory(tp_group, device)
     tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, peers=peers)
     dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
+    cp, data = ParallelGroup(), dp
+    if spec.cp_size > 1:
+        data_rank, cp_rank = divmod(dp_rank, spec.cp_size)
+        cp_group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).flatten(0, 1).tolist())
+        data_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).T.tolist())
+        cp = ParallelGroup(cp_rank, spec.cp_size, cp_group)
+        data = ParallelGroup(data_rank, spec.data_size, data_group)
     relay = Relay(store, str(dp_rank), tp_rank, spec.tp_size) if spec.tp_size > 1 else None
-    return ParallelContext(rank, device, tp, dp, relay, states)
+    return ParallelContext(rank, device, tp, dp, cp, data, relay, states)

@@ -33,11 +33,11 @@ def free_bytes(device: torch.device) -> int:
 class KeptLayers:
     """Of how many layers the large matrix products are kept in a micro-batch; the others compute them again.
 
-    free: bytes that could be allocated now; None keeps no layer.
+    free: bytes that could be allocated now; None keeps no layer. alone: no other rank waits for this one in a layer.
     """
 
-    def __init__(self, model: Transformer, free: Callable[[], int] | None):
-        self._model, self._free = model, free
+    def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True):
+        self._model, self._free, self._alone = model, free, alone
         self._share = 1.0  # of the free memory that may be used; lowered when it was too much
         self._last = 0  # layers kept in the micro-batch that was last begun
 
@@ -62,7 +62,7 @@ class KeptLayers:
 
         Nor can a rank begin again alone where others wait for it in the collectives of a layer.
         """
-        if not self._last or self._model.tp.size > 1:
+        if not self._last or not self._alone:
             return False
         self._share *= 0.75
         gc.collect()

@@ -18,6 +18,7 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
+from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.micro_batches import StepShare, micro_batches
 from areno.engine.train.optimizer import AdamW
@@ -26,7 +27,6 @@ from areno.engine.train.stats import StepStats, over_steps
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
-from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.pack import DataPack
 from areno.models.transformer import Transformer
@@ -40,7 +40,9 @@ class TrainBackend:
 
     attn_backend: what kernels.attention.choose_backend returned. recompute: compute activations again in the backward
     pass instead of keeping them (on CUDA in as many layers as memory requires).
-    dp: the ranks that hold copies of this model. section: the configuration section that messages name.
+    dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
+    data: those of them that have this rank's place in different micro-batches; None is all of dp.
+    section: the configuration section that messages name.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -53,12 +55,16 @@ class TrainBackend:
         attn_backend: str,
         recompute: bool = True,
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
+        context: ParallelGroup = ParallelGroup(),  # noqa: B008
+        data: ParallelGroup | None = None,
         section: str = "actor",
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
-        self.dp, self.section, self.device = dp, section, model.device
+        self.dp, self.context, self.data = dp, context, data or dp
+        self.section, self.device = section, model.device
         on_cuda = self.device.type == "cuda"
-        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None)
+        alone = model.tp.size == context.size == 1
+        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone)
         self.flat: FlatParameters | None = None
         self.optimizer: AdamW | None = None
         if optimizer is None:
@@ -99,8 +105,9 @@ class TrainBackend:
         token_rows = [_without_trailing(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
-            last_R = packed.cu_seqlens[1:].long() - 1
-            return _aligned(packed, last_R, self.model.values(self._hidden(packed).index_select(0, last_R)))
+            hidden_nD, share = self._hidden(packed)
+            after_R = share.predicted_here(packed.cu_seqlens[1:].long())
+            return share.aligned(after_R - 1, self.model.values(share.before(hidden_nD, after_R)))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
@@ -121,23 +128,27 @@ class TrainBackend:
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
 
-    def _hidden(self, packed: PackedTokens) -> Tensor:
-        attend = PackedAttend(packed.cu_seqlens, packed.max_len, self.attn_backend)
-        n_kept = self._kept_layers.count(len(packed.tokens_N)) if self.recompute else 0
-        return self.model(packed.tokens_N, packed.positions_N, attend, recompute=self.recompute, n_kept=n_kept)
+    def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
+        """The hidden states (n, D) of this rank's share of the tokens."""
+        share = TokenShare.of(packed, self.context, self.attn_backend)
+        n_kept = self._kept_layers.count(len(share.tokens_n)) if self.recompute else 0
+        how = {"recompute": self.recompute, "n_kept": n_kept}
+        return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
         """Values at `trained_T`, (N,) float32: the state before token t is what the model has seen at t - 1."""
-        values_T = self.model.values(self._hidden(packed).index_select(0, trained_T - 1))
-        return _aligned(packed, trained_T, values_T)
+        hidden_nD, share = self._hidden(packed)
+        trained_T = share.predicted_here(trained_T)
+        return share.aligned(trained_T, self.model.values(share.before(hidden_nD, trained_T)))
 
     def _logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at `trained_T`, each (N,) float32 aligned with the tokens and 0 elsewhere."""
         tp, head = self.model.tp, self.model.output
-        hidden_ND = self._hidden(packed)
+        hidden_nD, share = self._hidden(packed)
+        trained_T = share.predicted_here(trained_T)
         grad_VD = head.weight.grad  # None where it is frozen or the model is only scored
         logprobs_T, entropy_T = selected_logprobs(
-            hidden_ND.index_select(0, trained_T - 1),  # token t is predicted at t - 1
+            share.before(hidden_nD, trained_T),
             head.weight[: head.n_valid],
             packed.tokens_N[trained_T],
             temperature=temperature,
@@ -147,7 +158,7 @@ class TrainBackend:
             keep_bytes=HEAD_BYTES if self.device.type == "cuda" else KEEP_BYTES,
             logits=self.model.local_logits,
         )
-        return _aligned(packed, trained_T, logprobs_T), _aligned(packed, trained_T, entropy_T)
+        return share.aligned(trained_T, logprobs_T), share.aligned(trained_T, entropy_T)
 
     def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec, must_agree: bool = False) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
@@ -157,7 +168,7 @@ class TrainBackend:
         stats = self._accumulate(batches, loss_fn, update.temperature)
         self.dp.all_reduce(self.flat.grads)
 
-        numbers = stats.finish(self.dp)
+        numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
         if must_agree and apart:
             raise EngineError(
@@ -259,11 +270,6 @@ def _described(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _aligned(packed: PackedTokens, places: Tensor, numbers: Tensor) -> Tensor:
-    """(N,) float32 with `numbers` at `places`, 0 elsewhere."""
-    return torch.zeros_like(packed.tokens_N, dtype=torch.float32).index_copy(0, places, numbers)
 
 
 def _later(packed: PackedTokens) -> Tensor:
