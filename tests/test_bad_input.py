@@ -58,7 +58,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
     ("overrides", "message"),
     [
         ("engine.tp_size=3", r"tp_size: is 3, which does not divide the model's 4 \(attention heads\), 2 \(key-value"),
-        ("engine.tp_size=4 engine.world_size=6", "tp_size: is 4, which does not divide engine.world_size=6"),
+        ("engine.tp_size=4 engine.world_size=6", "tp_size: is 4, which does not divide the number of devices, 6"),
         ("engine.world_size=2 engine.workers=inline", "workers: is inline, which runs one device"),
         (
             "gconfig.max_new_tokens=128 eval_gconfig=null",

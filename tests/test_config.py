@@ -85,7 +85,7 @@ def test_everything_wrong_is_reported_together():
         "experiment_name": "missing (Name of the experiment's folder, which holds its runs)",
         "trial_name": "is 'a/b'; a printable folder name without '/' is expected",
         "seed": "is true; an integer is expected",
-        "engine.tp_size": "is 3, which does not divide engine.world_size=4",
+        "engine.tp_size": "is 3, which does not divide the number of devices, 4 (engine.world_size)",
         "train_dataset": found["train_dataset"],
         "actor.optimzer": "unknown key; did you mean actor.optimizer?",
         "actor.path": "missing (Hugging Face model folder or hub id)",
@@ -191,7 +191,10 @@ def test_dataclasses_check_themselves():
         SFTConfig(experiment_name="x", actor=None, train_dataset="rows")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="workers: is inline, which runs one device"):
         EngineConfig(workers="inline", world_size=2)
-    with pytest.raises(ConfigError, match="which does not divide world_size=3") as caught, keys_renamed(SHORT):
+    with (
+        pytest.raises(ConfigError, match=r"divide the number of devices, 3 \(world_size\)") as caught,
+        keys_renamed(SHORT),
+    ):
         EngineConfig(tp_size=2, world_size=3)
     assert caught.value.problems[0].mentions() == {"tp_size", "world_size"}
 

@@ -44,7 +44,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     ("arguments", "message"),
     [
         ({"world_size": 0}, "world_size: is 0; it must be more than 0"),
-        ({"custom_config": ArenoConfig(tp_size=2)}, "custom_config.tp_size: is 2, which does not divide world_size=1"),
+        (
+            {"custom_config": ArenoConfig(tp_size=2)},
+            "custom_config.tp_size: is 2, which does not divide the number of devices, 1",
+        ),
         ({"custom_config": ArenoConfig(dp_size=2)}, "custom_config.dp_size: is 2, but world_size // tp_size is 1"),
         ({"custom_config": ArenoConfig(devices=[0, 1])}, "give one id for each rank"),
         ({"custom_config": ArenoConfig(devices=[-1])}, "ids of different CUDA devices"),

@@ -175,7 +175,9 @@ def layout_problems(n_devices: int, tp_size: int, cp_size: int) -> Iterator[Prob
     """What of tp_size and cp_size does not divide the devices."""
     world_size = Key("engine.world_size")
     if n_devices % tp_size:
-        yield Problem("tp_size", "is {}, which does not divide the {} devices ({})", tp_size, n_devices, world_size)
+        yield Problem(
+            "tp_size", "is {}, which does not divide the number of devices, {} ({})", tp_size, n_devices, world_size
+        )
     elif n_devices // tp_size % cp_size:
         text = "is {}, which does not divide the {} copies of the model on {} devices ({}, {})"
         copies = n_devices // tp_size

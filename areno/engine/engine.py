@@ -304,9 +304,8 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
-        update = dataclasses.replace(update, mb_spec=self._of_a_context(update.mb_spec))
-        shares = share_steps(checked, update, self.spec.data_size, spec.section)
-        args = [(role, shares[rank // self.spec.cp_size], loss_fn, update) for rank in range(self.spec.dp_size)]
+        shares = share_steps(checked, update, self.spec.data_size, spec.section, self.spec.cp_size)
+        args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
         with self._turn:
             return self._workers.call_each("train", args)[0]
 
@@ -328,22 +327,14 @@ class Engine(AbstractContextManager["Engine"]):
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
         info, size, n_together = self.info, self.spec.data_size, self.spec.cp_size
-        mb_spec = self._of_a_context(mb_spec or self.spec.mb_spec)
         checked = [
             read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
             for index, tokens in enumerate(rows)
         ]
-        args = [(role, what, checked[group::size], *more, mb_spec) for group in range(size) for _ in range(n_together)]
+        args = [(role, what, checked[group::size], *more, mb_spec or self.spec.mb_spec) for group in range(size)]
         with self._turn:
-            scored = self._workers.call_each("score", args)[::n_together]
+            scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         return [scored[index % size][index // size] for index in range(len(checked))]
-
-    def _of_a_context(self, mb_spec: MicroBatchSpec) -> MicroBatchSpec:
-        """Of the devices that compute a micro-batch together, from that of one."""
-        budget = mb_spec.max_tokens_per_mb
-        if budget is None:
-            return mb_spec
-        return dataclasses.replace(mb_spec, max_tokens_per_mb=budget * self.spec.cp_size)
 
     def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.

@@ -117,7 +117,7 @@ class TrainBackend:
         """What `score` gives for each token, (N,) of a micro-batch, put back into rows."""
         if not rows:
             return []
-        batches = micro_batches([len(row) for row in rows], mb_spec)
+        batches = micro_batches([len(row) for row in rows], mb_spec, self.context.size)
         with torch.no_grad(), self._out_of_memory_hint(mb_spec):
             scored = []
             for batch in batches:

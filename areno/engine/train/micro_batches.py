@@ -26,17 +26,17 @@ class StepShare:
 
 
 def share_steps(
-    rows: Sequence[Row], update: UpdateSpec, dp_size: int = 1, section: str = "actor"
+    rows: Sequence[Row], update: UpdateSpec, dp_size: int = 1, section: str = "actor", cp_size: int = 1
 ) -> list[list[StepShare]]:
     """The optimizer steps of each data-parallel rank, all ranks having equally many: result[rank][step].
 
-    section: the configuration section that messages name. DataError where rows do not fill the units, or a step has
-    fewer units than there are ranks.
+    section: the configuration section that messages name. cp_size: of `micro_batches`. DataError where rows do not fill
+    the units, or a step has fewer units than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
     shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
-    for step in optimizer_steps(lengths, update_of_units):
+    for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size:
             in_units = f", in units of {update.rows_per_unit}," if update.rows_per_unit > 1 else ""
             raise DataError(
@@ -47,7 +47,7 @@ def share_steps(
         trained = [row.n_trained for index in step for row in units[index]]
         for rank, share in enumerate(split_balanced([lengths[index] for index in step], dp_size)):
             mine = [step[place] for place in share]
-            micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec)
+            micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
             batches = [[row for place in batch for row in units[mine[place]]] for batch in micro]
             shares[rank].append(StepShare(batches, sum(trained), sum(n > 0 for n in trained)))
     return shares
@@ -68,12 +68,15 @@ def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]]
     return units, replace(update, mb_spec=spec)
 
 
-def optimizer_steps(lengths: Sequence[int], update: UpdateSpec) -> list[list[int]]:
-    """Unit indices of each optimizer step, from the number of tokens in each unit. `update` counts units, not rows."""
+def optimizer_steps(lengths: Sequence[int], update: UpdateSpec, cp_size: int = 1) -> list[list[int]]:
+    """Unit indices of each optimizer step, from the number of tokens in each unit. `update` counts units, not rows.
+
+    cp_size: of `micro_batches`.
+    """
     if (n := update.gradient_accumulation_steps) is not None:
         if update.n_minibatches != 1:
             raise ValueError("give n_minibatches or gradient_accumulation_steps, not both")
-        batches = micro_batches(lengths, update.mb_spec)
+        batches = micro_batches(lengths, update.mb_spec, cp_size)
         groups = [batches[i : i + n] for i in range(0, len(batches), n)]
         return [sorted(unit for batch in group for unit in batch) for group in groups]
     if update.n_minibatches == 1:
@@ -82,11 +85,12 @@ def optimizer_steps(lengths: Sequence[int], update: UpdateSpec) -> list[list[int
     return [part.tolist() for part in np.array_split(order, update.n_minibatches) if part.size]
 
 
-def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1) -> list[list[int]]:
     """Unit indices of each micro-batch: `mini_bs` at a time, or first-fit decreasing under `max_tokens_per_mb`.
 
-    A unit longer than the budget gets a micro-batch of its own. Indices ascend within a micro-batch, and micro-batches
-    are ordered by their first unit, so that training follows the order of the data as far as possible.
+    The budget is that of one device; cp_size of them share a micro-batch. A unit longer than it gets a micro-batch of
+    its own. Indices ascend within a micro-batch, and micro-batches are ordered by their first unit, so that training
+    follows the order of the data as far as possible.
     """
     budget = spec.max_tokens_per_mb
     if budget is None:
@@ -98,7 +102,7 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec) -> list[list[int
         fit = next((i for i, left in enumerate(room) if left >= lengths[unit]), len(room))
         if fit == len(room):
             batches.append([])
-            room.append(budget)
+            room.append(budget * cp_size)
         batches[fit].append(unit)
         room[fit] -= lengths[unit]
     return sorted(sorted(batch) for batch in batches)
