@@ -182,6 +182,12 @@ class EngineConfig(Section):
     tp_size: int = setting(
         1, help="Number of devices that share one copy of the model (tensor parallel)", gt=0, flag="--tp-size"
     )
+    zero_stage: Literal[0, 1, 2] = setting(
+        1,
+        help="What copies of a trained model divide among them (ZeRO 1910.02054). 0: nothing. 1: fp32 masters and "
+        "moments. 2: the gradients of its layers, too, at the price of communication in every micro-batch. It changes "
+        "memory use and speed, not the result",
+    )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "

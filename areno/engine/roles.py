@@ -114,7 +114,7 @@ class Roles:
                 logger.info("exact: %s", make_exact(model))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
-                dp=context.dp, section=spec.section,
+                dp=context.dp, zero_stage=self.spec.zero_stage, section=spec.section,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"
@@ -143,4 +143,4 @@ def _offload(backend: TrainBackend) -> Offload:
     if flat is None or optimizer is None:
         return Offload(backend.params)
     masters = [flat.masters] if flat.masters is not flat.params else []
-    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads])
+    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads, flat.workspace])

@@ -52,11 +52,14 @@ class EngineSpec:
     devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
+    zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole. 1: masters and
+    moments. 2: gradients, too.
     """
 
     model_path: str
     devices: list[str]
     tp_size: int = 1
+    zero_stage: Literal[0, 1, 2] = 1
     dtype: str = "float32"
     random_init: bool = False
     dummy_load: bool = False

@@ -142,6 +142,7 @@ def open_actor(
         model_path=path,
         devices=devices,
         tp_size=engine.tp_size,
+        zero_stage=engine.zero_stage,
         dtype=dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,
