@@ -195,7 +195,7 @@ class TrainBackend:
     def _accumulate(
         self, step: StepShare, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
     ) -> StepStats:
-        """Leave the gradient of a step, over all ranks, in the flat buffer. Without memory, begin again and keep less."""
+        """Leave the gradient of a step over all ranks in the flat buffer. Without memory, begin again and keep less."""
         self._gradients.begin(step)
         while True:
             try:

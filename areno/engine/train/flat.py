@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from areno.layers.parallel import ParallelGroup
+from areno.models.cost import BUCKET
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
-BUCKET = 2**25  # elements reduced at once, or those of one layer: enough for the full speed of the links
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Stage = Callable[[str], int]

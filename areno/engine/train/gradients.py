@@ -65,7 +65,7 @@ class ReducedGradients(Gradients):
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
             self._wait()
-            self._kept += [(bucket, flat.grads[bucket.own_grads].cpu()) for bucket in whole]
+            self._kept += [(bucket, flat.grads[bucket.own_grads].to("cpu", copy=True)) for bucket in whole]
         else:
             self._wait()
             self._kept, self._begun = [], 0
