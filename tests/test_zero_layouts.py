@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -134,3 +135,33 @@ def test_a_state_is_of_any_division(tmp_path: Path, kind: Any) -> None:
     finally:
         for engine in engines:
             engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_two_gpus_divide_the_optimizer(tmp_path: Path, kind: Any) -> None:
+    """Over NCCL, with fused layers: as undivided up to the order of sums; the CUDA graphs read the gathered weights."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    folder = folder_of(tmp_path / "model", "qwen3")
+    optimizer = dataclasses.replace(OPTIMIZER, type=kind)
+    found: list[tuple[list[dict[str, float]], dict[str, torch.Tensor], float]] = []
+    for zero_stage in (0, 1, 2):
+        build = spec(folder, optimizer=optimizer, dtype="bfloat16", zero_stage=zero_stage)
+        with Engine(dataclasses.replace(build, devices=["cuda:0", "cuda:1"])) as engine:
+            engine.ensure_roles({"critic": critic(folder, optimizer=optimizer, offload=True)})
+            rollout(engine)  # graphs are captured before the first update
+            stats = train(engine, train_rows(rollout(engine)))
+            rows = train_rows(rollout(engine))
+            again = engine.train(rows, partial(grpo_loss_fn, clip_eps=0.2), UpdateSpec(MicroBatchSpec(mini_bs=2)))
+            state = saved(engine, tmp_path / f"state-{zero_stage}")
+            engine.load_state(state)
+            assert same(content(saved(engine, tmp_path / f"again-{zero_stage}")), content(state))
+            engine.save(str(tmp_path / f"saved-{zero_stage}"))
+            found.append((stats, saved_tensors(tmp_path / f"saved-{zero_stage}"), again["logp_abs_diff_max"]))
+    for stats, weights, apart in found:
+        assert apart < 0.1  # the rollout's weights are those of training
+        for mine, expected in zip(stats, found[0][0], strict=True):
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, found[0][1][name], atol=1e-2, rtol=0)

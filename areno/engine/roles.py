@@ -67,7 +67,8 @@ class Roles:
         role, failure = None, None
         try:
             together = {**{name: role.spec for name, role in self._roles.items()}, name: spec}
-            if any(name not in self.spec.planned or role != self.spec.planned[name] for name, role in together.items()):
+            known = {"actor": self.spec.actor, **self.spec.planned}
+            if any(known.get(name) != role for name, role in together.items()):
                 self.footprint = self._fitting(together)
             role = self._load(spec)
         except Exception as error:  # the other ranks must hear of any failure before this one answers
