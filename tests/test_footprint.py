@@ -65,8 +65,8 @@ def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
     whole = of(world_size=4, zero_stage=0)
     check_fits(whole, 200 * GIB)
     text = refused(whole, 130)
-    assert text.startswith("actor cannot fit: with tp_size=1, 4 copies, zero_stage=0 each device needs 137.")
-    assert "has 130.0; what fits is engine.zero_stage=1 (" in text
+    assert text.startswith("actor cannot fit: each device needs 137.9 GiB at least (tp_size=1, 4 copies, zero_stage=0)")
+    assert ", and has 130.0; what fits is engine.zero_stage=1 (" in text
     assert "or engine.tp_size=2 (" in text
     assert "or actor.optimizer.type=adam_8bit (" in text
     assert refused(of(world_size=4, zero_stage=1), 60).endswith(" GiB)")
@@ -126,7 +126,10 @@ def built(folder: Path, **settings: Any) -> EngineSpec:
 def test_an_engine_that_cannot_fit_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path)
     monkeypatch.setattr("areno.engine.roles.device_bytes", no_room)
-    with pytest.raises(EngineError, match=r"^actor cannot fit: with tp_size=1, 1 copies, zero_stage=1 each "):
+    with pytest.raises(
+        EngineError,
+        match=r"^actor cannot fit: each device needs 0.00 GiB at least \(tp_size=1, one copy\), and has 0.00; ",
+    ):
         Engine(built(folder), "inline")
     planned: dict[str, RoleSpec] = {"ref": reference(folder), "critic": critic(folder)}
     with pytest.raises(EngineError, match=r"^actor and ref and critic cannot fit"):

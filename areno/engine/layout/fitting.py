@@ -19,8 +19,8 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     if footprint.fits(device_bytes):
         return
     names = " and ".join(model.name for model in footprint.models)
-    text = "{} cannot fit: with {} each device needs {} GiB at least, and has {}; "
-    args: list[Any] = [names, footprint.layout(), gib(footprint.least), gib(int((1 - RESERVE) * device_bytes))]
+    text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
+    args: list[Any] = [names, gib(footprint.least), footprint.layout(), gib(int((1 - RESERVE) * device_bytes))]
     if ways := ways_to_fit(footprint, device_bytes):
         text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
         for way, found in ways:

@@ -129,7 +129,8 @@ class Footprint:
 
     def layout(self) -> str:
         """In words."""
-        return f"tp_size={self.tp_size}, {self.dp_size} copies, zero_stage={self.zero_stage}"
+        copies = f"{self.dp_size} copies, zero_stage={self.zero_stage}" if self.dp_size > 1 else "one copy"
+        return f"tp_size={self.tp_size}, {copies}"
 
     def fits(self, device_bytes: int) -> bool:
         """Whether it may; what rows and requests need beyond the least of work depends on them."""
