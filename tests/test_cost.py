@@ -67,6 +67,27 @@ def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
     assert sum(buffer.nbytes for buffer in buffers) / sum(segment.n_params for segment in flat.segments) == expected
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"head": "value"}])
+def test_bytes_of_a_divided_optimizer(
+    zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three data-parallel ranks, with a bucket for each layer. Padding is small beside parameters of this size."""
+    monkeypatch.setattr(cost, "BUCKET", 1)
+    monkeypatch.setattr("areno.engine.train.flat.BUCKET", 1)
+    config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
+    model = build(config, dtype=torch.bfloat16)
+    stage = model.stage if zero_stage else None
+    flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
+    optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
+    found = cost.model_bytes(config, 2, kind, dp_size=3, zero_stage=zero_stage)
+    assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
+    assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)
+    assert found.masters == pytest.approx(flat.masters.nbytes, rel=0.01)
+    assert found.moments == pytest.approx(sum(buffer.nbytes for buffer in optimizer.moments.values()), rel=0.01)
+
+
 def count_activations() -> None:
     """What a layer saves for its backward pass. Run in a process of its own, where Triton interprets."""
     n = 7

@@ -128,7 +128,7 @@ def test_rows_that_do_not_come_out_even():
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
-    return pack_rows(rows, StepShare([rows], step_tokens, step_rows), rows_per_unit, CPU)
+    return pack_rows(rows, StepShare([rows], step_tokens, step_rows, 1), rows_per_unit, CPU)
 
 
 def row(tokens, mask, **fields):

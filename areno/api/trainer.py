@@ -22,6 +22,7 @@ from areno.api.inputs.arguments import (
     check_update,
 )
 from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
+from areno.api.inputs.facts import memory_told, tell_model
 from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
 from areno.api.session import ProxySettings, RolloutSession, Sessions
 from areno.api.step_log import StepLog
@@ -104,8 +105,6 @@ class Trainer:
 
         Raises ConfigError for what does not fit model or machine, CheckpointError for a path that is no model.
         """
-        from areno.kernels.attention import BACKENDS  # imports torch
-
         self._refuse_closed()
         if self._engine is not None:
             raise EngineError("init() was called before; call it once, and make a new Trainer for another model")
@@ -116,10 +115,7 @@ class Trainer:
             self._plan = plan = self._open_plan()
             engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
         self._engine, self._sessions = engine, Sessions(engine, plan)
-        logger.info(
-            "model: %.1fM parameters, %s on %s, attention by %s", engine.info.n_params / 1e6, engine.info.dtype,
-            ", ".join(plan.spec.devices), BACKENDS[engine.info.attn_backend],
-        )  # fmt: skip
+        tell_model(engine)
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -360,7 +356,7 @@ class Trainer:
         from areno.api.inputs.roles import script_roles
 
         engine = self._outside_rollout("ensure_roles")
-        with self._named():
+        with self._named(), memory_told(engine):
             engine.ensure_roles(script_roles(roles, engine.spec))
 
     def release_role(self, role: str) -> None:

@@ -201,6 +201,12 @@ class EngineConfig(Section):
         "For rows that are too long for one copy. Rollout does not use it",
         gt=0,
     )
+    zero_stage: Literal[0, 1, 2] = setting(
+        1,
+        help="What copies of a trained model divide among them (ZeRO 1910.02054). 0: nothing. 1: fp32 masters and "
+        "moments. 2: the gradients of its layers, too, at the price of communication in every micro-batch. It changes "
+        "memory use and speed, not the result",
+    )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "

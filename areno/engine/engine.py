@@ -397,6 +397,10 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
         self._call("load_state", str(folder))
 
+    def memory_table(self) -> tuple[str, str]:
+        """What models, gradients and optimizers take of each device, computed: in one line, and as a table."""
+        return self._call("memory_table")[0]
+
     def peak_memory_gib(self) -> float:
         """Peak memory of the worker that took most, in GiB, since this or `train` was last called."""
         return max(self._call("memory_gib"))

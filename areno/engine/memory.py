@@ -26,6 +26,15 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
+def device_bytes(device: Any, n_sharing: int) -> int:
+    """Memory that a worker may take: free on its CUDA device, or its share of all there is for a number on one CPU."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_sharing
+
+
 def host_bytes_free() -> int:
     """Memory of this machine that is available."""
     try:

@@ -6,7 +6,7 @@ Engine checks that a role can do what it is asked for, so nothing here does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 from areno.engine.exact import make_exact
-from areno.engine.memory import out_of_memory_hint
+from areno.engine.layout.fitting import check_fits
+from areno.engine.layout.footprint import Footprint, footprint_of
+from areno.engine.memory import device_bytes, out_of_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
@@ -49,6 +51,8 @@ class Roles:
     def __init__(self, spec: EngineSpec, context: ParallelContext, attn_backend: str):
         self.spec, self.context, self.attn_backend = spec, context, attn_backend
         self._roles: dict[str, Role] = {}
+        self._device_bytes = device_bytes(context.device, spec.world_size)
+        self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
         self._roles["actor"] = self._load(spec.actor)
 
     def __getitem__(self, name: str) -> Role:
@@ -62,6 +66,10 @@ class Roles:
         """Load one more role. A collective call over all ranks: if one of them fails, none keeps the role."""
         role, failure = None, None
         try:
+            together = {**{name: role.spec for name, role in self._roles.items()}, name: spec}
+            known = {"actor": self.spec.actor, **self.spec.planned}
+            if any(known.get(name) != role for name, role in together.items()):
+                self.footprint = self._fitting(together)
             role = self._load(spec)
         except Exception as error:  # the other ranks must hear of any failure before this one answers
             failure = error
@@ -73,6 +81,21 @@ class Roles:
                 raise failure
         elif role is not None:
             self._roles[name] = role
+
+    def memory_table(self) -> tuple[str, str]:
+        """What the models take of a device: in one line, and in full."""
+        return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
+
+    def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
+        """What these roles take together. EngineError where they cannot fit."""
+        configs = {}
+        for name, role in roles.items():
+            with model_of(role.key):
+                configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
+        itemsize = getattr(torch, self.spec.dtype).itemsize
+        footprint = footprint_of(self.spec, configs, roles, itemsize)
+        check_fits(footprint, self._device_bytes)
+        return footprint
 
     def trained(self) -> dict[str, Role]:
         """The roles that have an optimizer."""
@@ -116,7 +139,8 @@ class Roles:
                 logger.info("exact: %s", make_exact(model))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
-                dp=context.dp, context=context.cp, data=context.data, section=spec.section,
+                dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
+                section=spec.section,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"
@@ -145,4 +169,4 @@ def _offload(backend: TrainBackend) -> Offload:
     if flat is None or optimizer is None:
         return Offload(backend.params)
     masters = [flat.masters] if flat.masters is not flat.params else []
-    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads])
+    return Offload(backend.params, [*masters, *optimizer.moments.values()], [flat.grads, flat.workspace])

@@ -53,12 +53,16 @@ class EngineSpec:
     tp_size: of them share one copy of the model. cp_size: copies that train each row together.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
+    planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
+    the first is read. zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole.
+    1: masters and moments. 2: gradients, too.
     """
 
     model_path: str
     devices: list[str]
     tp_size: int = 1
     cp_size: int = 1
+    zero_stage: Literal[0, 1, 2] = 1
     dtype: str = "float32"
     random_init: bool = False
     dummy_load: bool = False
@@ -71,6 +75,7 @@ class EngineSpec:
     tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
     eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
+    planned: dict[str, RoleSpec] = field(default_factory=dict)
     stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
 
     @property

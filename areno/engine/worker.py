@@ -71,6 +71,10 @@ class Worker:
             memory_gib=self.memory_gib(),
         )
 
+    def memory_table(self) -> tuple[str, str]:
+        """See Roles."""
+        return self.roles.memory_table()
+
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make ready to decode. With an equal spec the decoder stays, with its graphs but without its cached blocks."""
         if self.decoder is not None and self._decoder_spec == spec:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from areno.layers.peer_memory import PeerMemory
 
+# Newer releases of torch have the same operations under other names, and warn of these.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
 
 @dataclass(frozen=True)
 class ParallelGroup:
@@ -45,6 +49,25 @@ class ParallelGroup:
         elif self.size > 1:  # of two numbers, the sum has one order
             dist.all_reduce(x, op=op or dist.ReduceOp.SUM, group=self.group)
         return x
+
+    def reduce_scatter(self, x: Tensor) -> Any:
+        """Begin to sum x (n * size,) over the ranks, each into its own n elements of x; the others lose their content.
+
+        Call wait() of what is returned before they are read. On CUDA that makes the current stream wait, not the host.
+        """
+        if self.size == 1:
+            return _Done()
+        return _reduce_scatter(self._own(x), x, group=self.group, async_op=True)  # type: ignore[misc]
+
+    def all_gather(self, x: Tensor) -> Any:
+        """Begin to fill x (n * size,) from each rank's own n elements of it; wait as for `reduce_scatter`."""
+        if self.size == 1:
+            return _Done()
+        return _all_gather(x, self._own(x), group=self.group, async_op=True)  # type: ignore[misc]
+
+    def _own(self, x: Tensor) -> Tensor:
+        n = x.numel() // self.size
+        return x[self.rank * n : (self.rank + 1) * n]
 
     def copy_in(self, x: Tensor) -> Tensor:
         """Identity in the forward pass, sum of the gradients in the backward pass: before a column-parallel layer."""
@@ -101,6 +124,13 @@ class ParallelGroup:
         pieces = [torch.empty_like(x) for _ in range(self.size)] if self.rank == rank else []
         dist.gather(x.contiguous(), pieces or None, group=self.group, group_dst=rank)
         return pieces
+
+
+class _Done:
+    """The work of a group of one."""
+
+    def wait(self) -> None:
+        pass
 
 
 class _CopyIn(torch.autograd.Function):

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from areno.models.config import TransformerConfig
+
+BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
+_CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
 def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
@@ -21,17 +25,68 @@ def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
 
 def body_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     """Elements of the layers and the final norm: what every token is multiplied with."""
+    return config.num_layers * layer_parameters(config, tp_size) + config.hidden_size
+
+
+def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+    """Elements of one layer."""
     size, inner = config.hidden_size, config.intermediate_size // tp_size
     qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
     layer = size * (qkv + heads + 3 * inner + 2)
     layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
-    layer += 2 * config.head_dim * config.qk_norm
-    return config.num_layers * layer + size
+    return layer + 2 * config.head_dim * config.qk_norm
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
     """Cached keys and values of one token in all layers."""
     return 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBytes:
+    """What one model takes on each device, whatever it works on. All but the weights is there for training only."""
+
+    weights: int
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.moments
+
+
+def model_bytes(
+    config: TransformerConfig,
+    itemsize: int,
+    optimizer: Literal["adam", "adam_8bit"] | None = None,
+    *,
+    tp_size: int = 1,
+    dp_size: int = 1,
+    zero_stage: int = 0,
+) -> ModelBytes:
+    """Of a model that dp_size * tp_size devices train with this optimizer; None is a frozen one.
+
+    zero_stage: see EngineSpec. Without the padding that makes parameters start at multiples of some elements.
+    """
+    n = parameters(config, tp_size)
+    if optimizer is None:
+        return ModelBytes(weights=n * itemsize)
+    divided = dp_size if zero_stage else 1
+    moment = 4 if optimizer == "adam" else 1 + 4 / _CODES
+    n_grads = n
+    if zero_stage == 2 and dp_size > 1:
+        layer = layer_parameters(config, tp_size)
+        of_layers = config.num_layers * layer
+        at_once = min(-(-BUCKET // layer), config.num_layers) * layer
+        n_grads = n - of_layers + of_layers // dp_size + 2 * at_once  # see ReducedGradients
+    is_master = itemsize == 4 and divided == 1
+    return ModelBytes(
+        weights=n * itemsize,
+        gradients=4 * n_grads,
+        masters=0 if is_master else 4 * n // divided,
+        moments=int(2 * moment * n) // divided,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +112,13 @@ def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1)
         # Products and their gradients, and both halves of the layer at once.
         at_work=(3 * products + 12 * config.hidden_size) * itemsize,
     )
+
+
+def token_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True) -> int:
+    """Of one token in training, apart from logits; without `recompute`, all layers keep what can be kept."""
+    layer = activation_bytes(config, itemsize, tp_size)
+    kept = 0 if recompute else layer.kept
+    return config.num_layers * (layer.always + kept) + layer.at_work
 
 
 def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, tp_size: int = 1) -> int:

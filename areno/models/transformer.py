@@ -7,6 +7,9 @@ rank's share under tensor parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,6 +37,8 @@ class Transformer(nn.Module):
         self.config = config
         self.tp = spec.tp
         self.row_multiple = 1  # of the tokens of a pass; see areno/engine/exact.py
+        # Called in a backward pass with a stage, when the gradients of all parameters from that stage on are there.
+        self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
         self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
@@ -67,16 +72,35 @@ class Transformer(nn.Module):
 
             x_ND, delta_ND = x_ND.float(), None
             for index, layer in enumerate(self.layers):
+                self._mark(x_ND, index)
                 keep = index >= n_recomputed
                 x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
+            self._mark(x_ND, len(self.layers))
             return fused_norm(self.final_norm, x_ND, delta_ND)
         for index, layer in enumerate(self.layers):
+            self._mark(x_ND, index)
             if index < n_recomputed and torch.is_grad_enabled():
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_ND = layer(x_ND, cos, sin, attend)
+        self._mark(x_ND, len(self.layers))
         return self.final_norm(x_ND)[:n_tokens]
+
+    def _mark(self, x_ND: Tensor, stage: int) -> None:
+        """Report in the backward pass that it has come to x, the input of a stage. Autograd runs later nodes first."""
+        if self.passed is not None and x_ND.requires_grad:
+            x_ND.register_hook(partial(_report, self.passed, stage))
+
+    def stage(self, parameter: str) -> int:
+        """When the backward pass has the whole gradient of a named parameter: the largest stage comes first.
+
+        The stage of a layer is its index. What follows the layers comes before them, and the embedding at the end.
+        """
+        module, _, rest = parameter.partition(".")
+        if module == "layers":
+            return int(rest.partition(".")[0])
+        return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
         """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
@@ -151,3 +175,7 @@ class Transformer(nn.Module):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
                     full.normal_(0.0, self.config.initializer_range, generator=generator)
                     part.region(parameter).copy_(part.cut(full))
+
+
+def _report(passed: Callable[[int], None], stage: int, _grad: Tensor) -> None:
+    passed(stage)

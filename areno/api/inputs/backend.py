@@ -57,6 +57,7 @@ class RuntimeConfig(DecoderConfig):
     attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
     exact: bool = _as_in(EngineConfig, "exact")
     cp_size: int = _as_in(EngineConfig, "cp_size")
+    zero_stage: Literal[0, 1, 2] = _as_in(EngineConfig, "zero_stage")
     device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
     workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
     stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
@@ -150,6 +151,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         device=runtime.device,
         world_size=settings.world_size,
         tp_size=config.tp_size,
+        zero_stage=runtime.zero_stage,
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
         exact=runtime.exact,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from areno.api.inputs.plan import TrainerPlan
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
+from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
+from areno.tracking.run_log import IN_FULL
+
+logger = logging.getLogger("areno")
 
 _LOOKED_AT = 1000  # rows
 
@@ -32,6 +38,35 @@ def facts(
         "rows": f"{len(loader.rows):,} of {loader.name}, {step}",
         "layout": f"{layout}, {spec.dtype}",
     }
+
+
+def tell_model(engine: Engine) -> None:
+    """Log what an engine has come up with."""
+    from areno.kernels.attention import BACKENDS  # imports torch
+
+    info = engine.info
+    logger.info(
+        "model: %.1fM parameters, %s on %s, attention by %s", info.n_params / 1e6, info.dtype,
+        ", ".join(engine.spec.devices), BACKENDS[info.attn_backend],
+    )  # fmt: skip
+    _tell_memory(engine)
+
+
+def _tell_memory(engine: Engine) -> None:
+    """Log what its models take of each device, computed: as a line, and as a table for logs/run.log."""
+    short, table = engine.memory_table()
+    logger.info("%s", short)
+    for line in table.splitlines():
+        logger.info("%s", line, extra=IN_FULL)
+
+
+@contextmanager
+def memory_told(engine: Engine) -> Iterator[None]:
+    """The same after the body, where that has changed what there is."""
+    before = engine.memory_table()
+    yield
+    if engine.memory_table() != before:
+        _tell_memory(engine)
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:

@@ -141,6 +141,7 @@ def open_actor(
         devices=devices,
         tp_size=engine.tp_size,
         cp_size=engine.cp_size,
+        zero_stage=engine.zero_stage,
         dtype=dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,

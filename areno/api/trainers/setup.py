@@ -97,10 +97,12 @@ class Setup(Generic[Config]):
             self.run = self._open_run(plan, run_dir, evaluator, headline)
             stack.callback(self.run.close)
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.total_steps)
+            at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
+            plan = replace(plan, spec=replace(plan.spec, planned=at_once))
             self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
             self.trainer.init()
-            if isinstance(config, PolicyExperimentConfig):
-                self.trainer.ensure_roles(self.roles)
+            if at_once:
+                self.trainer.ensure_roles(at_once)
             self._resources = stack.pop_all()
 
     def _open_rewards(self, stack: ExitStack, reward_fn: RewardFns | None) -> RewardPool | None:

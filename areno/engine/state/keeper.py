@@ -15,8 +15,9 @@ from torch import Tensor
 from areno.engine.memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
-from areno.engine.state.pieces import Piece, about, buffers_of, pieces_of, written_by
+from areno.engine.state.pieces import Piece, about, buffers_of, pieces_of, trained, written_by
 from areno.errors import CheckpointError, EngineError
+from areno.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.planners import PieceWriting
@@ -117,8 +118,13 @@ class StateKeeper:
                 with role.on_device(training=True) as backend:
                     take_over(readers[0], name, backend)
 
-        if self._together(check):
-            self._together(load)
+        def spread() -> None:
+            for role in roles.values():
+                with role.on_device(training=True) as backend:
+                    trained(backend)[0].from_masters()
+
+        if self._together(check) and self._together(load):
+            spread()  # ranks wait for each other in it
 
     def forget(self) -> None:
         """To be called before roles come or go."""
@@ -140,7 +146,9 @@ class StateKeeper:
         roles = self._roles.trained()
         for name, role in roles.items():
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
-            mine = written_by(pieces_of(name, role.backend), self._context.dp)
+            flat, _ = trained(role.backend)
+            alike = ParallelGroup() if flat.is_divided else self._context.dp
+            mine = written_by(pieces_of(name, role.backend), alike)
             shares += [_Share(name, buffer, pieces) for buffer, pieces in mine.items()]
         pieces = [piece for share in shares for piece in share.pieces]
         return shares, PieceWriting(pieces, dtypes, {name: about(role.backend) for name, role in roles.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW, blocks
+from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
 from areno.models.weights import checkpoint_table
@@ -30,7 +31,8 @@ MASTER, COUNTERS = "master", "counters"
 class Piece:
     """A box of a stored tensor that lies in one stretch of a buffer of this rank.
 
-    name, shape: of the whole tensor. offsets, sizes: of the box. buffer: its name. start: first element in it.
+    name, shape: of the whole tensor. offsets, sizes: of the box. buffer: its name. start: first element in it, where
+    pieces_of gives it; before that, in the buffer of parameters (or blocks of these), which may not be divided.
     repeated: a tensor-parallel rank before this one holds the same.
     """
 
@@ -81,17 +83,20 @@ def pieces_of(role: str, backend: TrainBackend) -> list[Piece]:
     """All that a rank holds of a role, each buffer from its beginning to its end."""
     flat, optimizer = trained(backend)
     kinds = [MASTER] if optimizer.in_8_bits else [MASTER, *optimizer.moments]
-    found = [piece for kind in kinds for piece in _matrices(role, kind, backend)]
+    found = [own for kind in kinds for piece in _matrices(role, kind, backend) for own in _owned(piece, flat)]
     if optimizer.in_8_bits:
         tp = backend.model.tp
         for name, place in flat.places.items():
             is_sharded = backend.model.is_sharded(name)
             for kind in optimizer.moments:
-                stretch = blocks(place) if kind.endswith("scale") else place
+                unit = BLOCK if kind.endswith("scale") else 1
+                stretch = blocks(place) if unit > 1 else place
                 holder = tp if is_sharded else ParallelGroup(0, tp.size)
-                found += vector(role, kind, name, holder, stretch, repeated=tp.rank > 0 and not is_sharded)
+                vectors = vector(role, kind, name, holder, stretch, repeated=tp.rank > 0 and not is_sharded)
+                found += [own for piece in vectors for own in _owned(piece, flat, unit)]
     found.sort(key=lambda piece: (piece.buffer, piece.start))
-    return [*found, *_boxes(f"{role}.{COUNTERS}", (2,), (0,), (2,), f"{role}.{COUNTERS}", 0, tp_rank(backend) > 0)]
+    repeated = tp_rank(backend) > 0 or flat.dp.rank > 0
+    return [*found, *_boxes(f"{role}.{COUNTERS}", (2,), (0,), (2,), f"{role}.{COUNTERS}", 0, repeated)]
 
 
 def tp_rank(backend: TrainBackend) -> int:
@@ -110,7 +115,7 @@ def vector(
 def written_by(pieces: Iterable[Piece], dp: ParallelGroup) -> dict[str, list[Piece]]:
     """The pieces that this rank writes, by buffer; each list without large gaps.
 
-    Data-parallel ranks hold the same. Each writes an equal share of every buffer.
+    dp: the ranks that hold the same pieces. Each writes an equal share of every buffer.
     """
     by_buffer: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -163,6 +168,22 @@ def _boxes(
     for at in range(0, n_rows if row else 0, step):
         n = min(step, n_rows - at)
         yield Piece(name, shape, (first + at, *offsets), (n, *sizes), buffer, start + at * row, repeated)
+
+
+def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]:
+    """What this data-parallel rank has of a piece, whose start is that in params, in elements of `unit` there."""
+    row = math.prod(piece.sizes[1:])
+    for place, local in flat.owned(slice(piece.start * unit, piece.stop * unit)):
+        begin, end = place.start // unit, -(-place.stop // unit)
+        shift = local.start // unit - begin
+        while begin < end:  # as boxes: what is left of a row, whole rows, the beginning of a row
+            first, column = divmod(begin - piece.start, row)
+            n = min(end - begin, row - column) if column or end - begin < row else (end - begin) // row * row
+            box = (n,) if len(piece.sizes) == 1 else (max(1, n // row), n if n < row else row)
+            corner = (first, column)[: len(box)]
+            offsets = tuple(offset + at for offset, at in zip(piece.offsets, corner, strict=True))
+            yield replace(piece, offsets=offsets, sizes=box, start=begin + shift)
+            begin += n
 
 
 def by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:

@@ -75,16 +75,14 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 
 @torch.no_grad()
 def take_over(reader: Reader, role: str, backend: TrainBackend) -> None:
-    """Fill the buffers of a role, which must be on their device. Every rank reads what it needs, by itself."""
-    flat, optimizer = trained(backend)
+    """Fill masters and moments of a role, which must be on their device. Every rank reads what it needs, by itself."""
+    _, optimizer = trained(backend)
     buffers, pieces = buffers_of(role, backend), pieces_of(role, backend)
     stored_tp = reader.about[role]["tp_size"]
     if optimizer.in_8_bits and stored_tp != backend.model.tp.size:
         pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp)
     _read(reader, pieces, buffers)
-    if flat.params is not flat.masters:
-        flat.params.copy_(flat.masters)
     optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
 
 
@@ -111,8 +109,10 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
             wholes = _whole_moments(reader, role, kind, name, stored)
             for part, whole in zip(model.layout(name), wholes, strict=True):
                 part.region(own).copy_(part.cut(whole))
-            scales = buffers[f"{role}.{kind}_scale"][blocks(place)]
-            quantise(own.flatten().to(device), buffers[f"{role}.{kind}"][place], scales, signed=signed)
+            for part, local in flat.owned(place):
+                values = own.flatten()[part.start - place.start : part.stop - place.start].to(device)
+                scales = buffers[f"{role}.{kind}_scale"][blocks(local)]
+                quantise(values, buffers[f"{role}.{kind}"][local], scales, signed=signed)
 
 
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:

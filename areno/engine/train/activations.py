@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from areno.kernels.logprobs import FUSED_CHUNK
-from areno.models.cost import activation_bytes, logits_bytes
+from areno.models.cost import activation_bytes, logits_bytes, token_bytes
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")
@@ -95,8 +95,8 @@ class _Need:
     @staticmethod
     def of(model: Transformer) -> _Need:
         itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
-        layer = activation_bytes(model.config, itemsize, tp_size)
+        kept = activation_bytes(model.config, itemsize, tp_size).kept
         logits = 0
         if model.score is None:
             logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
-        return _Need(len(model.layers) * layer.always + layer.at_work, layer.kept, logits)
+        return _Need(token_bytes(model.config, itemsize, tp_size), kept, logits)

@@ -20,6 +20,7 @@ from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
+from areno.engine.train.gradients import Gradients, ReducedGradients
 from areno.engine.train.micro_batches import StepShare, micro_batches
 from areno.engine.train.optimizer import AdamW
 from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
@@ -42,7 +43,7 @@ class TrainBackend:
     pass instead of keeping them (on CUDA in as many layers as memory requires).
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
-    section: the configuration section that messages name.
+    zero_stage: see EngineSpec. section: the configuration section that messages name.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -57,6 +58,7 @@ class TrainBackend:
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         context: ParallelGroup = ParallelGroup(),  # noqa: B008
         data: ParallelGroup | None = None,
+        zero_stage: int = 0,
         section: str = "actor",
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
@@ -71,7 +73,15 @@ class TrainBackend:
             model.requires_grad_(False)
             self.params = [flatten(list(model.named_parameters()))[0]]
         else:
-            self.flat = FlatParameters(model, model.is_sharded, BLOCK if optimizer.type == "adam_8bit" else ALIGN)
+            self.flat = FlatParameters(
+                model,
+                model.is_sharded,
+                BLOCK if optimizer.type == "adam_8bit" else ALIGN,
+                stage=model.stage if zero_stage else None,
+                dp=dp,
+                divide_grads=zero_stage == 2,
+            )
+            self._gradients = ReducedGradients(self.flat, model) if self.flat.is_divided else Gradients(self.flat, dp)
             self.params = [self.flat.params] + ([] if self.flat.frozen is None else [self.flat.frozen])
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
@@ -165,8 +175,7 @@ class TrainBackend:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
         batches = [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
-        stats = self._accumulate(batches, loss_fn, update.temperature)
-        self.dp.all_reduce(self.flat.grads)
+        stats = self._accumulate(step, batches, loss_fn, update.temperature)
 
         numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
@@ -194,25 +203,27 @@ class TrainBackend:
         return numbers
 
     def _accumulate(
-        self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
+        self, step: StepShare, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
     ) -> StepStats:
-        """Leave the gradient of these micro-batches in the flat buffer. Without memory, begin again and keep less."""
+        """Leave the gradient of a step over all ranks in the flat buffer. Without memory, begin again and keep less."""
+        self._gradients.begin(step)
         while True:
             try:
-                return self._accumulate_once(batches, loss_fn, temperature)
+                stats = self._accumulate_once(batches, loss_fn, temperature)
+                self._gradients.finish()
+                return stats
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass that failed
                 if not self._kept_layers.keep_less():
                     raise
+            self._gradients.begin(step, again=True)
 
     def _accumulate_once(
         self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
     ) -> StepStats:
-        assert self.flat is not None
         stats = StepStats(self.device)
-        self.flat.grads.zero_()
         for packed, pack in batches:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
@@ -220,7 +231,7 @@ class TrainBackend:
                 logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
                 _compare_with_rollout(stats, pack, logprobs_N.detach())
-            loss.backward()
+            self._gradients.backward(loss)
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
         return stats

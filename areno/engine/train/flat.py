@@ -1,18 +1,27 @@
 """All trained parameters of a model in one buffer, their gradients in another, their fp32 masters in a third.
 
-One buffer means one collective for all gradients, and an update in a few large elementwise operations.
+One buffer means one collective for all gradients, and an update in a few large elementwise operations. Over several
+data-parallel ranks the optimizer may be divided (ZeRO, arXiv 1910.02054). Then the buffer is cut into buckets, and each
+rank owns an equal part of every bucket: it has masters and moments of these parts only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from areno.layers.parallel import ParallelGroup
+from areno.models.cost import BUCKET
+
 ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
+
+Named = Sequence[tuple[str, nn.Parameter]]
+Stage = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -26,10 +35,180 @@ class Segment:
     n_params: int  # elements without alignment padding
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """A stretch of the buffers that data-parallel ranks reduce and gather at once.
+
+    place: in params. own: what this rank owns of it, in params too. local: the same in masters and moments.
+    grads: in grads; the whole stretch, or `own` alone where the gradients are divided.
+    stage: the least stage of its parameters, for the backward pass comes by the largest first.
+    segments: what it consists of.
+    """
+
+    place: slice
+    own: slice
+    local: slice
+    grads: slice
+    stage: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether grads has all of it."""
+        return length(self.grads) == length(self.place)
+
+    @property
+    def own_grads(self) -> slice:
+        """What this rank owns, in grads."""
+        return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of what this rank owns, within one segment: its place in params, in masters and moments, and in grads."""
+
+    place: slice
+    local: slice
+    grads: slice
+    segment: Segment
+
+
 def flatten(
-    named: Sequence[tuple[str, nn.Parameter]], is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
+    named: Named, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN
 ) -> tuple[torch.Tensor, list[Segment], dict[str, slice]]:
     """Make named parameters views of one buffer of their dtype: (buffer, its segments, name -> place in it)."""
+    segments, places, end = _arranged(named, is_sharded, align, 0)
+    return _moved(named, places, end), segments, places
+
+
+class FlatParameters:
+    """Moves the trained parameters of `model` into one buffer and gives each a gradient in another.
+
+    places: name -> its slice of params. shapes: name -> shape. grads: float32, whatever the model's dtype. Each
+    `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
+    masters: float32, the values that the optimizer updates; `params` itself where that is float32 and not divided.
+    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none.
+    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
+    align: elements; every trained parameter starts at a multiple of it, and so does what a rank owns.
+
+    stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with
+    `divide_grads` the gradients of layers, too. Those have no place as a whole: until they are reduced they are in
+    `workspace`, which two buckets share (see ReducedGradients).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        is_sharded: Callable[[str], bool] | None = None,
+        align: int = ALIGN,
+        *,
+        stage: Stage | None = None,
+        dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
+        divide_grads: bool = False,
+    ):
+        named = list(model.named_parameters())  # a tied parameter appears once
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self.frozen = flatten(frozen)[0] if frozen else None
+        self.dp = dp if stage is not None else ParallelGroup()
+        self.shapes = {name: parameter.shape for name, parameter in trained}
+        self.buckets: list[Bucket] = []
+        self.places: dict[str, slice] = {}
+        ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
+        end = n_grads = 0
+        for group in _groups(trained, ends) if self.is_divided else [trained]:
+            start = end
+            segments, places, end = _arranged(group, is_sharded, align, start)
+            end += -(end - start) % (align * self.dp.size)
+            self.places |= places
+            size = (end - start) // self.dp.size
+            own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
+            least = min(ends[name] for name, _ in group)
+            # Embedding and head are the first in the backward pass, or among the last, or both at once.
+            is_whole = not (divide_grads and self.is_divided and 0 <= least < max(ends.values()))
+            grads = slice(n_grads, n_grads + (end - start if is_whole else size))
+            n_grads = grads.stop
+            local = slice(start // self.dp.size, end // self.dp.size)
+            self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
+        self.params = _moved(trained, self.places, end)
+        self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
+        self.n_local = end // self.dp.size
+
+        self.grads = torch.zeros(n_grads, dtype=torch.float32, device=self.params.device)
+        divided = [bucket for bucket in self.buckets if not bucket.is_whole]
+        most = max((length(bucket.place) for bucket in divided), default=0)
+        self.workspace = self.grads.new_zeros((2, most))
+        for name, parameter in trained:
+            parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
+            parameter.grad = self._gradient(self.places[name]).view(parameter.shape)
+        if self.is_divided:
+            self.masters = torch.cat([self.params[bucket.own] for bucket in self.buckets]).float()
+        else:
+            self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether this rank has masters and moments of a part only."""
+        return self.dp.size > 1
+
+    def slot(self, bucket: Bucket) -> torch.Tensor:
+        """Where the gradients of a bucket accumulate: in grads, or in the workspace."""
+        if bucket.is_whole:
+            return self.grads[bucket.grads]
+        divided = [each for each in self.buckets if not each.is_whole]
+        return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
+
+    def _gradient(self, place: slice) -> torch.Tensor:
+        bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
+        return self.slot(bucket)[_shifted(place, -bucket.place.start)]
+
+    def chunks(self, bucket: Bucket | None = None) -> Iterator[Chunk]:
+        """What this rank owns (of a bucket, or of all) in parts of at most CHUNK elements."""
+        for each in self.buckets if bucket is None else [bucket]:
+            for segment in each.segments:
+                low, high = max(segment.start, each.own.start), min(segment.stop, each.own.stop)
+                for start in range(low, high, CHUNK):
+                    place = slice(start, min(start + CHUNK, high))
+                    local = _shifted(place, each.local.start - each.own.start)
+                    yield Chunk(place, local, _shifted(place, each.own_grads.start - each.own.start), segment)
+
+    def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
+        """What this rank owns of a stretch of params: (its place there, its place in masters and moments)."""
+        for bucket in self.buckets:
+            part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
+            if part.start < part.stop:
+                yield part, _shifted(part, bucket.local.start - bucket.own.start)
+
+    def gather(self, bucket: Bucket) -> Any:
+        """Begin to fill the bucket in params with what the ranks own of it; see ParallelGroup.all_gather."""
+        return self.dp.all_gather(self.params[bucket.place])
+
+    @torch.no_grad()
+    def from_masters(self) -> None:
+        """Set params to the rounded masters. A collective call over the data-parallel ranks where they are divided."""
+        if self.params is not self.masters:
+            for bucket in self.buckets:
+                self.params[bucket.own].copy_(self.masters[bucket.local])
+        for work in [self.gather(bucket) for bucket in self.buckets]:
+            work.wait()
+
+
+def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each bucket, by ascending stage: whole stages, with those before and after the layers alone."""
+    last = max(stages.values())
+    group: list[tuple[str, nn.Parameter]] = []
+    for stage in sorted(set(stages.values())):
+        group += [(name, parameter) for name, parameter in named if stages[name] == stage]
+        following = min((other for other in stages.values() if other > stage), default=None)
+        if stage < 0 or following in (None, last) or sum(parameter.numel() for _, parameter in group) >= BUCKET:
+            yield group
+            group = []
+
+
+def _arranged(
+    named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
+) -> tuple[list[Segment], dict[str, slice], int]:
+    """Parameters one after another from `start` on, by kind: (segments, name -> place, end)."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
     kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -39,49 +218,31 @@ def flatten(
 
     segments: list[Segment] = []
     places: dict[str, slice] = {}
-    end = 0
+    end = start
     for (decayed, sharded), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
         start = end
         for name, parameter in members:
             places[name] = slice(end, end + parameter.numel())
             end += -(-parameter.numel() // align) * align
         segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for _, p in members)))
+    return segments, places, end
 
+
+def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
+    """The parameters as views of one buffer, which is returned."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
     for name, parameter in named:
         view = buffer[places[name]].view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
-    return buffer, segments, places
+    return buffer
 
 
-class FlatParameters:
-    """Moves the trained parameters of `model` into one buffer and gives each a gradient in another.
+def length(place: slice) -> int:
+    """Elements in it."""
+    return place.stop - place.start
 
-    places: name -> its slice of params, grads and masters. shapes: name -> shape. grads: float32, whatever the model's
-    dtype. Each `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
-    masters: float32, the values that the optimizer updates; `params` itself where that is float32.
-    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none.
-    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
-    align: elements; every trained parameter starts at a multiple of it.
-    """
 
-    def __init__(self, model: nn.Module, is_sharded: Callable[[str], bool] | None = None, align: int = ALIGN):
-        named = list(model.named_parameters())  # a tied parameter appears once
-        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self.frozen = flatten(frozen)[0] if frozen else None
-        self.params, self.segments, self.places = flatten(trained, is_sharded, align)
-        self.shapes = {name: parameter.shape for name, parameter in trained}
-        self.grads = torch.zeros(self.params.numel(), dtype=torch.float32, device=self.params.device)
-        for name, parameter in trained:
-            parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
-            parameter.grad = self.grads[self.places[name]].view(parameter.shape)
-        self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
-
-    def chunks(self) -> Iterator[tuple[slice, Segment]]:
-        """The buffers in slices of at most CHUNK elements, each within one segment."""
-        for segment in self.segments:
-            for start in range(segment.start, segment.stop, CHUNK):
-                yield slice(start, min(start + CHUNK, segment.stop)), segment
+def _shifted(place: slice, by: int) -> slice:
+    return slice(place.start + by, place.stop + by)

@@ -23,6 +23,7 @@ class StepShare:
     micro_batches: list[list[Row]]  # the rows of each forward pass
     step_tokens: int  # trained tokens of the whole step over all ranks
     step_rows: int  # rows of it that have any
+    rounds: int  # micro-batches of the rank that has most
 
 
 def share_steps(
@@ -45,11 +46,14 @@ def share_steps(
                 Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
             )  # fmt: skip
         trained = [row.n_trained for index in step for row in units[index]]
-        for rank, share in enumerate(split_balanced([lengths[index] for index in step], dp_size)):
+        batches: list[list[list[Row]]] = []
+        for share in split_balanced([lengths[index] for index in step], dp_size):
             mine = [step[place] for place in share]
             micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
-            batches = [[row for place in batch for row in units[mine[place]]] for batch in micro]
-            shares[rank].append(StepShare(batches, sum(trained), sum(n > 0 for n in trained)))
+            batches.append([[row for place in batch for row in units[mine[place]]] for batch in micro])
+        rounds = max(len(of_rank) for of_rank in batches)
+        for rank, of_rank in enumerate(batches):
+            shares[rank].append(StepShare(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
     return shares
 
 

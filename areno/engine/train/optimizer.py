@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.train.flat import FlatParameters
+from areno.engine.train.flat import Chunk, FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup
@@ -45,8 +45,10 @@ class GradientStats:
 class AdamW:
     """Updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
 
+    Where they are divided over data-parallel ranks, each updates what it owns and gets the rest from the others.
+
     steps: updates applied; the schedule and the bias correction count these. exp_avg, exp_avg_sq: float32 moments in
-    the layout of the flat buffers. They exist from the start, because the KV cache is sized by what is free before the
+    the layout of the masters. They exist from the start, because the KV cache is sized by what is free before the
     first update. With `type: adam_8bit` they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK
     elements; flat must be aligned to BLOCK, so that no block belongs to two parameters. copied: the next update waits
     for this event, until which masters and moments are being copied.
@@ -59,11 +61,11 @@ class AdamW:
         self.copied: torch.cuda.Event | None = None
         self.in_8_bits = config.type == "adam_8bit"
         dtype = torch.uint8 if self.in_8_bits else torch.float32
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(flat.grads, dtype=dtype) for _ in range(2))
+        self.exp_avg, self.exp_avg_sq = (flat.grads.new_zeros(flat.n_local, dtype=dtype) for _ in range(2))
         if self.in_8_bits:  # the padding between parameters must hold zeros, whatever scale its block is given
             self.exp_avg.fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
         assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.places.values())
-        n_blocks = -(-flat.grads.numel() // BLOCK) * self.in_8_bits
+        n_blocks = -(-flat.n_local // BLOCK) * self.in_8_bits
         self.scales_1, self.scales_2 = (flat.grads.new_zeros(n_blocks) for _ in range(2))
 
     @property
@@ -78,17 +80,18 @@ class AdamW:
         return learning_rate(self.config, self.steps)
 
     def gradient_stats(self) -> GradientStats:
-        """Waits for the device. A collective call over the tensor-parallel ranks."""
+        """Waits for the device. A collective call over all ranks that hold a part of the gradient."""
         flat = self.flat
         totals_3 = torch.zeros(3, dtype=torch.float64, device=flat.grads.device)  # squares, non-zeros, entries
-        for place, segment in flat.chunks():
-            found_2 = squares_and_nonzeros(flat.grads[place])
+        for chunk in flat.chunks():
+            found_2 = squares_and_nonzeros(flat.grads[chunk.grads])
             # Equal copies on every rank are counted once. Dividing before the sum, rather than leaving them out of it,
             # makes the result, and with it the clipping, the same number on every rank.
-            totals_3[:2] += found_2 if segment.sharded else found_2 / self.tp.size
+            totals_3[:2] += found_2 if chunk.segment.sharded else found_2 / self.tp.size
         for segment in flat.segments:
-            totals_3[2] += segment.n_params if segment.sharded else segment.n_params / self.tp.size
-        squares, nonzeros, entries = self.tp.all_reduce(totals_3).tolist()
+            n_params = segment.n_params / flat.dp.size
+            totals_3[2] += n_params if segment.sharded else n_params / self.tp.size
+        squares, nonzeros, entries = flat.dp.all_reduce(self.tp.all_reduce(totals_3)).tolist()
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self) -> None:
@@ -110,15 +113,23 @@ class AdamW:
             correction_1=1.0 - config.beta1**self.steps, correction_2=math.sqrt(1.0 - config.beta2**self.steps),
         )  # fmt: skip
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
-        for place, segment in flat.chunks():
-            how = decayed if segment.decayed else update
-            moments = self.exp_avg[place], self.exp_avg_sq[place]
-            if self.in_8_bits:
-                of_blocks = blocks(place)
-                scales = self.scales_1[of_blocks], self.scales_2[of_blocks]
-                adam_8bit(flat.grads[place], flat.masters[place], flat.params[place], moments, scales, how)
-            else:
-                adam(flat.grads[place], flat.masters[place], flat.params[place], moments, how)
+        works = []
+        for bucket in flat.buckets:
+            for chunk in flat.chunks(bucket):
+                self._update(chunk, decayed if chunk.segment.decayed else update)
+            works.append(flat.gather(bucket))  # while the next one is updated
+        for work in works:
+            work.wait()
+
+    def _update(self, chunk: Chunk, how: Update) -> None:
+        flat, local = self.flat, chunk.local
+        moments = self.exp_avg[local], self.exp_avg_sq[local]
+        values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
+        if self.in_8_bits:
+            of_blocks = blocks(local)
+            adam_8bit(*values, moments, (self.scales_1[of_blocks], self.scales_2[of_blocks]), how)
+        else:
+            adam(*values, moments, how)
 
 
 def blocks(place: slice) -> slice:

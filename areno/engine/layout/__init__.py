@@ -1,0 +1,1 @@
+"""What models take on the devices of a layout, and which layouts fit."""

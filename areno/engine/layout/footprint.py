@@ -1,0 +1,150 @@
+"""What the models of a layout take on each device, computed from their configs before a weight is read.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.engine.spec import EngineSpec, RoleSpec
+from areno.models.config import TransformerConfig
+from areno.models.cost import ModelBytes, kv_bytes, logits_bytes, model_bytes, token_bytes
+
+RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
+GIB = 2**30
+_LEAST_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
+
+
+@dataclass(frozen=True)
+class Model:
+    """One role of an engine, as far as memory goes. key: the section of its settings."""
+
+    name: str
+    config: TransformerConfig
+    optimizer: Literal["adam", "adam_8bit"] | None
+    key: str
+    offload: bool = False
+    recompute: bool = True
+
+    @staticmethod
+    def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
+        """can_offload: whether the device has memory of its own."""
+        kind = role.optimizer.type if role.optimizer else None
+        section = role.key.removesuffix(".path")
+        return Model(name, config, kind, section, role.offload and can_offload, role.gradient_checkpointing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Models on a layout. itemsize: bytes of a weight. budget: tokens of a micro-batch; None where rows are counted."""
+
+    models: tuple[Model, ...]
+    itemsize: int
+    world_size: int = 1
+    tp_size: int = 1
+    zero_stage: int = 0
+    budget: int | None = None
+
+    @staticmethod
+    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model]) -> Footprint:
+        """Of these models on the layout of an engine."""
+        return Footprint(
+            models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
+            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb,
+        )  # fmt: skip
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    def of_model(self, model: Model) -> ModelBytes:
+        """While it is on the device."""
+        layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
+        return model_bytes(model.config, self.itemsize, model.optimizer, **layout)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of what stays on the device all the time."""
+        return sum(self.of_model(model).total for model in self.models if not model.offload)
+
+    @property
+    def least(self) -> int:
+        """Bytes below which not the smallest piece of work is possible."""
+        work = [0]
+        for model in self.models:
+            visit = self.of_model(model).total if model.offload else 0
+            of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.budget or _LEAST_TOKENS))
+            work.append(visit + of_tokens if model.optimizer else visit)
+        kv = _LEAST_TOKENS * kv_bytes(self.models[0].config, self.itemsize, self.tp_size)
+        return self.resident + max(*work, kv)
+
+    def training_bytes(self, model: Model, n_tokens: int) -> int:
+        """Activations of a micro-batch, with all layers recomputed where any may be."""
+        config, itemsize = model.config, self.itemsize
+        found = n_tokens * token_bytes(config, itemsize, self.tp_size, recompute=model.recompute)
+        if config.head == "lm":
+            found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.tp_size)
+        return found
+
+    # -- what is told ----------------------------------------------------------------------------------------------
+
+    def table(self, device_bytes: int) -> str:
+        """Several lines, in GiB. device_bytes: what a device has for this engine."""
+        rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
+        for model in self.models:
+            found = self.of_model(model)
+            name = f"{model.name} (in host memory)" if model.offload else model.name
+            numbers = found.weights, found.gradients, found.masters, found.moments, found.total
+            rows.append((name, *map(gib, numbers)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        actor, n_tokens = self.models[0], self.budget or 1024
+        room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
+        kv = kv_bytes(actor.config, self.itemsize, self.tp_size)
+        work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
+        if actor.optimizer:
+            need = gib(self.training_bytes(actor, n_tokens))
+            work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
+        return "\n".join(
+            [
+                f"memory of each device in GiB, with {self.layout()}:",
+                *lines,
+                "; ".join(work),
+                f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
+            ]
+        )
+
+    def short(self, device_bytes: int) -> str:
+        """One line of it."""
+        names = ", ".join(model.name for model in self.models)
+        return f"memory: {gib(self.resident)} of {gib(device_bytes)} GiB on each device are for {names}"
+
+    def layout(self) -> str:
+        """In words."""
+        copies = f"{self.dp_size} copies, zero_stage={self.zero_stage}" if self.dp_size > 1 else "one copy"
+        return f"tp_size={self.tp_size}, {copies}"
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether it may; what rows and requests need beyond the least of work depends on them."""
+        return self.least <= (1 - RESERVE) * device_bytes
+
+
+def footprint_of(
+    spec: EngineSpec, configs: Mapping[str, TransformerConfig], roles: Mapping[str, RoleSpec], itemsize: int
+) -> Footprint:
+    """Of these roles, whose configs are given by name."""
+    on_cuda = spec.devices[0].startswith("cuda")
+    return Footprint.of(spec, itemsize, [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()])
+
+
+def gib(n_bytes: float) -> str:
+    """As a number of GiB."""
+    return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"

@@ -1,0 +1,136 @@
+"""The gradient of an optimizer step, which micro-batches add up on each rank and data-parallel ranks sum.
+
+Where the optimizer is divided, each rank needs the sum for what it owns only, so buckets are reduce-scattered while the
+backward pass goes on (ZeRO, arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from areno.engine.train.flat import Bucket, FlatParameters
+from areno.engine.train.micro_batches import StepShare
+from areno.layers.parallel import ParallelGroup
+from areno.models.transformer import Transformer
+
+
+class Gradients:
+    """Every rank has the whole sum: one all-reduce after the last micro-batch."""
+
+    def __init__(self, flat: FlatParameters, dp: ParallelGroup):
+        self._flat, self._dp = flat, dp
+
+    def begin(self, step: StepShare, again: bool = False) -> None:
+        """Before the first micro-batch of a step. again: memory ran out in this step, which starts anew here alone."""
+        self._flat.grads.zero_()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of the next micro-batch."""
+        loss.backward()
+
+    def finish(self) -> None:
+        """After the last one: leave the sum over the ranks in `flat.grads`, at least where this rank owns it."""
+        self._dp.all_reduce(self._flat.grads)
+
+
+class ReducedGradients(Gradients):
+    """Each rank has the sum of what it owns.
+
+    A bucket that grads has as a whole is reduced once, in the backward pass of the last micro-batch. The others are
+    reduced after every micro-batch (ZeRO-2). They accumulate in one of two slots of the workspace. The reduction of a
+    bucket runs while the next one fills the other slot; then it is added to what this rank owns.
+
+    All ranks must begin the same reductions in the same order. So each takes part in `step.rounds` micro-batches, with
+    nothing to add where it has fewer. And a rank that begins a step again does not repeat the reductions that it took
+    part in: what it would give is the same as before.
+    """
+
+    def __init__(self, flat: FlatParameters, model: Transformer):
+        super().__init__(flat, flat.dp)
+        self._order = flat.buckets[::-1]  # as the backward pass comes by
+        self._divided = [bucket for bucket in self._order if not bucket.is_whole]
+        self._rounds = self._round = 0
+        self._left: Iterator[Bucket] = iter(())  # of the order, in this round
+        self._next: Bucket | None = None
+        self._at = self._begun = 0  # reductions so far: in this pass over the step, and in any
+        self._works: list[tuple[Bucket, Any]] = []  # under way
+        self._kept: list[tuple[Bucket, Tensor]] = []  # reduced before the step began again, in host memory
+        model.passed = self._passed
+
+    def begin(self, step: StepShare, again: bool = False) -> None:
+        flat = self._flat
+        if again:
+            whole = [bucket for bucket, _ in self._works if bucket.is_whole]
+            self._wait()
+            self._kept += [(bucket, flat.grads[bucket.own_grads].to("cpu", copy=True)) for bucket in whole]
+        else:
+            self._wait()
+            self._kept, self._begun = [], 0
+        for bucket in self._order:
+            if bucket.is_whole or not again:
+                flat.grads[bucket.grads].zero_()
+        self._at, self._round = 0, 0
+        self._rounds = step.rounds if self._divided else len(step.micro_batches)
+
+    def backward(self, loss: Tensor) -> None:
+        self._open_round()
+        loss.backward()
+        self._close_round()
+
+    def finish(self) -> None:
+        while self._round < self._rounds:
+            self._open_round()
+            self._close_round()
+        self._wait()
+        for bucket, piece in self._kept:
+            self._flat.grads[bucket.own_grads].copy_(piece)
+
+    def _open_round(self) -> None:
+        """A micro-batch: buckets are reduced in order, as soon as the backward pass is past them."""
+        self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
+        self._next = next(self._left, None)
+        for bucket in self._divided[:1]:
+            self._free(bucket)
+
+    def _close_round(self) -> None:
+        """What the backward pass has not called for: its last bucket, and all where there was none."""
+        while self._next is not None:
+            self._reduce(self._next)
+        self._round += 1
+
+    def _passed(self, stage: int) -> None:
+        """Called in the backward pass, when the gradients of all stages from this one on are there."""
+        while self._next is not None and self._next.stage >= stage:
+            self._reduce(self._next)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if self._at >= self._begun:
+            self._works.append((bucket, self._dp.reduce_scatter(self._flat.slot(bucket))))
+            self._begun += 1
+        self._at += 1
+        self._next = next(self._left, None)
+        if not bucket.is_whole and (at := self._divided.index(bucket) + 1) < len(self._divided):
+            self._free(self._divided[at])
+
+    def _free(self, bucket: Bucket) -> None:
+        """Make the slot of a bucket ready for its gradients. The one that had it before must be reduced."""
+        slot = self._flat.slot(bucket)
+        users = [each for each, _ in self._works if each in self._divided]
+        self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
+        slot.zero_()
+
+    def _wait(self, buckets: list[Bucket] | None = None) -> None:
+        """Until these reductions are done, or all. On CUDA the stream waits, not the host."""
+        done, self._works = self._works, []
+        if buckets is not None:
+            self._works = [pair for pair in done if pair[0] not in buckets]
+            done = [pair for pair in done if pair[0] in buckets]
+        for bucket, work in done:
+            work.wait()
+            if not bucket.is_whole:
+                size = bucket.own.stop - bucket.own.start
+                start = bucket.own.start - bucket.place.start
+                self._flat.grads[bucket.grads].add_(self._flat.slot(bucket)[start : start + size])

@@ -1,0 +1,156 @@
+"""What a layout takes of each device, for devices of any size: computed, told, and refused where it cannot fit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_roles import critic, reference
+from tiny_engine import model_folder, spec
+
+from areno.engine.engine import Engine
+from areno.engine.layout.fitting import check_fits, ways_to_fit
+from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model
+from areno.engine.spec import EngineSpec, RoleSpec
+from areno.errors import EngineError
+from areno.layers.rope_config import Rope
+from areno.models.config import TransformerConfig
+from areno.models.cost import parameters
+
+QWEN3_8B = TransformerConfig(
+    family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
+    num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6, rope=Rope(1e6), max_position_embeddings=40960,
+    tie_word_embeddings=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=True, eos_token_ids=(1,),
+    initializer_range=0.02, hf={},
+)  # fmt: skip
+QWEN3_32B = replace(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64)
+ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
+REF = Model("ref", QWEN3_8B, None, "ref")
+CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")
+
+
+def of(*models: Model, world_size: int = 1, **layout: Any) -> Footprint:
+    return Footprint(models=models or (ACTOR,), itemsize=2, world_size=world_size, **layout)
+
+
+def test_bytes_worked_by_hand() -> None:
+    n = parameters(QWEN3_8B)
+    assert of().resident == (2 + 4 + 4 + 8) * n
+    assert of(world_size=2, zero_stage=0).resident == 18 * n
+    assert of(world_size=2, zero_stage=1).resident == (2 + 4 + 2 + 4) * n
+    assert of(ACTOR, REF, world_size=4, zero_stage=1).resident == (2 + 4 + 1 + 2) * n + 2 * n
+    assert of(ACTOR, replace(REF, offload=True), world_size=4).resident == 18 * n
+    layers, once = 36 * (n - 2 * 151936 * 4096 - 4096) // 36, (n - 2 * 151936 * 4096 - 4096) // 36
+    assert of(world_size=4, zero_stage=2).resident == 5 * n + 4 * (n - layers + layers // 4 + 2 * once)
+    in_codes = replace(ACTOR, optimizer="adam_8bit")
+    assert of(in_codes).resident == pytest.approx((2 + 4 + 4 + 2 * (1 + 4 / 256)) * n)
+    assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
+    visiting = of(ACTOR, replace(CRITIC, offload=True))
+    assert visiting.least - of().least > 17 * parameters(CRITIC.config)
+
+
+def refused(footprint: Footprint, gib: float) -> str:
+    with pytest.raises(EngineError) as caught:
+        check_fits(footprint, int(gib * GIB / (1 - RESERVE)))
+    return str(caught.value)
+
+
+def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
+    """The fewest changes first; every one that is named does fit."""
+    whole = of(world_size=4, zero_stage=0)
+    check_fits(whole, 200 * GIB)
+    text = refused(whole, 130)
+    assert text.startswith("actor cannot fit: each device needs 137.9 GiB at least (tp_size=1, 4 copies, zero_stage=0)")
+    assert ", and has 130.0; what fits is engine.zero_stage=1 (" in text
+    assert "or engine.tp_size=2 (" in text
+    assert "or actor.optimizer.type=adam_8bit (" in text
+    assert refused(of(world_size=4, zero_stage=1), 60).endswith(" GiB)")
+    for gib in (130, 100, 60, 40, 30, 20, 17):
+        device = int(gib * GIB / (1 - RESERVE))
+        for way, found in ways_to_fit(of(ACTOR, REF, CRITIC, world_size=4, zero_stage=0), device):
+            assert found.fits(device)
+            assert ("engine.zero_stage" in way) == (found.zero_stage > 0)
+            assert found.tp_size == way.get("engine.tp_size", 1)
+            assert all(
+                way.get(f"{model.key}.optimizer.type") != "adam_8bit" or model.optimizer != "adam"
+                for model in found.models
+            )
+
+
+def test_roles_that_rest_in_host_memory_are_a_way_out() -> None:
+    reward = replace(REF, name="reward", key="reward")
+    text = refused(of(ACTOR, REF, reward), 160)
+    assert "what fits is ref.offload=true with reward.offload=true (" in text
+    assert "engine.zero_stage" not in text  # one copy has nothing to divide
+    assert "engine.tp_size" not in text
+
+
+def test_where_no_change_helps_more_devices_are_named() -> None:
+    actor, device = Model("actor", QWEN3_32B, "adam", "actor"), int(130 * GIB / (1 - RESERVE))
+    found = re.search(
+        r"engine.world_size=(\d+) with engine.tp_size=(\d+) and engine.zero_stage=(\d)", refused(of(actor), 130)
+    )
+    assert found is not None
+    world_size, tp_size, zero_stage = map(int, found.groups())
+    assert of(actor, world_size=world_size, tp_size=tp_size, zero_stage=zero_stage).fits(device)
+    assert not of(actor, world_size=world_size // 2, tp_size=world_size // 2).fits(device)
+    assert refused(of(actor), 0.5).endswith("choose a smaller model (actor.path)")
+
+
+def test_the_table_says_it_all() -> None:
+    table = of(ACTOR, replace(REF, offload=True), world_size=4, tp_size=2, zero_stage=1, budget=8192).table(80 * GIB)
+    first, head, actor, ref, work, left = table.splitlines()
+    assert first == "memory of each device in GiB, with tp_size=2, 2 copies, zero_stage=1:"
+    assert head.split() == ["weights", "gradients", "masters", "moments", "sum"]
+    assert actor.split() == ["actor", "7.63", "15.3", "7.63", "15.3", "45.8"]
+    assert ref.split() == ["ref", "(in", "host", "memory)", "7.63", "0.00", "0.00", "0.00", "7.63"]
+    assert work.startswith("KV cache: 0.07 for 1,000 tokens; activations of a micro-batch of 8,192 tokens: ")
+    assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
+    short = of(ACTOR, REF).short(80 * GIB)
+    assert short == "memory: 152.6 of 80.0 GiB on each device are for actor, ref"
+
+
+def no_room(*_: Any) -> int:
+    return 2**16
+
+
+def built(folder: Path, **settings: Any) -> EngineSpec:
+    return spec(folder, random_init=False, **settings)  # a folder without weights
+
+
+def test_an_engine_that_cannot_fit_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model_folder(tmp_path)
+    monkeypatch.setattr("areno.engine.roles.device_bytes", no_room)
+    with pytest.raises(
+        EngineError,
+        match=r"^actor cannot fit: each device needs 0.00 GiB at least \(tp_size=1, one copy\), and has 0.00; ",
+    ):
+        Engine(built(folder), "inline")
+    planned: dict[str, RoleSpec] = {"ref": reference(folder), "critic": critic(folder)}
+    with pytest.raises(EngineError, match=r"^actor and ref and critic cannot fit"):
+        Engine(built(folder, planned=planned), "inline")
+
+
+def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path)
+    with Engine(spec(folder), "inline") as engine:
+        worker: Any = engine._workers.worker  # type: ignore[union-attr]
+        short, _ = engine.memory_table()
+        assert short.endswith("GiB on each device are for actor")
+        worker.roles._device_bytes = int(worker.roles.footprint.least / (1 - RESERVE)) + 2
+        with pytest.raises(EngineError, match="actor and critic cannot fit"):
+            engine.ensure_roles({"critic": critic(folder)})
+        assert engine.memory_table()[0].endswith("are for actor")
+        worker.roles._device_bytes = GIB
+        engine.ensure_roles({"critic": critic(folder)})
+        assert engine.memory_table()[0].endswith("GiB on each device are for actor, critic")
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, areno.engine.layout.fitting; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
