@@ -174,7 +174,7 @@ class RolloutSession:
             on_progress(outputs, stats)
 
         outputs = engine.generate(requests, progress_unless_cancelled, at_once)
-        sequences = [[_rollout_sequence(output) for output in outputs[request.request_id]] for request in requests]
+        sequences = [[sequence_of(output) for output in outputs[request.request_id]] for request in requests]
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
@@ -243,7 +243,8 @@ def raise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-def _rollout_sequence(output: GenerationOutput) -> RolloutSequence:
+def sequence_of(output: GenerationOutput) -> RolloutSequence:
+    """The completion of a finished output."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     return RolloutSequence(
         resp_tokens=output.tokens,

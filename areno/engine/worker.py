@@ -169,6 +169,11 @@ class Worker:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
+    def give_back(self, n_samples: int) -> None:
+        """Return requests that have not begun; see Decoder.give_back."""
+        if self.decoder is not None:
+            self.decoder.give_back(n_samples)
+
     @property
     def has_work(self) -> bool:
         return self.decoder is not None and self.decoder.has_work
