@@ -33,9 +33,7 @@ def dispatcher(n_copies: int, slots: int, requests: Sequence[GenerationRequest])
 
 def sent(out: Dispatcher) -> dict[int, list[tuple[int, int, int]]]:
     """By copy, what is due now: (number, first sample, samples)."""
-    return {
-        rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch] for rank, batch in out.due()
-    }
+    return {rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch] for rank, batch in out.due()}
 
 
 def end_of(number: int, sample: int = 0, reason: Any = "stop") -> GenerationOutput:

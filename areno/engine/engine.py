@@ -21,9 +21,10 @@ from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.streams import FairLock, Streams
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import share_steps, split_balanced
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError
+from areno.models.cost import forward_flops
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
@@ -300,7 +301,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
-        shares = share_steps(checked, update, self.spec.dp_size, spec.section)
+        shares = share_steps(checked, update, self.spec.dp_size, spec.section, self.info.cost)
         with self._turn:
             return self._workers.call_each("train", [(role, steps, loss_fn, update) for steps in shares])[0]
 
@@ -326,10 +327,14 @@ class Engine(AbstractContextManager["Engine"]):
             read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
             for index, tokens in enumerate(rows)
         ]
-        args = [(role, what, checked[rank::size], *more, mb_spec or self.spec.mb_spec) for rank in range(size)]
+        shares = split_balanced([forward_flops(info.cost, [len(tokens)]) for tokens in checked], size)
+        args = [
+            (role, what, [checked[index] for index in share], *more, mb_spec or self.spec.mb_spec) for share in shares
+        ]
         with self._turn:
             scored = self._workers.call_each("score", args)
-        return [scored[index % size][index // size] for index in range(len(checked))]
+        found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
+        return [found[index] for index in range(len(checked))]
 
     def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.

@@ -21,9 +21,9 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from areno import heartbeat
-
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
+from areno.rewards.cores import default_workers
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
 from areno.rewards.worker import Worker
 from areno.rewards.worker_pool import Failure, Slow, WorkerPool
@@ -44,15 +44,18 @@ class RewardPool(WorkerPool[RewardConfig]):
     """The processes that call the reward functions.
 
     function: a script's own reward function, or several, in place of config.fn. They are sent to the processes by
-    value. tracebacks: whether the message of an error has all lines of its traceback.
+    value. tracebacks: whether the message of an error has all lines of its traceback. n_devices: whose workers need a
+    core each, too.
     """
 
     noun, serves = "reward", "areno.rewards.process"
     ended, late = "ended its process ({})", "no answer within {:g} s (reward.timeout_s)"
     importing = "importing it {}"
 
-    def __init__(self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False):
-        super().__init__(config, shown_names(config, function))
+    def __init__(
+        self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0
+    ):
+        super().__init__(config, shown_names(config, function), config.workers or default_workers(n_devices))
         self._given, self._tracebacks = function, tracebacks
         self._has_answered = False
 
@@ -91,7 +94,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         return (
             f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
             f"({calls.n_timeouts} timeouts), for at most {_span(most_s)} more; raise reward.workers "
-            f"({config.workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
+            f"({self.n_workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
         )
 
     def _give_up(self, calls: _Calls, quiet_s: float) -> None:

@@ -43,11 +43,11 @@ class Work(Protocol):
 
 
 class WorkerPool(Generic[Config]):
-    """`config.workers` processes that call the user's code. Start it early: they import it beside other work.
+    """Processes that call the user's code. Start it early: they import it beside other work.
 
     noun: what its settings and its logger are called after. serves: the module that the processes run. ended, late,
     importing: how messages say that a process ended, that it gave no answer in time, and that it ended while it
-    started. name: of the functions, for messages.
+    started. name: of the functions, for messages. n_workers: how many processes; None is config.workers.
     """
 
     noun: ClassVar[str]
@@ -56,8 +56,9 @@ class WorkerPool(Generic[Config]):
     late: ClassVar[str]
     importing: ClassVar[str]
 
-    def __init__(self, config: Config, name: str):
+    def __init__(self, config: Config, name: str, n_workers: int | None = None):
         self.config, self.name = config, name
+        self.n_workers: int = n_workers or config.workers or 1
         self._key = f"{self.noun}.fn"
         self._logger = logging.getLogger(f"areno.{self.noun}s")
         self._first_message: tuple[Any, ...] = ()
@@ -70,13 +71,13 @@ class WorkerPool(Generic[Config]):
         """
         self._first_message = self._opening()
         try:
-            for _ in range(self.config.workers):
+            for _ in range(self.n_workers):
                 self._workers.append(self._start_worker())
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             n_started, limit = len(self._workers), Key(f"{self.noun}.workers")
             self.close()
             text = "{} process {} of {} cannot be started: {}; lower {}"
-            raise EngineError(text, self.noun, n_started + 1, self.config.workers, error, limit) from error
+            raise EngineError(text, self.noun, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
         """Wait until every process has imported the function. Raises ConfigError, of its setting, if one cannot."""

@@ -16,6 +16,7 @@ from areno.rewards.verdict import reward_problem
 from areno.types import GenerationOutput, PromptItem, RewardOutcome, RewardRecord, ScoredSample
 
 _NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_AT_ONCE = 64  # completions: the first ones are being scored while others become samples
 
 
 class Scorer(AbstractContextManager["Scorer"]):
@@ -31,8 +32,10 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Completions that are done. Their requests are numbered as the prompts are."""
-        if not outputs:
-            return
+        for start in range(0, len(outputs), _AT_ONCE):
+            self._take(outputs[start : start + _AT_ONCE])
+
+    def _take(self, outputs: Sequence[GenerationOutput]) -> None:
         token_rows, tokenizer = [output.tokens for output in outputs], self._setup.tokenizer
         texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
         if self._gconfig.skip_special_tokens:

@@ -27,10 +27,11 @@ TRAIN_S = 1.4  # on these
 
 
 class PlayedGroup:
-    """A WorkerGroup. Every copy of the model takes `step_s` for a token of each of its samples."""
+    """A WorkerGroup. Every copy of the model takes `step_s` for a token of each of its samples.
 
-    pulses = None
-    command = ""
+    idle_s: seconds of each step in which all devices waited for the driver. cpu_s: those that its main thread computed
+    meanwhile.
+    """
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S, train_s: float = TRAIN_S):
         self._spec, self._completion, self._step_s, self._train_s = spec, completion, step_s, train_s
@@ -39,7 +40,6 @@ class PlayedGroup:
         self._n, self._version = 0, 0
         self._n_tokens = [0] * spec.dp_size
         self._slots: list[list[float]] = []  # when each slot of each copy is free
-        # Of each step: seconds in which all devices waited for the driver, and those that its main thread computed.
         self.idle_s: list[float] = []
         self.cpu_s: list[float] = []
         self._trained_at = self._idle_s = self._cpu_s = self._trained_cpu = self._sampled_cpu = 0.0
@@ -68,15 +68,14 @@ class PlayedGroup:
         time.sleep(max(0.0, min(timeout, self._due[0][0] - now)))
         now, found, self._sampled_cpu = time.perf_counter(), [], time.thread_time()
         while self._due and self._due[0][0] <= now:
-            at, rank, _, message = heapq.heappop(self._due)
+            _, rank, _, message = heapq.heappop(self._due)
             output = pickle.loads(message)
             self._n_tokens[rank] += len(output.tokens)
             found.append(output)
         return found
 
     def stats(self) -> list[RolloutStats]:
-        waiting = [0] * self._spec.dp_size
-        return [RolloutStats(waiting=n, generated_tokens=m) for n, m in zip(waiting, self._n_tokens, strict=True)]
+        return [RolloutStats(generated_tokens=n) for n in self._n_tokens]
 
     def close(self) -> None:
         self._due = []
@@ -89,8 +88,8 @@ class PlayedGroup:
         for sample in range(request.n_samples):
             tokens = self._completion(request, sample)
             output = GenerationOutput(
-                request_id=request.request_id, sample=sample, tokens=tokens, logprobs=[-0.6931] * len(tokens),
-                versions=[self._version] * len(tokens), finish_reason="stop",
+                request_id=request.request_id, sample=request.first_sample + sample, tokens=tokens,
+                logprobs=[-0.6931] * len(tokens), versions=[self._version] * len(tokens), finish_reason="stop",
             )  # fmt: skip
             free = heapq.heappop(self._slots[rank])
             done = max(now, free) + len(tokens) * self._step_s
@@ -103,7 +102,7 @@ class PlayedGroup:
         return EngineInfo(
             n_params=Cost.of(self._config, 2).n_params, context_len=self._config.max_position_embeddings,
             vocab_size=self._config.vocab_size, device="played", dtype=self._spec.dtype, attn_backend="sdpa",
-            memory_gib=0.0,
+            memory_gib=0.0, cost=Cost.of(self._config, 2),
         )  # fmt: skip
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:

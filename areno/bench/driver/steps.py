@@ -1,11 +1,9 @@
-"""Steps of a training loop on played devices: how long they take beside what the devices need."""
+"""Steps of a training loop on played devices: how long these wait for the driver."""
 
 from __future__ import annotations
 
-import random
+import statistics
 import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +12,8 @@ from areno.api.trainers.policy_only import PolicyOnlyTrainer
 from areno.bench.arguments import Settings
 from areno.bench.driver.played import PlayedGroup
 from areno.bench.texts import Texts
-from areno.bench.timing import repeat_name, tell
+from areno.bench.timing import tell
 from areno.bench.work import Work
-from areno.config.run import EngineConfig
 from areno.engine import engine as engine_module
 from areno.engine.spec import EngineSpec
 from areno.launch.compose import load
@@ -25,57 +22,73 @@ from areno.tracking.reader import RunReader
 from areno.types import GenerationRequest
 
 _ANSWER = " The answer is \\boxed{42}."
-_COPIES = (1, 2)
+_SHIFTS = 7  # samples of a prompt begin at other words
 
 
 def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
-    """For so many copies of the model, each with the samples of `settings.work`: medians of time/*, in seconds.
+    """By the number of copies, each with the samples of `settings.work`: medians over the steps, in seconds.
 
-    devices: what the played devices need of a step. driver: the rest. Every step of a run but the first counts.
+    idle: the devices wait for the driver. cpu: what its main thread computes meanwhile. The rest are the time/* of the
+    run. random_init: played devices have no weights.
     """
     del random_init
-    return {f"{n} copies": _steps(settings, folder, n) for n in settings.copies}
+    found = {}
+    for n_copies in settings.copies:
+        name = f"{n_copies} copies, {n_copies * settings.work.n_rows} samples"
+        found[name] = _medians(settings, folder, n_copies)
+        tell(f"{name}: devices wait {found[name]['idle']:.3f} s")
+    return found
 
 
-def _steps(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
+def driver_page(found: dict[str, dict[str, float]]) -> str:
+    """A line for each number of copies."""
+    names = next(iter(found.values()))
+    lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
+    lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]
+    return "\n".join(lines)
+
+
+def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    work, n_steps = settings.work, settings.repeats + 1
-    n_prompts = len(work.prompt_lens) * n_copies
-    words = Texts(tokenizer)
-    texts = [text for copy in range(n_copies * n_steps) for text in words.of(work, "prompt", copy)]
-    play = _Completions(tokenizer, words, work)
-    groups: list[PlayedGroup] = []
+    work, n_steps, words = settings.work, settings.repeats + 1, Texts(tokenizer)
+    texts = [text for number in range(n_copies * n_steps) for text in words.of(work, "prompt", number)]
+    rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
+    completions, groups = Completions(tokenizer, words, work), []
 
     def start(spec: EngineSpec, mode: str) -> PlayedGroup:
-        groups.append(PlayedGroup(spec, play))
+        groups.append(PlayedGroup(spec, completions))
         return groups[-1]
 
+    overrides = [
+        f"actor.path={folder}", "actor.init_from_scratch=true", f"tokenizer_path={settings.tokenizer}",
+        "engine.device=cpu", f"engine.world_size={n_copies}", f"total_train_steps={n_steps}", "reward.fn=math",
+        f"train_dataset.batch_size={n_copies * len(work.prompt_lens)}", "valid_dataset=null", "saver.freq_steps=null",
+        f"train_dataset.max_length={4 * max(work.prompt_lens)}", f"gconfig.n_samples={work.n_samples}",
+        f"gconfig.max_new_tokens={max(work.new_lens)}", "recover.mode=off",
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as run_dir, mock.patch.object(engine_module, "start_workers", start):
-        config = load(GSPOConfig, "quickstart", [
-            f"actor.path={folder}", f"tokenizer_path={settings.tokenizer}", f"engine.world_size={n_copies}",
-            "engine.device=cpu", f"train_dataset.batch_size={n_prompts}", f"train_dataset.max_length={4 * max(work.prompt_lens)}",
-            f"gconfig.n_samples={work.n_samples}", f"gconfig.max_new_tokens={max(work.new_lens)}", f"total_train_steps={n_steps}",
-            "reward.fn=math", "valid_dataset=null", "actor.init_from_scratch=true", "saver.freq_steps=null", "recover.mode=off", *settings.overrides,
-        ])
-        rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
+        config = load(GSPOConfig, "quickstart", overrides)
         with PolicyOnlyTrainer(config, run_dir=run_dir, train_dataset=rows) as trainer:
             trainer.fit()
         reader = RunReader(Path(run_dir))
-        names = [name for name in reader.metrics() if name.startswith("time/")]
-        return {name: reader.series(name).values[1:] for name in names} | {"idle": groups[0].idle_s[1:], "cpu": groups[0].cpu_s[1:]}
+        series = {name: reader.series(name).values for name in sorted(reader.metrics()) if name.startswith("time/")}
+    series = {"idle": groups[0].idle_s, "cpu": groups[0].cpu_s, **series}
+    return {name: statistics.median(values[1:]) for name, values in series.items()}  # the first step warms up
 
 
-class _Completions:
-    """Texts that end with an answer, as tokens of the lengths of a work. The same for each call."""
+class Completions:
+    """Words that end with an answer, as tokens of the lengths of a work. They are made before any step."""
 
     def __init__(self, tokenizer: Any, words: Texts, work: Work):
-        self._lens, self._answer = work.new_lens, tokenizer.encode(_ANSWER) + [tokenizer.eos_token_id]
-        longest = work.with_new_at_most(max(work.new_lens))
-        self._tokens = [tokenizer.encode(text) for text in words.of(longest, "completion", 0)]
+        answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
+        texts = words.of(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
+        self._tokens = [
+            [tokens[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
+            for tokens, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)
+        ]
 
     def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
-        n = self._lens[request.request_id % len(self._lens)] - len(self._answer)
-        start = sample % 7
-        return (self._tokens[request.request_id % len(self._tokens)] * 8)[start : start + max(n, 0)] + self._answer
+        of_prompt = self._tokens[request.request_id % len(self._tokens)]
+        return of_prompt[sample % _SHIFTS]
