@@ -70,17 +70,22 @@ class Dispatcher:
 
     def add(self, requests: Sequence[GenerationRequest], most_tokens: Mapping[int, int]) -> None:
         """Queue requests behind those that are here, the longest first. most_tokens: request id -> of a sample."""
-        share = -(-sum(request.n_samples for request in requests) // self.n_copies)
+        n_samples = sum(request.n_samples for request in requests)
+        share = -(-n_samples // self.n_copies)
+        # A run that goes on knows no lengths. Where all can run at once, it divides them as it would have.
+        has_room = n_samples + sum(self.n_samples) <= self._slots * self.n_copies
         parts: list[Part] = []
         for request in requests:
             most = most_tokens[request.request_id]
-            length = min(request.expected_tokens or most, most)
+            length = most if has_room else min(request.expected_tokens or most, most)
             self._of_request[request.request_id] = mine = [
                 Part(part, request.request_id, length, part.n_samples) for part in self._cut(request, share)
             ]
             self._parts.update((part.request.request_id, part) for part in mine)
             parts += mine
-        self._queue.extend(sorted(parts, key=lambda part: (-part.length, -part.missing)))
+        if self.n_copies > 1:
+            parts.sort(key=lambda part: (-part.length, -part.missing))
+        self._queue.extend(parts)
 
     def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
         """A request in one piece, unless some copies would have nothing to do then."""

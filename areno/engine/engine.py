@@ -254,6 +254,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         at_once: requests under way at the same time; when one is done, the next one is submitted. None: all.
         """
+        if self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
+            requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         waiting = iter(requests)
         self.submit(itertools.islice(waiting, at_once))
         n_samples = {request.request_id: request.n_samples for request in requests}

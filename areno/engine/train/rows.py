@@ -123,7 +123,7 @@ def _read_arrays(
     expected = {"tokens": "iu", "prompt_mask": "b", **dict.fromkeys(given, "f")}
     for row in rows:
         values = vars(row)
-        n_tokens = np.size(row.tokens)
+        n_tokens = np.size(values["tokens"])
         for name, kinds in expected.items():
             array = values[name]
             if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != (n_tokens,):
