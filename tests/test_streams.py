@@ -20,8 +20,8 @@ import pytest
 from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, tokens_of
 
 from areno.engine.engine import Engine
+from areno.engine.requests.streams import FairLock, joined
 from areno.engine.spec import RolloutSpec
-from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 

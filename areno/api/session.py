@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areno.api.expected_lengths import ExpectedLengths
 from areno.api.inputs.arguments import check_count
 from areno.api.inputs.plan import TrainerPlan
+from areno.api.rollout.expected_lengths import ExpectedLengths
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats

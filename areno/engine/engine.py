@@ -16,11 +16,11 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.config.schema.values import flat
-from areno.engine.dispatch import Dispatcher
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
+from areno.engine.requests.dispatch import Dispatcher
+from areno.engine.requests.streams import FairLock, Streams
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.streams import FairLock, Streams
 from areno.engine.train.micro_batches import share_steps, split_balanced
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError

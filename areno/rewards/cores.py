@@ -11,9 +11,9 @@ FEWEST, MOST = 2, 64
 """One process that hangs does not hold up all others; each takes memory, and time to start."""
 
 
-def default_workers(n_devices: int = 0) -> int:
+def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
     """The cores of this process, less one for the driver and one for each device's worker."""
-    return min(MOST, max(FEWEST, usable_cores() - 1 - n_devices))
+    return min(MOST, max(FEWEST, usable_cores(cgroup) - 1 - n_devices))
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:

@@ -13,13 +13,13 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areno.errors import ArenoError, ConfigError, Problem
+from areno.files.background import Background
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.types import ScoredSample, Trajectory
 
@@ -63,29 +63,17 @@ class SampleFiles(Tracker):
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
         self.folder, self._most = Path(folder), most
         self._lines = _Lines(token_text)
-        self._thread = ThreadPoolExecutor(1, "areno-samples")
-        self._writing: Future[None] | None = None
+        self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        self._settle()
-        self._writing = self._thread.submit(self._write, step, list(samples))
+        self._writer.start(self._write, step, list(samples))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if END_OF_STEP in scalars:
-            self._settle()
-
-    def resume(self, step: int) -> None:
-        self._settle()
+            self._writer.settle()
 
     def finish(self) -> None:
-        self._settle()
-        self._thread.shutdown()
-
-    def _settle(self) -> None:
-        """Wait for what is being written, and raise what it has raised."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
         kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)

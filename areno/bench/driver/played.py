@@ -22,8 +22,9 @@ from areno.types import GenerationOutput, GenerationRequest
 Completion = Callable[[GenerationRequest, int], list[int]]
 """(a request, the number of a sample) -> the tokens of the sample."""
 
-STEP_S = 0.0037  # of the decoder with 256 samples of a 0.6B model on an H200
-TRAIN_S = 1.4  # on these
+# Of a 0.6B model on an H200: a step of the decoder with 256 samples, and tokens that it trains on in a second.
+STEP_S = 0.0037
+TRAIN_TOK_S = 110_000
 
 
 class PlayedGroup:
@@ -33,8 +34,8 @@ class PlayedGroup:
     meanwhile.
     """
 
-    def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S, train_s: float = TRAIN_S):
-        self._spec, self._completion, self._step_s, self._train_s = spec, completion, step_s, train_s
+    def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
+        self._spec, self._completion, self._step_s = spec, completion, step_s
         self._config = load_config(spec.model_path)
         self._due: list[tuple[float, int, int, bytes]] = []  # when a sample is done, its copy, a number, the message
         self._n, self._version = 0, 0
@@ -50,10 +51,12 @@ class PlayedGroup:
         return self.call_each(method, [args] * self._spec.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        packed = [pack(method, each) for each in args]
-        play = getattr(self, f"_{method}", None)
-        value = None if play is None else play(*pickle.loads(packed[0]))
-        return [value] * self._spec.dp_size
+        first, *_ = [pickle.loads(pack(method, each)) for each in args]
+        plays: dict[str, Callable[..., Any]] = {
+            "info": self._info, "begin_rollout": self._begin_rollout, "train": self._train,
+            "weights_version": lambda: self._version, "saved": lambda: True,
+        }  # fmt: skip
+        return [plays[method](*first) if method in plays else None] * self._spec.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         sent = pickle.loads(pack(method, args))
@@ -114,21 +117,13 @@ class PlayedGroup:
             kv_tokens=1 << 30, stop_strings=True,
         )  # fmt: skip
 
-    def _weights_version(self) -> int:
-        return self._version
-
-    def _saved(self) -> bool:
-        return True
-
-    def _state_written(self) -> bool:
-        return True
-
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> dict[str, float]:
         begun = time.perf_counter()
         if self._sampled_at is not None:
             self.idle_s.append(self._idle_s + begun - self._sampled_at)
             self.cpu_s.append(self._cpu_s + time.thread_time() - self._sampled_cpu)
-        time.sleep(self._train_s)
+        n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
+        time.sleep(n_tokens / TRAIN_TOK_S)
         self._trained_at, self._trained_cpu, self._sampled_at = time.perf_counter(), time.thread_time(), None
         self._version += 1
         return {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "memory_gib": 0.0}
