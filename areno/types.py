@@ -97,6 +97,9 @@ class GenerationRequest:
     These take a slower path through the decoder: logit_bias (token id -> what is added to its logit; log-probabilities
     do not know of it), top_logprobs (so many most likely tokens are told for each token), and prompt_logprobs (those of
     the prompt are told, too; nothing of it is then taken from the cache).
+
+    first_sample: number of its first sample. expected_tokens: that a sample is likely to get, by which an engine with
+    several copies of the model divides the work; None: as many as it may get.
     """
 
     request_id: int
@@ -109,12 +112,18 @@ class GenerationRequest:
     logit_bias: dict[int, float] = field(default_factory=dict)
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    first_sample: int = 0
+    expected_tokens: float | None = None
 
     @property
     def edits_logits(self) -> bool:
         """Whether its draws need more than the sampling kernel does."""
         params = self.params
         return bool(self.logit_bias) or params.presence_penalty != 0 or params.min_p > 0
+
+
+GIVEN_BACK = -1
+"""The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -365,12 +374,25 @@ class RewardOutcome:
 
 
 @dataclass(slots=True, kw_only=True)
+class TokenArrays:
+    """A prompt and its completion as arrays: token ids (int64), and log-probabilities (float64), 0.0 on the prompt.
+
+    oldest_version: of the weights that sampled one of the tokens; None without tokens.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    oldest_version: int | None
+
+
+@dataclass(slots=True, kw_only=True)
 class ScoredSample:
     """One sample with its text and its reward. group: number of its group, the samples drawn of one prompt at once.
 
     trajectory: of an agent; `sequence` then has all tokens that were sampled in it. None for a single completion.
     advantages: of each token of the completion (of an agent: of its trained tokens), where it is trained on.
     train_logprobs: of each token of the completion, by a forward pass before the update, where there was one.
+    arrays: of a single completion, what its row will hold.
     """
 
     item: PromptItem
@@ -381,6 +403,7 @@ class ScoredSample:
     trajectory: Trajectory | None = None
     advantages: np.ndarray | None = None
     train_logprobs: np.ndarray | None = None
+    arrays: TokenArrays | None = None
 
     @property
     def is_done(self) -> bool:

@@ -25,7 +25,9 @@ def test_what_is_written_of_a_sample(tmp_path):
     given = samples()
     given[0].advantages, given[0].train_logprobs = np.array([0.5, -0.25]), np.array([-0.123456, -2.0])
     given[1].advantages = np.array([0.5])
-    SampleFiles(tmp_path / "rollouts", None, lambda token: f"<{token}>").samples(12, given)
+    files = SampleFiles(tmp_path / "rollouts", None, lambda token: f"<{token}>")
+    files.samples(12, given)
+    files.log(12, {"time/step": 1.0})
     path = tmp_path / "rollouts/000012.jsonl"
     assert [p.name for p in path.parent.iterdir()] == ["000012.jsonl"]
     first, second = written(path)

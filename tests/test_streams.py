@@ -20,8 +20,8 @@ import pytest
 from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, tokens_of
 
 from areno.engine.engine import Engine
+from areno.engine.requests.streams import FairLock, joined
 from areno.engine.spec import RolloutSpec
-from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -111,9 +111,9 @@ def test_a_consumer_that_stops_aborts_its_request_and_no_other(engine: Engine) -
     (output,) = asyncio.run(main())
     assert len(output.tokens) == LONG
     deadline = time.monotonic() + 20
-    while engine._missing and time.monotonic() < deadline:
+    while engine._dispatcher.missing and time.monotonic() < deadline:
         assert engine.poll(0.1) == []  # what an abandoned request still gives is nobody's
-    assert not engine._missing
+    assert not engine._dispatcher.missing
     assert not engine._streams.are_open
     engine.end_rollout()
 
@@ -254,9 +254,9 @@ def test_poll_passes_partial_outputs_on(scripted: Engine) -> None:
     scripted.submit([request(0), request(1)])
     partial = [scripted.poll(0.0) for _ in range(2)]
     assert [[output.tokens for output in outputs] for outputs in partial] == [[[5]], [[6, 7]]]
-    assert (scripted._load, scripted._missing) == ([2], {0: 1, 1: 1})  # they finish nothing
+    assert (scripted._dispatcher.n_samples, scripted._dispatcher.missing) == ([2], {0: 1, 1: 1})  # they finish nothing
     assert [output.request_id for _ in range(2) for output in scripted.poll(0.0)] == [1, 0]
-    assert (scripted._load, scripted._missing) == ([0], {})
+    assert (scripted._dispatcher.n_samples, scripted._dispatcher.missing) == ([0], {})
 
 
 def test_generate_returns_finished_samples_only(scripted: Engine) -> None:
@@ -295,9 +295,9 @@ def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(main())
     deadline = time.monotonic() + 20
-    while engine._missing and time.monotonic() < deadline:
+    while engine._dispatcher.missing and time.monotonic() < deadline:
         engine.poll(0.1)
-    assert not engine._missing
+    assert not engine._dispatcher.missing
     engine.end_rollout()
 
 

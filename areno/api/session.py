@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from areno.api.inputs.arguments import check_count
 from areno.api.inputs.plan import TrainerPlan
+from areno.api.rollout.expected_lengths import ExpectedLengths
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
@@ -39,6 +40,7 @@ class Sessions:
         self.longest = _SHORTEST  # tokens of a sequence
         self.most = _FEWEST  # samples at once, where no argument says how many
         self.interrupted = False  # while it sampled
+        self.lengths = ExpectedLengths()
 
     def need(self, what: str) -> RolloutSession:
         """The open session. EngineError where there is none."""
@@ -162,6 +164,7 @@ class RolloutSession:
                 params=params,
                 # Requests have 64 bits; what a large seed has beyond the 32 left for it is folded back in.
                 seed=(seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index,
+                expected_tokens=self._sessions.lengths.of(tokens),
             )
             for index, tokens in enumerate(prompt_tokens)
         ]
@@ -174,7 +177,9 @@ class RolloutSession:
             on_progress(outputs, stats)
 
         outputs = engine.generate(requests, progress_unless_cancelled, at_once)
-        sequences = [[_rollout_sequence(output) for output in outputs[request.request_id]] for request in requests]
+        sequences = [[sequence_of(output) for output in outputs[request.request_id]] for request in requests]
+        lengths = [[len(sequence.resp_tokens) for sequence in sampled] for sampled in sequences]
+        self._sessions.lengths.note([request.prompt for request in requests], lengths)
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
@@ -243,7 +248,8 @@ def raise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-def _rollout_sequence(output: GenerationOutput) -> RolloutSequence:
+def sequence_of(output: GenerationOutput) -> RolloutSequence:
+    """The completion of a finished output."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     return RolloutSequence(
         resp_tokens=output.tokens,

@@ -22,6 +22,7 @@ from areno.bench.against.with_vllm import WithVllm
 from areno.bench.agents_cost.compare import run_agents
 from areno.bench.arguments import Settings, parse
 from areno.bench.device import measured_rates
+from areno.bench.driver.steps import driver_page, run_driver
 from areno.bench.ours import run_ours
 from areno.bench.report import page, record
 from areno.bench.sampling import run_sampling, sampling_page
@@ -33,7 +34,7 @@ from areno.errors import ArenoError, ConfigError, Problem
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 
-_ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving}
+_ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
 _OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
 
 
@@ -53,6 +54,7 @@ def show(settings: Settings) -> None:
         found = run(settings, Path(folder))
     agents_page = partial(sampling_page, title="rollout", base="direct")
     pages = {"sampling": sampling_page, "state": states_page, "agents": agents_page, "serve": serving_page}
+    pages["driver"] = driver_page
     to_text = pages.get(settings.kind, page)
     print(json.dumps(found) if settings.json else to_text(found))
 

@@ -12,13 +12,14 @@ from typing import Literal, NoReturn, get_args
 from areno.bench.work import Work
 from areno.errors import ConfigError, Problem
 
-Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve"]
+Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver"]
 
-_WITH_TEXT = ("sampling", "agents", "serve")
-_ALONE = ("sampling", "state", "agents", "serve")  # works that no other library does
+_WITH_TEXT = ("sampling", "agents", "serve", "driver")
+_ALONE = ("sampling", "state", "agents", "serve", "driver")  # works that no other library does
 _WORKS = (
     "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step. "
-    "agents: what a rollout by agents costs. serve: what clients over HTTP get"
+    "agents: what a rollout by agents costs. serve: what clients over HTTP get. driver: how long devices, which are "
+    "played, wait for the driver"
 )
 
 
@@ -36,6 +37,7 @@ class Settings:
     recompute: bool
     tokens_per_mb: int
     clients: int
+    copies: tuple[int, ...]
     max_prefill_tokens: int
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
@@ -84,12 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kept = "keep all activations; else what there is memory for"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--clients", type=_positive, default=64, help="serve: how many ask at the same time")
+    add("--copies", type=_positive, nargs="+", default=[1, 2], help="driver: of the model; each has all the prompts")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
-    add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; agents, serve: need one")
+    add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; others need one")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")
     add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
     add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
@@ -117,6 +120,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         (args.tokenizer and kind not in _WITH_TEXT, "--tokenizer", f"is for {', '.join(_WITH_TEXT)}, not for {kind}"),
         (kind == "serve" and not args.tokenizer, "--tokenizer", "is missing; serve needs one, for texts"),
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
+        (kind == "driver" and not args.tokenizer, "--tokenizer", "is missing; driver needs one, for texts"),
         (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),
@@ -135,6 +139,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
     dtype = args.dtype or ("bfloat16" if cuda else "float32")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
+    values["copies"] = tuple(args.copies)
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
 
 

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     _print_table(rows, records, outcomes, arguments.show)
     _print_summary(rows, outcomes)
     each = 1000 * seconds / len(records)
-    print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {config.workers} processes")
+    print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {pool.n_workers} processes")
     return _print_errors(outcomes)
 
 

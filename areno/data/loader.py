@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic
@@ -52,6 +54,8 @@ class BatchLoader(Generic[Item]):
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # row -> its tokens
+        self._ready: dict[int, Item] = {}  # rows of later batches, as long or short as they are
+        self._preparer: threading.Thread | None = None
         if self.config.drop_last and len(self.rows) < self.config.batch_size:
             raise self._too_few(len(self.rows))
         self._item(0)
@@ -60,6 +64,7 @@ class BatchLoader(Generic[Item]):
         """The batches that are left of the current epoch. At its end `epoch` goes up by one.
 
         The loader encodes one batch ahead to know which is the last of an epoch; `state_dict` does not count that one.
+        A thread encodes the batch behind it while this one is used.
         Raises DataError if a whole epoch gives no batch.
         """
         order = self._order()
@@ -70,6 +75,7 @@ class BatchLoader(Generic[Item]):
             ahead = self._fill(order, end)
             self._next = end
             self.total_skipped_long += skipped
+            self._prepare(order[ahead[2] : ahead[2] + self.config.batch_size].tolist())
             yield Batch(
                 items=items,
                 skipped_long=skipped,
@@ -81,6 +87,25 @@ class BatchLoader(Generic[Item]):
         self.total_skipped_long += skipped
         self.epoch += 1
         self._next = 0
+
+    def _prepare(self, indices: list[int]) -> None:
+        """Encode rows in a thread. What goes wrong there goes wrong again where they are used, and is told there."""
+
+        def run() -> None:
+            with contextlib.suppress(Exception):
+                for index in indices:
+                    if index not in self._cache and index not in self._too_long:
+                        self._ready[index] = self.encode(self.rows[index], index)
+
+        self._wait_prepared()
+        self._ready.clear()
+        self._preparer = threading.Thread(target=run, daemon=True, name="areno-rows")
+        self._preparer.start()
+
+    def _wait_prepared(self) -> None:
+        if self._preparer is not None:
+            self._preparer.join()
+            self._preparer = None
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
         """The batches that are left of the first `n` epochs."""
@@ -94,6 +119,7 @@ class BatchLoader(Generic[Item]):
 
     def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int]:
         """The next batch from place `start` of `order` on, how many too long rows it skips, and the place behind it."""
+        self._wait_prepared()
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.config.batch_size:
@@ -131,7 +157,7 @@ class BatchLoader(Generic[Item]):
         if index in self._too_long or index in self._cache:
             return self._cache.get(index)
         try:
-            item = self.encode(self.rows[index], index)
+            item = self._ready.pop(index, None) or self.encode(self.rows[index], index)
         except DataError as error:
             raise self._row_error(index, error) from error
         n_tokens = len(item.tokens)  # type: ignore[attr-defined]

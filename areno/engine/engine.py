@@ -18,11 +18,13 @@ from areno.config.models import MicroBatchSpec
 from areno.config.schema.values import flat
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
+from areno.engine.requests.dispatch import Dispatcher
+from areno.engine.requests.streams import FairLock, Streams
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.streams import FairLock, Streams
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import share_steps, split_balanced
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError
+from areno.models.cost import forward_flops
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
@@ -46,9 +48,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
-        self._load = [0] * spec.dp_size  # samples under way on each data-parallel rank
-        self._rank_of: dict[int, int] = {}
-        self._missing: dict[int, int] = {}  # request id -> samples still to come
+        self._dispatcher = Dispatcher(spec.dp_size)
         self._writes_state = False
         self._lost_state = False  # it was being written when the workers were started again
 
@@ -110,6 +110,7 @@ class Engine(AbstractContextManager["Engine"]):
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
         self._limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
+        self._dispatcher.begin(-(-spec.max_running // self.spec.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
@@ -122,14 +123,12 @@ class Engine(AbstractContextManager["Engine"]):
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        self._load = [0] * self.spec.dp_size
-        self._rank_of.clear()
-        self._missing.clear()
+        self._dispatcher.clear()
         self._ready.clear()
         self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests, each on the rank with the fewest samples under way. They join the running batch.
+        """Queue requests. They join the running batch of a copy of the model that has room for them; see Dispatcher.
 
         EngineError where one of them cannot be served; then none is queued.
         """
@@ -137,28 +136,24 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)
         with self._books:
-            ids = set(self._missing)
+            most_tokens: dict[int, int] = {}
             for request in requests:
-                if request.request_id in ids:
+                if request.request_id in most_tokens or request.request_id in self._dispatcher:
                     raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
-                ids.add(request.request_id)
-                self._limits.max_new(request)
-            batches: list[list[GenerationRequest]] = [[] for _ in self._load]
-            for request in requests:
-                rank = self._load.index(min(self._load))
-                self._load[rank] += request.n_samples
-                self._rank_of[request.request_id] = rank
-                self._missing[request.request_id] = request.n_samples
-                batches[rank].append(request)
-            for rank, batch in enumerate(batches):
-                if batch:
-                    self._workers.cast(rank, "submit" if len(batch) > 1 else "submit_one", batch)
+                most_tokens[request.request_id] = self._limits.max_new(request)
+            self._dispatcher.add(requests, most_tokens)
+            self._send_due()
+
+    def _send_due(self) -> None:
+        for rank, batch in self._dispatcher.due():
+            self._workers.cast(rank, "submit" if len(batch) > 1 else "submit_one", batch)
 
     def abort(self, request_id: int) -> None:
         """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
         with self._books:
-            if request_id in self._rank_of:
-                self._workers.cast(self._rank_of[request_id], "abort", [request_id])
+            for rank, number in self._dispatcher.sent(request_id):
+                self._workers.cast(rank, "abort", [number])
+            self._give(self._dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
@@ -180,23 +175,25 @@ class Engine(AbstractContextManager["Engine"]):
                 return ready
 
     def _receive(self, timeout: float) -> None:
-        """Poll the workers, and give each output to its stream or put it into `_ready`. Called with `_turn` held."""
+        """Poll the workers, give out what came, and send what there is room for now. Called with `_turn` held."""
         try:
             outputs = self._workers.poll(timeout)
         except Exception as error:
             self._streams.fail(error)
             raise
         with self._books:
-            for output in outputs:
-                request_id = output.request_id
-                if output.finish_reason is not None:
-                    self._load[self._rank_of[request_id]] -= 1
-                    self._missing[request_id] -= 1
-                    if self._missing[request_id] == 0:
-                        del self._missing[request_id], self._rank_of[request_id]
-                if not self._streams.take(output, is_last=request_id not in self._missing):
-                    self._ready.append(output)
-            self._streams.hand_over()
+            self._give(self._dispatcher.received(outputs))
+            if (ask := self._dispatcher.to_ask(self._workers.stats())) is not None:
+                rank, n_samples = ask
+                self._workers.cast(rank, "give_back", n_samples)
+            self._send_due()
+
+    def _give(self, outputs: Iterable[GenerationOutput]) -> None:
+        """Give each output to its stream or put it into `_ready`. Called with `_books` held."""
+        for output in outputs:
+            if not self._streams.take(output, is_last=output.request_id not in self._dispatcher):
+                self._ready.append(output)
+        self._streams.hand_over()
 
     def _poll_for_streams(self) -> None:
         with self._turn:
@@ -257,6 +254,8 @@ class Engine(AbstractContextManager["Engine"]):
 
         at_once: requests under way at the same time; when one is done, the next one is submitted. None: all.
         """
+        if self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
+            requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         waiting = iter(requests)
         self.submit(itertools.islice(waiting, at_once))
         n_samples = {request.request_id: request.n_samples for request in requests}
@@ -304,7 +303,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
-        shares = share_steps(checked, update, self.spec.data_size, spec.section, self.spec.cp_size)
+        shares = share_steps(checked, update, self.spec.data_size, spec.section, self.info.cost, self.spec.cp_size)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
         with self._turn:
             return self._workers.call_each("train", args)[0]
@@ -326,15 +325,19 @@ class Engine(AbstractContextManager["Engine"]):
     def _scored(self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any) -> list[Any]:
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
-        info, size, n_together = self.info, self.spec.data_size, self.spec.cp_size
+        info, n_together = self.info, self.spec.cp_size
         checked = [
             read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
             for index, tokens in enumerate(rows)
         ]
-        args = [(role, what, checked[group::size], *more, mb_spec or self.spec.mb_spec) for group in range(size)]
+        mb_spec = mb_spec or self.spec.mb_spec
+        flops = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
+        shares = split_balanced(flops, self.spec.data_size)
+        args = [(role, what, [checked[index] for index in share], *more, mb_spec) for share in shares]
         with self._turn:
             scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
-        return [scored[index % size][index // size] for index in range(len(checked))]
+        found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
+        return [found[index] for index in range(len(checked))]
 
     def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.

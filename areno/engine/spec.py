@@ -7,6 +7,7 @@ from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
+from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
 
@@ -149,6 +150,7 @@ class EngineInfo:
     dtype: str
     attn_backend: str
     memory_gib: float
+    cost: Cost  # of a token in the actor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

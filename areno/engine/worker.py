@@ -25,7 +25,7 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
-from areno.models.cost import kv_bytes
+from areno.models.cost import Cost, kv_bytes
 from areno.models.weights import checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -69,6 +69,7 @@ class Worker:
             dtype=self.spec.dtype,
             attn_backend=self.attn_backend,
             memory_gib=self.memory_gib(),
+            cost=Cost.of(config, self.dtype.itemsize),
         )
 
     def memory_table(self) -> tuple[str, str]:
@@ -172,6 +173,11 @@ class Worker:
         if self.decoder is not None:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
+
+    def give_back(self, n_samples: int) -> None:
+        """Return requests that have not begun; see Decoder.give_back."""
+        if self.decoder is not None:
+            self.decoder.give_back(n_samples)
 
     @property
     def has_work(self) -> bool:

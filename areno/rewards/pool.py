@@ -8,16 +8,22 @@ of their own, not a reward of 0.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import pickle
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Pipe
 from typing import Any
 
+from areno import heartbeat
 from areno.config.rollout.reward import RewardConfig
-from areno.errors import ArenoError, Problem
+from areno.errors import ArenoError, EngineError, Problem
+from areno.rewards.cores import default_workers
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
 from areno.rewards.worker import Worker
 from areno.rewards.worker_pool import Failure, Slow, WorkerPool
@@ -28,6 +34,7 @@ logger = logging.getLogger("areno.rewards")
 _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them one after another
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _HOPELESS = 4  # give up after this many timeouts of each process without any answer: the others could take hours
+_LOOK_S = 0.5
 _QUIET_S = 600.0  # and, once the function has ever answered, only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -37,15 +44,18 @@ class RewardPool(WorkerPool[RewardConfig]):
     """The processes that call the reward functions.
 
     function: a script's own reward function, or several, in place of config.fn. They are sent to the processes by
-    value. tracebacks: whether the message of an error has all lines of its traceback.
+    value. tracebacks: whether the message of an error has all lines of its traceback. n_devices: whose workers need a
+    core each, too.
     """
 
     noun, serves = "reward", "areno.rewards.process"
     ended, late = "ended its process ({})", "no answer within {:g} s (reward.timeout_s)"
     importing = "importing it {}"
 
-    def __init__(self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False):
-        super().__init__(config, shown_names(config, function))
+    def __init__(
+        self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0
+    ):
+        super().__init__(config, shown_names(config, function), config.workers or default_workers(n_devices))
         self._given, self._tracebacks = function, tracebacks
         self._has_answered = False
 
@@ -60,60 +70,137 @@ class RewardPool(WorkerPool[RewardConfig]):
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """The outcome of every record, in order."""
-        scoring, slow = _Scoring(records), Slow()
+        with self.scoring() as scoring:
+            scoring.add(dict(enumerate(records)))
+            return [scoring.outcomes()[position] for position in range(len(records))]
 
-        def look() -> None:
-            self._has_answered = self._has_answered or scoring.n_answers > 0
-            if slow.is_due() and scoring.n_open:
-                logger.info(self._slow_text(scoring, slow.seconds))
-            quiet_s = time.monotonic() - scoring.answered_at
-            if scoring.n_unanswered >= _HOPELESS * len(self._workers) and (
-                quiet_s >= _QUIET_S or not self._has_answered
-            ):
-                self._give_up(scoring, quiet_s)
+    def scoring(self) -> Scoring:
+        """For samples that come one after another. One at a time may be open."""
+        if not self._workers:
+            raise EngineError("the reward processes are not running; call start() first")
+        return Scoring(self)
 
-        self._do(scoring, look)
-        return scoring.outcomes
+    def look(self, calls: _Calls) -> None:
+        """Give up where nobody answers any more. Called by a `Scoring` now and then."""
+        self._has_answered = self._has_answered or calls.n_answers > 0
+        quiet_s = time.monotonic() - calls.answered_at
+        if calls.n_unanswered >= _HOPELESS * len(self._workers) and (quiet_s >= _QUIET_S or not self._has_answered):
+            self._give_up(calls, quiet_s)
 
-    def _slow_text(self, scoring: _Scoring, seconds: float) -> str:
+    def slow_text(self, calls: _Calls, seconds: float) -> str:
         """How many samples wait, for how long, how long at most from now on, and what would shorten that."""
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self._workers)
-        most_s = math.ceil(scoring.n_open / (n_together * len(self._workers))) * config.timeout_s
+        most_s = math.ceil(calls.n_open / (n_together * len(self._workers))) * config.timeout_s
         return (
-            f"rewards: {scoring.n_open} of {len(scoring.outcomes)} samples wait after {seconds:.0f} s "
-            f"({scoring.n_timeouts} timeouts), for at most {_span(most_s)} more; raise reward.workers "
-            f"({config.workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
+            f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
+            f"({calls.n_timeouts} timeouts), for at most {_span(most_s)} more; raise reward.workers "
+            f"({self.n_workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
         )
 
-    def _give_up(self, scoring: _Scoring, quiet_s: float) -> None:
+    def _give_up(self, calls: _Calls, quiet_s: float) -> None:
         """Take every sample without an outcome for a timeout: nobody answers."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
-        text = text.format(scoring.n_unanswered, self.config.timeout_s)
-        logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), scoring.n_open)
-        self._replace_busy()
-        for position, outcome in enumerate(scoring.outcomes):
-            if outcome is None:
-                scoring.settle(position, RewardOutcome(None, "timeout", text))
+        text = text.format(calls.n_unanswered, self.config.timeout_s)
+        logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
+        self.drop_calls()
+        calls.give_up(RewardOutcome(None, "timeout", text))
 
 
-class _Scoring:
-    """The samples of one call of `score`. n_open: without an outcome. alone: waiting, to be sent one at a time."""
+class Scoring(AbstractContextManager["Scoring"]):
+    """Scores samples as they come, in a thread, while whoever adds them does other work.
 
-    def __init__(self, records: Sequence[RewardRecord]):
-        self.outcomes: list[Any] = [None] * len(records)
-        self.n_open = len(records)
+    To leave the block without having asked for the outcomes drops what is not scored.
+    """
+
+    def __init__(self, pool: RewardPool):
+        self._pool, self._calls = pool, _Calls()
+        self._added: deque[tuple[int, RewardRecord]] = deque()
+        self._turns = 0  # of the thread
+        self._is_last = self._is_dropped = False
+        self._error: BaseException | None = None
+        self._wake, self._woken = Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._run, daemon=True, name="areno-rewards")
+        self._thread.start()
+
+    def add(self, records: Mapping[int, RewardRecord]) -> None:
+        """Score these, each under a number of its own. Raises what has gone wrong in the thread."""
+        self._raise_error()
+        self._added.extend(records.items())
+        self._nudge()
+
+    def outcomes(self) -> dict[int, RewardOutcome]:
+        """The outcome of each sample, when all of them are there. Nothing is added after that."""
+        self._is_last = True
+        self._nudge()
+        slow, turns = Slow(), -1
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            if turns != self._turns:  # it gets on: however long a call may take, it has a limit, which is kept there
+                turns = self._turns
+                heartbeat.beat()
+            if slow.is_due() and self._calls.n_open:
+                logger.info(self._pool.slow_text(self._calls, slow.seconds))
+        self._raise_error()
+        return self._calls.outcomes
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._woken.send_bytes(b".")
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_dropped = True
+        self._nudge()
+        self._thread.join()
+        self._wake.close()
+        self._woken.close()
+
+    def _run(self) -> None:
+        pool, calls = self._pool, self._calls
+        try:
+            while not (self._is_dropped or (self._is_last and not self._added and not calls.n_open)):
+                # A few at a time: the first ones are being scored while the others are made ready to be sent.
+                for _ in range(min(_MAX_CHUNK, len(self._added))):
+                    calls.add(*self._added.popleft())
+                pool.deal(calls)
+                if not self._added:
+                    pool.wait(calls, self._wake)
+                pool.look(calls)
+                self._turns += 1
+        except BaseException as error:
+            self._error = error
+        finally:
+            pool.drop_calls()  # a late answer would be taken for one of the next samples
+
+
+class _Calls:
+    """The samples of one `Scoring`. n_open: without an outcome. alone: waiting, to be sent one at a time."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[int, RewardOutcome] = {}
+        self.n_open = 0
         self.n_timeouts = self.n_answers = 0
         self.n_unanswered = 0  # timeouts since the last answer, which came at answered_at
         self.answered_at = time.monotonic()
         self._payloads: dict[int, bytes] = {}
         self.alone: deque[int] = deque()
-        for position, record in enumerate(records):
-            try:
-                self._payloads[position] = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
-            except Exception as error:  # an object may raise anything when it is pickled
-                text = f"the record cannot be sent to the reward process: {type(error).__name__}: {error}"
-                self.settle(position, RewardOutcome(None, "error", text))
-        self.waiting = deque(self._payloads)
+        self.waiting: deque[int] = deque()
+
+    def add(self, position: int, record: RewardRecord) -> None:
+        """One more sample."""
+        if not self.n_open:
+            self.answered_at = time.monotonic()
+        self.n_open += 1
+        try:
+            self._payloads[position] = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # an object may raise anything when it is pickled
+            text = f"the record cannot be sent to the reward process: {type(error).__name__}: {error}"
+            self.settle(position, RewardOutcome(None, "error", text))
+        else:
+            self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
         status, value, text, parts = answer
@@ -138,7 +225,15 @@ class _Scoring:
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]
 
+    def give_up(self, outcome: RewardOutcome) -> None:
+        """Every sample without an outcome gets this one."""
+        self.waiting.clear()
+        self.alone.clear()
+        for position in list(self._payloads):
+            self.settle(position, outcome)
+
     def settle(self, position: int, outcome: RewardOutcome) -> None:
+        self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1
         if outcome.status == "timeout":

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from areno.rewards.keeper import exit_text
 
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
+_HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # kept for a socket whose other end does not read
 _LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
 
@@ -50,6 +52,7 @@ class Worker:
         self.is_async = False
         self.is_starting = True
         self.deadline = time.monotonic() + import_limit_s
+        self._sender: threading.Thread | None = None
         self._post(first_message)
 
     @property
@@ -65,12 +68,15 @@ class Worker:
         self.deadline = time.monotonic() + timeout_s + (_ASYNC_SPARE_S if self.is_async else 0.0)
 
     def _post(self, message: Any) -> None:
-        """Send in a thread: a process that is stopped or hangs does not read, and a large message would wait for it."""
+        """Send what the system holds for the process at once, and more in a thread: who hangs does not read it."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
         def send() -> None:
             with contextlib.suppress(OSError):  # the process is dead; reading from it will show that
-                self.connection.send(message)
+                self.connection.send_bytes(data)
 
+        if len(data) <= _HELD_BYTES:  # it has read all before: it has answered, or this is the first
+            return send()
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()
 
@@ -98,7 +104,8 @@ class Worker:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self._sender.join(1.0)  # it ends with the process
+        if self._sender is not None:
+            self._sender.join(1.0)  # it ends with the process
         self.connection.close()
 
 

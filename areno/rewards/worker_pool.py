@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from areno import heartbeat
@@ -43,11 +43,11 @@ class Work(Protocol):
 
 
 class WorkerPool(Generic[Config]):
-    """`config.workers` processes that call the user's code. Start it early: they import it beside other work.
+    """Processes that call the user's code. Start it early: they import it beside other work.
 
     noun: what its settings and its logger are called after. serves: the module that the processes run. ended, late,
     importing: how messages say that a process ended, that it gave no answer in time, and that it ended while it
-    started. name: of the functions, for messages.
+    started. name: of the functions, for messages. n_workers: how many processes; None is config.workers.
     """
 
     noun: ClassVar[str]
@@ -56,8 +56,9 @@ class WorkerPool(Generic[Config]):
     late: ClassVar[str]
     importing: ClassVar[str]
 
-    def __init__(self, config: Config, name: str):
+    def __init__(self, config: Config, name: str, n_workers: int | None = None):
         self.config, self.name = config, name
+        self.n_workers: int = n_workers or config.workers or 1
         self._key = f"{self.noun}.fn"
         self._logger = logging.getLogger(f"areno.{self.noun}s")
         self._first_message: tuple[Any, ...] = ()
@@ -70,19 +71,20 @@ class WorkerPool(Generic[Config]):
         """
         self._first_message = self._opening()
         try:
-            for _ in range(self.config.workers):
+            for _ in range(self.n_workers):
                 self._workers.append(self._start_worker())
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
             n_started, limit = len(self._workers), Key(f"{self.noun}.workers")
             self.close()
             text = "{} process {} of {} cannot be started: {}; lower {}"
-            raise EngineError(text, self.noun, n_started + 1, self.config.workers, error, limit) from error
+            raise EngineError(text, self.noun, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
         """Wait until every process has imported the function. Raises ConfigError, of its setting, if one cannot."""
         slow = Slow()
         while starting := [worker for worker in self._workers if worker.is_starting]:
             self._wait(starting, None)
+            heartbeat.beat()
             if slow.is_due():
                 self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.seconds)
 
@@ -114,16 +116,26 @@ class WorkerPool(Generic[Config]):
             raise EngineError("the {} processes are not running; call start() first", self.noun)
         try:
             while work.n_open:
-                for worker in self._workers:
-                    if worker.is_idle:
-                        worker.send(work.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
-                self._wait([worker for worker in self._workers if not worker.is_idle], work)
+                self.deal(work)
+                self.wait(work)
+                heartbeat.beat()  # however long a call may take, it has a limit, which is kept here
                 look()
         except BaseException:
-            self._replace_busy()  # a late answer would be taken for one of the next call
+            self.drop_calls()  # a late answer would be taken for one of the next call
             raise
 
-    def _replace_busy(self) -> None:
+    def deal(self, work: Work) -> None:
+        """Give each idle process something to do, as long as there is some."""
+        for worker in self._workers:
+            if worker.is_idle:
+                worker.send(work.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
+
+    def wait(self, work: Work, wake: Connection | None = None) -> None:
+        """Wait until a process sends something or is out of time, and handle it; or for a moment. wake: see `_wait`."""
+        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake)
+
+    def drop_calls(self) -> None:
+        """End the processes that are busy, and start others in their place."""
         for worker in self._workers:
             if worker.chunk:
                 self._replace(worker)
@@ -132,11 +144,16 @@ class WorkerPool(Generic[Config]):
         worker.end()
         self._workers[self._workers.index(worker)] = self._start_worker()
 
-    def _wait(self, workers: list[Worker], work: Work | None) -> None:
-        """Wait until one of `workers` sends something or is out of time, and handle it; or for a moment."""
-        heartbeat.beat()  # however long a call may take, it has a limit, which is kept here
-        pause = min(_LOOK_S, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers))
-        spoke = set(wait([worker.connection for worker in workers], timeout=pause))
+    def _wait(self, workers: list[Worker], work: Work | None, wake: Connection | None = None) -> None:
+        """Wait until one of `workers` sends something or is out of time, and handle it; or for a moment.
+
+        wake: what is sent there ends the wait, too.
+        """
+        pause = min([_LOOK_S, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
+        connections = [worker.connection for worker in workers]
+        spoke = set(wait(connections if wake is None else [*connections, wake], timeout=pause))
+        if wake in spoke and wake is not None:
+            wake.recv_bytes()
         for worker in workers:
             if worker.connection in spoke:
                 try:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.tracking.tracker import Tracker
+from areno.files.background import Background
+from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.types import ScoredSample, Trajectory
 
 logger = logging.getLogger("areno.rollout")
@@ -55,13 +56,26 @@ class SampleFiles(Tracker):
     """Writes samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent.
 
     most: how many of each step, as whole groups drawn at random; None: all. token_text: the text of a token id.
+
+    A thread writes while the models are trained; at the end of its step a file is there.
     """
 
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
         self.folder, self._most = Path(folder), most
         self._lines = _Lines(token_text)
+        self._writer = Background("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        self._writer.start(self._write, step, list(samples))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        if END_OF_STEP in scalars:
+            self._writer.settle()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
         kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:

@@ -21,12 +21,17 @@ class Stopwatch:
     def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
         self._before_phase = before_phase
         self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
         self._running = ""
         self._lock = threading.RLock()
 
     def reset(self) -> None:
         """Start a new step."""
-        self.seconds = {}
+        self.seconds, self._began = {}, time.perf_counter()
+
+    def close_step(self) -> None:
+        """Count the time since `reset` that belongs to no phase as the phase `other`."""
+        self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

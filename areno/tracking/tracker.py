@@ -10,6 +10,9 @@ from contextlib import ExitStack
 
 from areno.types import ScoredSample
 
+END_OF_STEP = "time/step"
+"""The scalar that comes last in a step."""
+
 
 class Tracker:
     """Something that follows a run. This one ignores everything. An error that a tracker raises ends the run."""

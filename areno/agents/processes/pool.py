@@ -57,7 +57,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         self, items: Sequence[AgentItem], context: AgentContext, on_wait: Callable[[int], object] = lambda n: None
     ) -> list[AgentOutcome]:
         """The outcome of every item, in order. on_wait: called with how many are done, at least every half second."""
-        running = _Running(items, context, self.config.workers)
+        running = _Running(items, context, self.n_workers)
         self._do(running, lambda: on_wait(len(items) - running.n_open))
         return running.outcomes
 

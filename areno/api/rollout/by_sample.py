@@ -46,6 +46,8 @@ def set_advantages(
     """Set a per-token field of the rows from its values at the trained tokens of each sample, as of `joined`."""
     samples = joined(rows, sizes)
     set_trained(samples, name, found)  # tells what does not fit
+    if all(size == 1 for size in sizes):
+        return  # these are the rows
     arrays: Arrays = []
     for array, start, size in zip(found, np.cumsum([0, *sizes]), sizes, strict=False):
         counts = [int(places_of(row).sum()) for row in rows[start : start + size]]

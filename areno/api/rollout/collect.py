@@ -12,7 +12,7 @@ from areno.api.inputs.plan import sampling_params
 from areno.api.metrics import evaluation_metrics, rewards_by_group
 from areno.api.rollout.agents import sample_with_agents
 from areno.api.rollout.by_sample import rows_per_sample
-from areno.api.rollout.score import completions, score
+from areno.api.rollout.score import Scorer
 from areno.api.trainers.setup import PolicySetup
 from areno.config.rollout.sampling import GenerationConfig
 from areno.data.loader import BatchLoader
@@ -115,28 +115,31 @@ def sample_and_score(
     at_once: see Trainer.rollout_token_batch.
     """
     trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
-    with clock.phase("rollout"):
-        log_stage(f"{title}_start")
-        reward = history["reward_mean"][-1] if "reward_mean" in history else None
-        progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
+    with Scorer(setup, items, gconfig, first_group) as scorer:
+        with clock.phase("rollout"):
+            log_stage(f"{title}_start")
+            reward = history["reward_mean"][-1] if "reward_mean" in history else None
+            progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
 
-        def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
-            progress(outputs, stats)
-            setup.run.pulse()
+            def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+                progress(outputs, stats)
+                scorer.take(outputs)
+                setup.run.pulse()
 
-        if setup.agents is not None:
-            with progress:
-                samples = sample_with_agents(setup, setup.agents, items, gconfig, seed, report, first_group, at_once)
-        else:
-            params, prompts = sampling_params(gconfig), [item.tokens for item in items]
-            with trainer.rollout_session(sampling_params=params, proxy=False), progress:
-                results = trainer.rollout_token_batch(
-                    prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
-                )
-            samples = completions(setup, items, results, gconfig, first_group)
-        log_stage(f"{title}_end")
-    with clock.phase("reward"):
-        return score(setup, samples)
+            if setup.agents is not None:
+                with progress:
+                    scorer.add(
+                        sample_with_agents(setup, setup.agents, items, gconfig, seed, report, first_group, at_once)
+                    )
+            else:
+                params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+                with trainer.rollout_session(sampling_params=params, proxy=False), progress:
+                    trainer.rollout_token_batch(
+                        prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
+                    )
+            log_stage(f"{title}_end")
+        with clock.phase("reward"):  # those that are not there yet
+            return scorer.finish()
 
 
 def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:

@@ -2,61 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
+from areno.api.session import sequence_of
+from areno.api.trainers.rows import token_arrays
 from areno.api.trainers.setup import PolicySetup
 from areno.config.rollout.sampling import GenerationConfig
+from areno.data.decode import decode_all
 from areno.rewards.pool import report_failures
 from areno.rewards.verdict import reward_problem
-from areno.types import PromptItem, RewardOutcome, RewardRecord, RolloutResult, ScoredSample
+from areno.types import GenerationOutput, PromptItem, RewardOutcome, RewardRecord, ScoredSample
 
 _NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_AT_ONCE = 64  # completions: the first ones are being scored while others become samples
 
 
-def completions(
-    setup: PolicySetup,
-    items: Sequence[PromptItem],
-    results: Sequence[RolloutResult],
-    gconfig: GenerationConfig,
-    first_group: int,
-) -> list[tuple[ScoredSample, RewardRecord | None]]:
-    """Every completion with its text, yet without its reward, and the record that the reward function gets of it."""
-    pairs = [(item, sequence) for item, result in zip(items, results, strict=True) for sequence in result.sequences]
-    groups = [first_group + index for index, result in enumerate(results) for _ in result.sequences]
-    token_rows = [sequence.resp_tokens for _, sequence in pairs]
-    texts = rendered = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=False)
-    if gconfig.skip_special_tokens:
-        texts = setup.tokenizer.batch_decode(token_rows, skip_special_tokens=True)
-    found = []
-    for (item, sequence), text, raw, group in zip(pairs, texts, rendered, groups, strict=True):
-        sample = ScoredSample(item=item, sequence=sequence, completion=text, outcome=RewardOutcome(0.0), group=group)
-        found.append((sample, RewardRecord.of_completion(item, sequence, text, raw)))
-    return found
+class Scorer(AbstractContextManager["Scorer"]):
+    """Makes samples of what a rollout draws, and has them scored while others are still being drawn.
 
-
-def score(setup: PolicySetup, samples: Sequence[tuple[ScoredSample, RewardRecord | None]]) -> list[ScoredSample]:
-    """The samples with their rewards: of the function, of the agent, of the reward model, or the sum of these.
-
-    A sample without a record has failed before, and keeps its outcome.
+    first_group: the number of the first prompt's group; those of the other prompts follow.
     """
-    asked = [(sample, record) for sample, record in samples if record is not None]
-    records = [record for _, record in asked]
-    for record in records:
-        record.step, record.epoch = setup.run.step, setup.run.epoch
-    outcomes = None
-    if setup.rewards is not None:
-        with setup.run.stop.at_once():
-            outcomes = setup.rewards.score(records)
-    own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked]
-    if any(own) or (outcomes is None and setup.config.reward.path is None):
-        outcomes = add_own(records, outcomes, own)
-    if setup.config.reward.path is not None:
-        scores = setup.trainer.score_rewards("reward", [_whole(sample) for sample, _ in asked])
-        outcomes = add_scores(records, outcomes, scores)
-    assert outcomes is not None
-    for (sample, _), outcome in zip(asked, outcomes, strict=True):
-        sample.outcome = outcome
-    return [sample for sample, _ in samples]
+
+    def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
+        self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
+        self._found: dict[int, tuple[ScoredSample, RewardRecord | None]] = {}  # by the sample's place in the rollout
+        self._scoring = None if setup.rewards is None else setup.rewards.scoring()
+
+    def take(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Completions that are done. Their requests are numbered as the prompts are."""
+        for start in range(0, len(outputs), _AT_ONCE):
+            self._take(outputs[start : start + _AT_ONCE])
+
+    def _take(self, outputs: Sequence[GenerationOutput]) -> None:
+        token_rows, tokenizer = [output.tokens for output in outputs], self._setup.tokenizer
+        texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
+        if self._gconfig.skip_special_tokens:
+            texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
+        found = {}
+        for output, text, raw in zip(outputs, texts, rendered, strict=True):
+            item, sequence = self._items[output.request_id], sequence_of(output)
+            sample = ScoredSample(
+                item=item, sequence=sequence, completion=text, outcome=RewardOutcome(0.0),
+                group=self._first_group + output.request_id, arrays=token_arrays(item.tokens, sequence),
+            )  # fmt: skip
+            place = output.request_id * self._gconfig.n_samples + output.sample
+            found[place] = (sample, RewardRecord.of_completion(item, sequence, text, raw))
+        self._add(found)
+
+    def add(self, samples: Sequence[tuple[ScoredSample, RewardRecord | None]]) -> None:
+        """All samples of a rollout in order, each with its record. Without one, a sample has failed."""
+        self._add(dict(enumerate(samples)))
+
+    def _add(self, found: Mapping[int, tuple[ScoredSample, RewardRecord | None]]) -> None:
+        self._found.update(found)
+        records = {place: record for place, (_, record) in found.items() if record is not None}
+        for record in records.values():
+            record.step, record.epoch = self._setup.run.step, self._setup.run.epoch
+        if self._scoring is not None:
+            self._scoring.add(records)
+
+    def finish(self) -> list[ScoredSample]:
+        """The samples in order, with the rewards of the function, of the agent, of the reward model, or their sum.
+
+        A sample without a record keeps its outcome.
+        """
+        setup, found = self._setup, dict(sorted(self._found.items()))
+        asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
+        records, outcomes = [record for _, record in asked.values()], None
+        if self._scoring is not None:
+            with setup.run.stop.at_once():
+                by_place = self._scoring.outcomes()
+            outcomes = [by_place[place] for place in asked]
+            report_failures(records, outcomes)
+        own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
+        if any(own) or (outcomes is None and setup.config.reward.path is None):
+            outcomes = add_own(records, outcomes, own)
+        if setup.config.reward.path is not None:
+            scores = setup.trainer.score_rewards("reward", [_whole(sample) for sample, _ in asked.values()])
+            outcomes = add_scores(records, outcomes, scores)
+        assert outcomes is not None
+        for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
+            sample.outcome = outcome
+        return [sample for sample, _ in found.values()]
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._scoring is not None:
+            self._scoring.__exit__(*exc)
 
 
 def _whole(sample: ScoredSample) -> list[int]:

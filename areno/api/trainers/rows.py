@@ -18,7 +18,7 @@ from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.kl import kl_array
 from areno.loss_fns.shaping import overlong_penalty, shape_rewards
 from areno.rewards.verdict import reward_problem
-from areno.types import ScoredSample, TrainSequence
+from areno.types import RolloutSequence, ScoredSample, TokenArrays, TrainSequence
 
 Arrays = list[np.ndarray]
 AdvantageFn = Callable[[Sequence[TrainSequence], Sequence[int], Any], Any]
@@ -76,18 +76,29 @@ def policy_rows(
                 masked=masked,
             )  # fmt: skip
             continue
-        n_prompt, n_response = len(prompt), len(sequence.resp_tokens)
+        arrays = sample.arrays or token_arrays(prompt, sequence)
+        oldest = weights_version if arrays.oldest_version is None else arrays.oldest_version
+        prompt_mask = np.full(len(arrays.tokens), masked)
+        prompt_mask[: len(prompt)] = True
         rows.append(
             TrainSequence(
-                prompt_mask=np.repeat([True, masked], [n_prompt, n_response]),
-                tokens=np.concatenate([prompt, sequence.resp_tokens]).astype(np.int64),
-                logprobs=np.concatenate([np.zeros(n_prompt), sequence.resp_logprobs]),
+                prompt_mask=prompt_mask,
+                tokens=arrays.tokens,
+                logprobs=arrays.logprobs,
                 reward=float(reward),
                 eos_token_id=eos_token_id,
-                staleness=weights_version - min(sequence.resp_versions, default=weights_version),
+                staleness=weights_version - oldest,
             )
         )
     return rows
+
+
+def token_arrays(prompt: Sequence[int], sequence: RolloutSequence) -> TokenArrays:
+    """A completion as arrays, with its prompt."""
+    n_prompt, response = len(prompt), sequence.resp_tokens
+    tokens, logprobs = np.empty(n_prompt + len(response), np.int64), np.zeros(n_prompt + len(response))
+    tokens[:n_prompt], tokens[n_prompt:], logprobs[n_prompt:] = prompt, response, sequence.resp_logprobs
+    return TokenArrays(tokens=tokens, logprobs=logprobs, oldest_version=min(sequence.resp_versions, default=None))
 
 
 def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:

@@ -137,11 +137,11 @@ class Run:
         total = self.config.total_train_steps
         while (total is None or self.step < total) and not self.evaluator.is_exhausted:
             self._epoch_ended = False
+            self.clock.reset()
             batch = self.next_batch()
             if batch is None:
                 break
             self.step += 1
-            self.clock.reset()
             self._scalars = {}
             yield batch
         if self.evaluator.is_exhausted and self.step < self.total_steps:
@@ -217,6 +217,7 @@ class Run:
         phase of the next step.
         """
         self.saver.poll()
+        self.clock.close_step()
         self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock))
         for text in self.divergence.look(self._scalars):
             logger.warning("step %d: %s", self.step, text)

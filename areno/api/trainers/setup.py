@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from areno.agents.processes.pool import AgentPool
 from areno.api.inputs.facts import facts, without_answers
-from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.api.inputs.plan import TrainerPlan, experiment_roles, find_devices, plan_of_experiment
 from areno.api.inputs.schedule import schedule_warnings, with_schedules
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
@@ -112,7 +113,11 @@ class Setup(Generic[Config]):
             return None
         if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
             return None
-        return stack.enter_context(RewardPool(config.reward, reward_fn))
+        n_devices = config.engine.world_size
+        if n_devices is None and config.reward.workers is None:
+            with contextlib.suppress(ConfigError):  # the plan tells
+                n_devices = len(find_devices(config.engine))
+        return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices or 1))
 
     def _reward_name(self) -> str:
         """The function and the model that give the rewards."""

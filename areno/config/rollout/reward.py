@@ -96,7 +96,13 @@ class RewardConfig(Section):
         gt=0,
         le=86400,
     )
-    workers: int = setting(2, help="Number of processes that call fn", gt=0, le=512)
+    workers: int | None = setting(
+        None,
+        help="Number of processes that call fn. null: as many as there are cores for (those the run may use, less one "
+        "for the driver and one for each device), from 2 to 64",
+        gt=0,
+        le=512,
+    )
     format: FormatRewardConfig = setting(factory=FormatRewardConfig, help="The built-in reward format")
     length: LengthRewardConfig = setting(factory=LengthRewardConfig, help="The built-in reward length")
     json: JsonRewardConfig = setting(factory=JsonRewardConfig, help="The built-in reward json")

@@ -17,7 +17,7 @@ from areno.engine.spec import RolloutStats
 from areno.errors import EngineError
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
-from areno.types import GenerationOutput, GenerationRequest
+from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
 
 MOST_STOP_STRINGS = 64  # sets of them that are remembered
 
@@ -110,7 +110,7 @@ class Decoder:
         if request.grammar is not None and self._compile_grammar is not None:
             grammar = self._compile_grammar(request.grammar)
         self._unfinished[request.request_id] = request.n_samples
-        for sample in range(request.n_samples):
+        for sample in range(request.first_sample, request.first_sample + request.n_samples):
             key, tokens = sample_key(request.seed, sample), list(request.prompt)
             self._scheduler.waiting.append(
                 Sequence(
@@ -128,6 +128,20 @@ class Decoder:
     def abort(self, request_id: int) -> None:
         """End the unfinished samples of a request; the next step returns them as they are, with reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
+
+    def give_back(self, n_samples: int) -> None:
+        """Drop whole requests that have not begun, the youngest first, of about so many samples together.
+
+        The next step says so with an output for each of them, whose sample is GIVEN_BACK.
+        """
+        for request in self._scheduler.give_back(n_samples):
+            request_id = request.request_id
+            del self._unfinished[request_id]
+            self._outputs.append(
+                GenerationOutput(
+                    request_id=request_id, sample=GIVEN_BACK, tokens=[], logprobs=[], versions=[], finish_reason="abort"
+                )
+            )
 
     def clear(self) -> None:
         """Drop all requests without returning anything for them."""

@@ -11,11 +11,12 @@ on, so there is no deadlock as long as each sequence fits on its own, which `Req
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.sequence import Sequence
+from areno.types import GenerationRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +129,20 @@ class Scheduler:
         self.remove_finished()
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         return dropped
+
+    def give_back(self, n_samples: int) -> list[GenerationRequest]:
+        """Remove whole requests that have not begun, the youngest first, until so many samples are gone."""
+        fresh = Counter(each.request.request_id for each in self.waiting if each.is_fresh)
+        found: dict[int, GenerationRequest] = {}
+        for sequence in reversed(self.waiting):
+            request = sequence.request
+            if n_samples <= 0:
+                break
+            if request.request_id not in found and fresh[request.request_id] == request.n_samples:
+                found[request.request_id] = request
+                n_samples -= request.n_samples
+        self.waiting = deque(each for each in self.waiting if each.request.request_id not in found)
+        return list(found.values())
 
     def preempt_all(self) -> None:
         """Send every sequence back to waiting, to be recomputed from its tokens."""

@@ -5,15 +5,18 @@ A unit is a number of adjacent rows that are never separated: a single row, or t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.rows import Row
+from areno.engine.train.rows import FlatRows, Row
 from areno.errors import DataError, Key
+from areno.models.cost import Cost, train_flops
 
 
 @dataclass(slots=True)
@@ -25,17 +28,40 @@ class StepShare:
     step_rows: int  # rows of it that have any
     rounds: int  # micro-batches of the rank that has most
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To a worker go a few large arrays: to pickle the arrays of each row takes longer than to send them.
+        flat = FlatRows.of([row for batch in self.micro_batches for row in batch])
+        return _of_flat, (
+            flat,
+            [len(batch) for batch in self.micro_batches],
+            self.step_tokens,
+            self.step_rows,
+            self.rounds,
+        )
+
+
+def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepShare:
+    rows = iter(flat.rows())
+    return StepShare([list(itertools.islice(rows, size)) for size in sizes], step_tokens, step_rows, rounds)
+
 
 def share_steps(
-    rows: Sequence[Row], update: UpdateSpec, dp_size: int = 1, section: str = "actor", cp_size: int = 1
+    rows: Sequence[Row],
+    update: UpdateSpec,
+    dp_size: int = 1,
+    section: str = "actor",
+    cost: Cost | None = None,
+    cp_size: int = 1,
 ) -> list[list[StepShare]]:
     """The optimizer steps of each data-parallel rank, all ranks having equally many: result[rank][step].
 
-    section: the configuration section that messages name. cp_size: of `micro_batches`. DataError where rows do not fill
-    the units, or a step has fewer units than there are ranks.
+    section: the configuration section that messages name. cost: of a token in the model, so that ranks have equally
+    much to compute; None counts tokens. cp_size: of `micro_batches`. DataError where rows do not fill the units, or a
+    step has fewer units than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
+    costs = [sum(_row_cost(row, cost) for row in unit) for unit in units] if dp_size > 1 else lengths
     shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units, cp_size):
         if len(step) < dp_size:
@@ -47,7 +73,7 @@ def share_steps(
             )  # fmt: skip
         trained = [row.n_trained for index in step for row in units[index]]
         batches: list[list[list[Row]]] = []
-        for share in split_balanced([lengths[index] for index in step], dp_size):
+        for share in split_balanced([costs[index] for index in step], dp_size):
             mine = [step[place] for place in share]
             micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
             batches.append([[row for place in batch for row in units[mine[place]]] for batch in micro])
@@ -55,6 +81,10 @@ def share_steps(
         for rank, of_rank in enumerate(batches):
             shares[rank].append(StepShare(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
     return shares
+
+
+def _row_cost(row: Row, cost: Cost | None) -> float:
+    return row.n_tokens if cost is None else train_flops(cost, [row.n_tokens], row.n_trained)
 
 
 def _units(rows: Sequence[Row], update: UpdateSpec) -> tuple[list[Sequence[Row]], UpdateSpec]:
@@ -112,15 +142,15 @@ def micro_batches(lengths: Sequence[int], spec: MicroBatchSpec, cp_size: int = 1
     return sorted(sorted(batch) for batch in batches)
 
 
-def split_balanced(lengths: Sequence[int], n: int) -> list[list[int]]:
-    """Unit indices of `n` shares with nearly equal token counts: the longest unit left goes to the lightest share.
+def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
+    """Unit indices of `n` shares that cost nearly the same: the most expensive unit left goes to the lightest share.
 
     No share is empty as long as there are `n` units. Indices ascend within a share.
     """
     shares: list[list[int]] = [[] for _ in range(n)]
-    load = [0] * n
-    for unit in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    load = [0.0] * n
+    for unit in sorted(range(len(costs)), key=lambda i: -costs[i]):
         lightest = min(range(n), key=lambda i: (load[i], len(shares[i])))
         shares[lightest].append(unit)
-        load[lightest] += lengths[unit]
+        load[lightest] += costs[unit]
     return [sorted(share) for share in shares]

@@ -35,6 +35,42 @@ class Row:
         return int(self.trained.sum())
 
 
+@dataclass(slots=True)
+class FlatRows:
+    """The arrays of many rows, one behind another. lengths: tokens of each row. The other fields are those of Row."""
+
+    lengths: np.ndarray
+    tokens: np.ndarray  # int32 is enough on the way to a worker
+    trained: np.ndarray
+    fields: dict[str, np.ndarray]
+    rewards: list[float]
+    staleness: list[int]
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> FlatRows:
+        """Copies of the arrays of at least one row. All rows have the same fields."""
+        return FlatRows(
+            lengths=np.array([row.n_tokens for row in rows]),
+            tokens=np.concatenate([row.tokens for row in rows], dtype=np.int32, casting="same_kind"),
+            trained=np.concatenate([row.trained for row in rows]),
+            fields={name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields},
+            rewards=[row.reward for row in rows],
+            staleness=[row.staleness for row in rows],
+        )
+
+    def rows(self) -> list[Row]:
+        """The rows, whose arrays are views of these."""
+        ends = np.cumsum(self.lengths).tolist()
+        bounds, tokens = list(zip([0, *ends], ends, strict=False)), self.tokens.astype(np.int64, copy=False)
+        return [
+            Row(
+                tokens[start:end], self.trained[start:end],
+                {name: values[start:end] for name, values in self.fields.items()}, reward, staleness,
+            )
+            for (start, end), reward, staleness in zip(bounds, self.rewards, self.staleness, strict=True)
+        ]  # fmt: skip
+
+
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
     """The token ids of one row as an (n,) int64 array. `name` says in messages which row it is.
 
@@ -74,8 +110,38 @@ def read_rows(
     if not rows:
         raise DataError("there are no rows to train on")
     given = [field for field in FIELDS if vars(rows[0])[field] is not None]
+    if (flat := _read_arrays(rows, given, vocab_size, context_len)) is not None:
+        return flat.rows()
     first = name.format(0)
     return [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
+
+
+def _read_arrays(
+    rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
+) -> FlatRows | None:
+    """Rows of arrays, all at once. None where something is wrong, or is no array: to be looked at row by row."""
+    expected = {"tokens": "iu", "prompt_mask": "b", **dict.fromkeys(given, "f")}
+    for row in rows:
+        values = vars(row)
+        n_tokens = np.size(values["tokens"])
+        for name, kinds in expected.items():
+            array = values[name]
+            if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != (n_tokens,):
+                return None
+        fits = n_tokens > 0 and (context_len is None or n_tokens <= context_len)
+        others = any(values[name] is not None for name in FIELDS if name not in expected)
+        if not fits or others or type(row.reward) is not float or type(row.staleness) is not int or row.staleness < 0:
+            return None
+    lengths = np.array([len(row.tokens) for row in rows])  # type: ignore[arg-type]
+    tokens, prompt_mask = (np.concatenate([vars(row)[name] for row in rows]) for name in ("tokens", "prompt_mask"))
+    fields = {FIELDS[name]: np.concatenate([vars(row)[name] for row in rows], dtype=np.float32) for name in given}
+    trained = ~prompt_mask
+    trained[np.cumsum(lengths) - lengths] = False
+    is_good = tokens.min() >= 0 and tokens.max() < vocab_size
+    if not is_good or not all(np.isfinite(values[trained]).all() for values in fields.values()):
+        return None
+    rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
+    return FlatRows(lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness)
 
 
 def _read_row(

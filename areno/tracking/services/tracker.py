@@ -19,7 +19,7 @@ from areno.tracking.services.service import RunAbout, Service
 from areno.tracking.services.swanlab import Swanlab
 from areno.tracking.services.trackio import Trackio
 from areno.tracking.services.wandb import Wandb
-from areno.tracking.tracker import Tracker
+from areno.tracking.tracker import END_OF_STEP, Tracker
 
 logger = logging.getLogger("areno")
 
@@ -28,7 +28,6 @@ FILE = "trackers.json"
 RESUMED = "run/resumed_after"
 """A scalar that marks where a run went on: the last step before."""
 _END_S = 60.0  # what is left to send is waited for so long
-_END_OF_STEP = "time/step"
 
 
 def services(config: StatsLoggerConfig) -> dict[str, Service]:
@@ -65,7 +64,7 @@ class ServiceTracker(Tracker):
             self._hand_on()
         self._step = step
         self._scalars |= {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
-        if _END_OF_STEP in scalars:
+        if END_OF_STEP in scalars:
             self._hand_on()
 
     def resume(self, step: int) -> None:

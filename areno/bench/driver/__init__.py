@@ -1,0 +1,1 @@
+"""What a step costs outside of rollout and training, with devices that are played."""

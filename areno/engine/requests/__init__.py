@@ -1,0 +1,1 @@
+"""Requests on their way: which copy of the model gets them, and who awaits what comes back."""

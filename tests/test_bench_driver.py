@@ -1,0 +1,29 @@
+"""python -m areno.bench driver."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_bench_sampling import TINY, TOKENIZER
+from tiny_engine import model_folder
+
+from areno.bench.__main__ import main
+
+
+def test_steps_on_played_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"driver --shape {model_folder(tmp_path, vocab_size=5000)} --tokenizer {TOKENIZER} {TINY} --copies 1 2"
+    assert main([*command.split(), "--new-tokens", "30", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["1 copies, 6 samples", "2 copies, 12 samples"]
+    for times in found.values():
+        phases = [value for name, value in times.items() if name.startswith("time/") and name != "time/step"]
+        assert sum(phases) == pytest.approx(times["time/step"], rel=0.2)  # medians of each
+        assert times["time/rollout"] > 30 * 0.0037
+        assert 0 < times["cpu"] < times["idle"] < times["time/step"]
+
+
+def test_a_tokenizer_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["driver", "--device", "cpu"]) == 2
+    assert "--tokenizer: is missing; driver needs one" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""Samples are scored while others are drawn: with the same outcomes, and without harm to the rollout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from policy_runs import MODEL, play
+
+from areno.api.rollout import score
+from areno.api.rollout.expected_lengths import ExpectedLengths
+from areno.config.rollout.reward import RewardConfig
+from areno.data.decode import decode_all
+from areno.rewards import cores
+from areno.rewards.pool import RewardPool, Scoring
+from areno.tracking.stopwatch import Stopwatch
+from areno.types import RewardOutcome, RewardRecord
+
+REWARD = """
+import os, time
+
+def reward_fn(record):
+    text = record.completion
+    if text == "slow":
+        time.sleep(60)
+    if text == "fails":
+        raise ValueError("no")
+    if text == "dies":
+        os._exit(3)
+    return float(len(text))
+"""
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Callable[..., RewardPool]]:
+    file = tmp_path / "reward.py"
+    file.write_text(REWARD)
+    open_pools: list[RewardPool] = []
+
+    def make(**settings: Any) -> RewardPool:
+        config = RewardConfig(**{"fn": str(file), "workers": 2, "timeout_s": 30.0, **settings})
+        made = RewardPool(config)
+        made.start()
+        open_pools.append(made)
+        return made
+
+    yield make
+    for each in open_pools:
+        each.close()
+
+
+def record(text: str) -> RewardRecord:
+    return RewardRecord(completion=text)
+
+
+def wait_for(scoring: Scoring, n: int) -> None:
+    """Until the thread has so many outcomes, which nobody has asked for."""
+    deadline = time.monotonic() + 60
+    while len(scoring._calls.outcomes) < n and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(scoring._calls.outcomes) == n
+
+
+def test_outcomes_are_there_before_all_samples_are(pool: Callable[..., RewardPool]) -> None:
+    texts = ["a", "fails", "ccc", "dies", "eeeee", "f" * 100_000]  # the last one is more than a socket holds
+    with pool().scoring() as scoring:
+        scoring.add({5: record(texts[5]), 3: record(texts[3])})  # a process dies meanwhile
+        scoring.add({1: record(texts[1])})
+        wait_for(scoring, 3)
+        scoring.add({place: record(texts[place]) for place in (4, 0, 2)})
+        found = scoring.outcomes()
+    statuses = [found[place].status for place in range(6)]
+    assert statuses == ["ok", "error", "ok", "error", "ok", "ok"]
+    assert [found[place].value for place in range(6)] == [1.0, None, 3.0, None, 5.0, 100_000.0]
+    assert "no" in found[1].message
+    assert "ended its process (exit code 3)" in found[3].message
+
+
+def test_a_slow_call_times_out_while_nobody_waits(pool: Callable[..., RewardPool]) -> None:
+    with pool(timeout_s=0.3).scoring() as scoring:
+        scoring.add({0: record("slow"), 1: record("b")})
+        wait_for(scoring, 2)
+        scoring.add({2: record("cc")})
+        found = scoring.outcomes()
+    assert [(found[place].status, found[place].value) for place in range(3)] == [
+        ("timeout", None), ("ok", 1.0), ("ok", 2.0),
+    ]  # fmt: skip
+
+
+def test_what_is_left_early_is_dropped_and_the_next_samples_are_scored(pool: Callable[..., RewardPool]) -> None:
+    two = pool()
+    with two.scoring() as scoring:
+        scoring.add({0: record("slow"), 1: record("slow"), 2: record("c")})
+    assert not scoring._thread.is_alive()
+    assert two.outcomes([record("dd")]) == [RewardOutcome(2.0)]
+    with two.scoring() as nothing:
+        assert nothing.outcomes() == {}
+
+
+def test_a_process_that_cannot_start_again_is_told_where_samples_are_added(
+    pool: Callable[..., RewardPool], tmp_path: Path
+) -> None:
+    one = pool(workers=1)
+    one.wait_ready()
+    (tmp_path / "reward.py").write_text("raise RuntimeError('gone')")
+    with one.scoring() as scoring:
+        scoring.add({0: record("dies")})
+        scoring._thread.join(60)
+        with pytest.raises(Exception, match="gone"):
+            scoring.add({1: record("b")})
+
+
+# In a run
+
+
+SMALL = ["reward.workers=1", "gconfig.max_new_tokens=12", "total_train_steps=2"]
+TIMES = ("time/", "train/step_", "train/tokens_per_second", "rollout/tokens_per_second", "train/memory")
+
+
+def by_length(record: Any) -> float:
+    if len(record.tokens) == 5:
+        raise ValueError("five")
+    return float(len(record.tokens) % 3)
+
+
+def played(folder: Path, *settings: str) -> tuple[list[Any], dict[str, list[float]], list[Any]]:
+    run = play("gspo", folder, *SMALL, *settings, reward_fn=by_length)
+    scalars = {name: run.series(name) for name in sorted(run.names()) if not name.startswith(TIMES)}
+    rows = [
+        [(list(row.tokens), list(row.logprobs), row.reward, list(row.advantages)) for row in rows] for rows in run.rows
+    ]
+    return [run.samples(step) for step in (1, 2)], scalars, rows
+
+
+def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlapped = played(tmp_path / "a")
+    taken: list[Any] = []
+    finish = score.Scorer.finish
+
+    def finish_late(self: score.Scorer) -> Any:
+        for outputs in taken:
+            self._take(outputs)
+        taken.clear()
+        return finish(self)
+
+    monkeypatch.setattr(score.Scorer, "take", lambda self, outputs: taken.append(outputs))
+    monkeypatch.setattr(score.Scorer, "finish", finish_late)
+    assert played(tmp_path / "b") == overlapped
+    samples, scalars, _ = overlapped
+    assert {sample["status"] for step in samples for sample in step} == {"ok", "error"}
+    assert sum(scalars["rollout/reward_errors"])
+
+
+def test_two_copies_give_the_samples_of_one(tmp_path: Path) -> None:
+    (one, *_), (two, *_) = played(tmp_path / "1"), played(tmp_path / "2", "engine.world_size=2")
+    first, other = (
+        [(sample["token_ids"], sample["reward"], sample["status"]) for sample in run[0]] for run in (one, two)
+    )
+    assert first == other
+
+
+def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    def interrupt() -> None:
+        began.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    class Watched(score.Scorer):
+        def take(self, outputs: Any) -> None:
+            super().take(outputs)
+            if outputs:
+                began.set()
+                time.sleep(0.2)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    started = time.monotonic()
+    monkeypatch.setattr("areno.api.rollout.collect.Scorer", Watched)
+    with pytest.raises(KeyboardInterrupt):
+        play("gspo", tmp_path / "run", *SMALL, reward_fn=_sleeps)
+    thread.join()
+    assert time.monotonic() - started < 60
+    assert not [thread for thread in threading.enumerate() if thread.name == "areno-rewards"]
+
+
+def _sleeps(record: Any) -> float:
+    time.sleep(120)
+    return 0.0
+
+
+def test_the_phases_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = Stopwatch()
+    now[0] += 1.0
+    with clock.phase("rollout"):
+        now[0] += 2.0
+    now[0] += 0.5
+    clock.close_step()
+    assert clock.seconds == {"rollout": 2.0, "other": 1.5}
+    assert clock.total == 3.5
+    clock.reset()
+    clock.close_step()
+    assert clock.seconds == {"other": 0.0}
+
+
+# What is used beside
+
+
+def test_rows_are_decoded_together_as_they_are_alone() -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    rows = [[], [5], list(range(len(tokenizer))), [tokenizer.eos_token_id] * 2, [7, tokenizer.eos_token_id]]
+    for skip in (True, False):
+        assert decode_all(tokenizer, rows, skip) == tokenizer.batch_decode(rows, skip_special_tokens=skip)
+
+
+def test_lengths_are_expected_as_they_were() -> None:
+    lengths = ExpectedLengths()
+    assert lengths.of([1, 2]) is None
+    lengths.note([[1, 2], [3]], [[10, 20], [40, 50]])
+    assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 45.0, 30.0)
+    lengths.note([[3]], [[1, 3]])
+    assert (lengths.of([1, 2]), lengths.of([3]), lengths.of([9])) == (15.0, 2.0, 2.0)
+
+
+def test_cores_are_those_that_the_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    assert cores.usable_cores(tmp_path) == 16
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cores.usable_cores(tmp_path) == 16
+    (tmp_path / "cpu.max").write_text("650000 100000\n")
+    assert cores.usable_cores(tmp_path) == 6
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("300000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cores.usable_cores(tmp_path) == 3
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert [cores.default_workers(n_devices, tmp_path) for n_devices in (0, 1, 2, 8, 16)] == [15, 14, 13, 7, 2]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(128)), raising=False)
+    assert cores.default_workers(8, tmp_path) == 64
