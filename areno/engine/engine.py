@@ -35,9 +35,9 @@ class Engine(AbstractContextManager["Engine"]):
     """The actor and the roles beside it, on some devices. Use it as a context manager, or call close()."""
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
-        self.spec = spec
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
-        self._mode, self._workers = workers, start_workers(spec, workers)
+        self._wanted, self._mode, self._workers = spec, workers, start_workers(spec, workers)
+        self.spec = self._workers.spec
         self.info: EngineInfo = self._workers.call("info")[0]
         # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
         # the records of requests below; it is never held for long.
@@ -408,16 +408,18 @@ class Engine(AbstractContextManager["Engine"]):
         """End what is left of the workers and start them again, with the same roles, as loaded from their folders.
 
         For after a WorkerLost. What was learned is lost, and so are requests under way; the rollout phase has ended.
+        On a cluster that has lost nodes there may be fewer copies of the model than before.
         Raises as the constructor and ensure_roles do; after that the engine can only be restarted again or closed.
         """
         self._limits = None
         self._streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._turn:
-            with self._books:
-                self._forget_requests()
             self._lost_state, self._writes_state = self._writes_state, False
             self._workers.close()
-            self._workers = start_workers(self.spec, self._mode)
+            self._workers = start_workers(self._wanted, self._mode, again=True)
+            with self._books:
+                self.spec = self._workers.spec
+                self._forget_requests()
             for name, spec in self._roles.items():
                 if name != "actor":
                     self._workers.call("load_role", name, spec)

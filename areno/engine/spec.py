@@ -50,6 +50,8 @@ class EngineSpec:
     """One engine: which model, on which devices, trained how.
 
     devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
+    n_nodes: machines that share them evenly, in the order of the ranks. hosts: their addresses, by rank, once they are
+    known; () is the driver's own machine. shared: settings with the folders that all machines must see.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
     """
@@ -70,6 +72,10 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
     stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
+    n_nodes: int = 1
+    hosts: tuple[str, ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
+    setup_timeout: float = 0.0  # seconds to wait for machines that are missing
 
     @property
     def actor(self) -> RoleSpec:
@@ -84,8 +90,14 @@ class EngineSpec:
 
     @property
     def addresses(self) -> list[WorkerAddress]:
-        """Of the worker processes, by rank. All of them run on the driver's own machine."""
-        return [WorkerAddress(device) for device in self.devices]
+        """Of the worker processes, by rank."""
+        hosts = self.hosts or [LOOPBACK] * self.world_size
+        return [WorkerAddress(device, host) for device, host in zip(self.devices, hosts, strict=True)]
+
+    def n_beside(self, rank: int) -> int:
+        """How many ranks share the machine of a rank, itself included."""
+        hosts = [address.host for address in self.addresses]
+        return hosts.count(hosts[rank])
 
     @property
     def world_size(self) -> int:

@@ -27,6 +27,7 @@ class ParallelContext:
     tp: the ranks that share one copy of the model. dp: the ranks that hold the same piece of the other copies.
     control: gloo group of the tensor-parallel peers, for commands; None without peers.
     states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
+    n_beside: ranks on the same machine, itself included.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class ParallelContext:
     dp: ParallelGroup
     control: Any = None
     states: Any = None
+    n_beside: int = 1
 
     @property
     def world_size(self) -> int:
@@ -77,4 +79,4 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
     tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact)
     dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
-    return ParallelContext(rank, device, tp, dp, control, states)
+    return ParallelContext(rank, device, tp, dp, control, states, spec.n_beside(rank))
