@@ -118,7 +118,7 @@ class Trainer:
         self._engine, self._sessions = engine, Sessions(engine, plan)
         logger.info(
             "model: %.1fM parameters, %s on %s, attention by %s", engine.info.n_params / 1e6, engine.info.dtype,
-            ", ".join(plan.spec.devices), BACKENDS[engine.info.attn_backend],
+            ", ".join(map(str, engine.spec.addresses)), BACKENDS[engine.info.attn_backend],
         )  # fmt: skip
 
     # -- what there is ---------------------------------------------------------------------------------------------

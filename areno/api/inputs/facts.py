@@ -23,6 +23,8 @@ def facts(
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"
     layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"
+    if spec.n_nodes > 1:
+        layout += f" on {spec.n_nodes} nodes"
     if spec.tp_size > 1:
         layout += f": {n_devices // spec.tp_size} copies over {spec.tp_size} devices each"
     return {

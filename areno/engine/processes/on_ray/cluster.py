@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from areno import heartbeat
 from areno.errors import ConfigError, EngineError, Problem
@@ -22,10 +22,16 @@ logger = logging.getLogger("areno")
 _KEY = "scheduler.type"
 _LOOK_S = 0.5
 _ANSWER_S = 2.0
+_JOIN_S = 10.0
 _LOCAL_HOST = "127.0.0.1"
 _GPU, _CPU = "GPU", "CPU"
-# Ray counts who uses it unless it is told not to, and on a node without GPUs it talks of a change to come.
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
+# is lost it prints the end of its log: all such lines are skipped.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
+}
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,10 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     with _own_signals():
         try:
-            address = services.canonicalize_bootstrap_address(None)
+            address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
             if address is not None:
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_S).close()  # Ray tries for ever
                 ray.init(address=address, **quiet)
                 return
         except Exception as error:  # Ray raises what its transport does
@@ -171,6 +179,13 @@ def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> boo
 def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
     """How many of the shares of `n_nodes` nodes there is room for, when one node may take several."""
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
+
+
+def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node]) -> Problem:
+    """Of a layout that the cluster does not have."""
+    key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
+    text = "is {}, and the run takes {}, but the Ray cluster has {}"
+    return Problem(key, text, n_nodes if n_nodes > 1 else n_each, wanted(kind, n_nodes, n_each), described(found))
 
 
 def wanted(kind: str, n_nodes: int, n_each: int) -> str:

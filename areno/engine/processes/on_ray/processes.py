@@ -63,10 +63,10 @@ class RayProcesses:
     death_grace_s = _DOUBT_S + 2 * _ASK_S
 
     def __init__(self, spec: EngineSpec, again: bool = False):
-        import ray
-
         cluster.connect(spec.n_nodes, spec.world_size)
-        self._ray = ray
+        import ray  # not before it has been told to be quiet
+
+        self._ray: Any = ray
         self._nodes: list[_Node] = []
         self._group: Any = None  # the placement group
         self._inbox: SimpleQueue[Arrived] = SimpleQueue()
@@ -78,7 +78,7 @@ class RayProcesses:
         try:
             self._place(again)
             self._start()
-        except ray.exceptions.RayError as error:
+        except self._ray.exceptions.RayError as error:
             self.close()
             raise WorkerLost("a node was lost while its workers started: {}", _said(error)) from error
         except BaseException:
@@ -99,7 +99,7 @@ class RayProcesses:
         if not spread:
             n_shares = cluster.shares_left(found, kind, n_nodes, n_each) if again else 0
             if not n_shares:
-                raise no_room(kind, n_nodes, n_each, found)
+                raise ConfigError(cluster.no_room(kind, n_nodes, n_each, found))
             if n_shares < n_nodes:
                 logger.warning(
                     "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s",
@@ -193,6 +193,8 @@ class RayProcesses:
                     if silent > (_DOUBT_S if self._doubted else _SILENT_S):
                         return self._lose(node, f"it has not answered for {silent:.0f} s")
                 arrived, counters = self._ray.get(asked)
+            except self._ray.exceptions.ActorUnavailableError:
+                return self._lose(node, "its connection has ended")
             except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
                 return self._lose(node, _said(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
@@ -279,13 +281,6 @@ class RayProcesses:
         for thread in self._threads:
             thread.join(2 * _ASK_S)
         self._nodes, self._group, self._threads = [], None, []
-
-
-def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[cluster.Node]) -> ConfigError:
-    """For a layout that the cluster does not have."""
-    text = "is {}; with {}={}, a run takes {}; the Ray cluster has {}"
-    each, wanted = Key("cluster.n_gpus_per_node"), cluster.wanted(kind, n_nodes, n_each)
-    return ConfigError(Problem("cluster.n_nodes", text, n_nodes, each, n_each, wanted, cluster.described(found)))
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
