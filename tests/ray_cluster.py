@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,12 @@ from typing import Any
 import pytest
 from processes import children
 
+from areno.engine.processes.on_ray.cluster import QUIET
+
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
 
 # So that Ray stays on the loopback device, and sees in seconds that a node is gone.
-_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **QUIET}
 _SYSTEM = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
@@ -29,11 +30,13 @@ class TwoNodes:
     """A cluster whose second node comes and goes. The first one holds this process."""
 
     def __init__(self) -> None:
+        from ray._common.utils import reset_ray_address
         from ray.cluster_utils import Cluster
 
         self.cluster = Cluster(
             initialize_head=True, head_node_args={**_NODE, "include_dashboard": False, "_system_config": _SYSTEM}
         )
+        reset_ray_address()  # who does not know of this cluster does not find it
         self._second: Any = None
 
     def complete(self) -> None:
@@ -74,4 +77,3 @@ def two_nodes() -> Iterator[TwoNodes]:
 
             ray.shutdown()
             cluster.cluster.shutdown()
-            os.environ.pop("RAY_DEDUP_LOGS_SKIP_REGEX", None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from test_docs import blocks, run_here
 
 from areno.api import get_algorithm
 from areno.api.inputs import devices
@@ -150,3 +153,22 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"^scheduler\.type: is ray, which is not installed: pip install 'areno\[ray\]'$"
     ):
         cluster.connect(2)
+
+
+PAGE = Path(__file__).parents[1] / "docs/many_machines.md"
+
+
+def test_the_job_of_the_page_is_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its YAML, with a node of GPUs for each that the run takes, and the command in it. The Slurm script is one."""
+    [script] = [text for info, text in blocks(PAGE) if text.startswith("#!/bin/bash")]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    [text] = [text for info, text in blocks(PAGE) if info == "yaml"]
+    job = yaml.safe_load(text)["spec"]
+    assert run_here(job["entrypoint"], "--cfg", "job") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    [workers] = job["rayClusterSpec"]["workerGroupSpecs"]
+    [container] = workers["template"]["spec"]["containers"]
+    assert config["cluster"]["n_nodes"] == workers["replicas"]
+    assert config["cluster"]["n_gpus_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    mounted = container["volumeMounts"][0]["mountPath"]
+    assert config["cluster"]["fileroot"].startswith(f"{mounted}/")

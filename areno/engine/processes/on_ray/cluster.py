@@ -21,13 +21,12 @@ logger = logging.getLogger("areno")
 
 _KEY = "scheduler.type"
 _LOOK_S = 0.5
-_ANSWER_S = 2.0
-_JOIN_S = 10.0
+_ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
 _GPU, _CPU = "GPU", "CPU"
 # Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
 # is lost it prints the end of its log: all such lines are skipped.
-_QUIET = {
+QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
@@ -46,11 +45,7 @@ class Node:
 
     def answers(self) -> bool:
         """Whether it is there. Ray takes up to half a minute to see that a node is gone."""
-        try:
-            socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
-        except OSError:
-            return False
-        return True
+        return _listens(self.host, self.port)
 
     def devices(self, kind: str) -> int:
         """How many worker processes may run here. kind: "cuda" or "cpu"."""
@@ -75,7 +70,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     that run, if it knows. ConfigError where none can be reached.
     """
     check_installed()
-    for name, value in _QUIET.items():
+    for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     import ray
 
@@ -94,10 +89,13 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     with _own_signals():
         try:
             address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
-            if address is not None:
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), timeout=_JOIN_S).close()  # Ray tries for ever
-                ray.init(address=address, **quiet)
+            is_there = address is not None and _is_there(address)
+            if given and not is_there:  # Ray would try for minutes
+                raise ConnectionError("nothing answers there")
+            if is_there:
+                ray.init(
+                    address=given, **quiet
+                )  # one that it finds by itself may need a token, which it finds then, too
                 return
         except Exception as error:  # Ray raises what its transport does
             said = " ".join(str(error).split())[:300]
@@ -109,6 +107,19 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
             )
             raise ConfigError(Problem(_KEY, text))
         _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+
+
+def _is_there(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return _listens(host.strip("[]"), int(port))
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:

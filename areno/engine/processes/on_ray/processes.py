@@ -53,9 +53,6 @@ class _Node:
     actor: Any
     ranks: range
 
-    def ask(self, method: str, *args: Any, group: str = "watch") -> Any:
-        return getattr(self.actor, method).options(concurrency_group=group).remote(*args)
-
 
 class RayProcesses:
     """See Processes. again: the workers were lost, so fewer copies of the model will do, and a node may take more."""
@@ -148,7 +145,7 @@ class RayProcesses:
         signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
         try:
             paths = [self.spec.model_path, *map(str, signs.values())]
-            asked = [node.ask("report", paths) for node in self._nodes]
+            asked = [_ask(node.actor.report, paths) for node in self._nodes]
             reports = [self._report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
         finally:
             for sign in signs.values():
@@ -158,8 +155,8 @@ class RayProcesses:
         hosts = [report.host for report, node in zip(reports, self._nodes, strict=True) for _ in node.ranks]
         self.spec = spec = replace(self.spec, hosts=tuple(hosts))
         self.counters = [0] * (FIELDS * spec.world_size)
-        port = self._ray.get(self._nodes[0].ask("listen", hosts[0]), timeout=_START_S)
-        self._ray.get([node.ask("start", spec, node.ranks, port) for node in self._nodes], timeout=_START_S)
+        port = self._ray.get(_ask(self._nodes[0].actor.listen, hosts[0]), timeout=_START_S)
+        self._ray.get([_ask(node.actor.start, spec, node.ranks, port) for node in self._nodes], timeout=_START_S)
         for node in self._nodes:
             thread = threading.Thread(target=self._follow, args=(node,), daemon=True, name=f"areno-node-{node.host}")
             thread.start()
@@ -185,7 +182,7 @@ class RayProcesses:
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
-                asked, since = node.ask("receive", _ASK_S, group="messages"), time.monotonic()
+                asked, since = _ask(node.actor.receive, _ASK_S, group="messages"), time.monotonic()
                 while not self._ray.wait([asked], timeout=0.5)[0]:
                     silent = time.monotonic() - since - _ASK_S
                     if self._closed.is_set():
@@ -218,7 +215,7 @@ class RayProcesses:
         self._raise_if_lost()
         [node] = [node for node in self._nodes if rank in node.ranks]
         packed = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
-        node.ask("send", rank, packed, group="commands")
+        _ask(node.actor.send, rank, packed, group="commands")
 
     def receive(self, timeout: float | None) -> Arrived:
         self._raise_if_lost()
@@ -237,7 +234,8 @@ class RayProcesses:
         self.doubt()
         self._raise_if_lost()
         asked = [
-            node.ask("exit_codes", *((rank, timeout) if rank in node.ranks else (None, 0.0))) for node in self._nodes
+            _ask(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
+            for node in self._nodes
         ]
         codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
         ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _DOUBT_S)
@@ -252,17 +250,20 @@ class RayProcesses:
 
     def look(self) -> dict[int, tuple[str, str]]:
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
-        for one in self._answered("look", _ANSWER_S):
+        for one in self._answered([_ask(node.actor.look) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
                 shown |= self._ray.get(one)
         return shown
 
-    def _answered(self, method: str, timeout: float) -> list[Any]:
-        asked = [node.ask(method) for node in self._nodes]
+    def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
-        self._answered("kill", _KILL_S)  # a worker that hangs would not see the end of its actor
+        self._closed.set()  # their end is meant
+        self._inbox.put(([], list(range(self.spec.world_size))))
+        self._answered(
+            [_ask(node.actor.kill) for node in self._nodes], _KILL_S
+        )  # a worker that hangs would not see the end of its actor
         for node in self._nodes:
             self._ray.kill(node.actor)
 
@@ -273,7 +274,8 @@ class RayProcesses:
         from ray.util.placement_group import remove_placement_group
 
         with suppress(self._ray.exceptions.RayError):
-            self._answered("close", _DOUBT_S if self._lost else _CLOSE_S)
+            asked = [_ask(node.actor.close) for node in self._nodes]
+            self._answered(asked, _DOUBT_S if self._lost else _CLOSE_S)
             for node in self._nodes:
                 self._ray.kill(node.actor)
         if self._group is not None:
@@ -281,6 +283,11 @@ class RayProcesses:
         for thread in self._threads:
             thread.join(2 * _ASK_S)
         self._nodes, self._group, self._threads = [], None, []
+
+
+def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
+    """Call a method of an actor. group: see NodeHost."""
+    return method.options(concurrency_group=group).remote(*args)
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
