@@ -28,7 +28,7 @@ from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.loss_fns.sft import sft_loss_fn
 
-pytestmark = [pytest.mark.slow, needs_ray, reads_proc]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480), needs_ray, reads_proc]
 
 TESTS = Path(__file__).parent
 ON_TWO = ["scheduler.type=ray", "cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]
@@ -53,6 +53,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def differences(expected: dict[str, Any]) -> list[str]:
+    """What differs in the run of the working directory, but for the samples of evaluations.
+
+    Which rank evaluates a row depends on who is free first, and so do the last bits of its log-probabilities.
+    """
+    found = kill_runs.differences(expected, kill_runs.left_by(folder_of("gspo")))
+    return [name for name in found if not name.startswith("eval/")]
+
+
 def on_two(folder: Path, **settings: Any) -> EngineSpec:
     return replace(spec(folder, devices=2), n_nodes=2, **settings)
 
@@ -67,7 +76,7 @@ def test_a_run_on_two_nodes_is_that_on_two_devices(
     assert said.out == ""
     ours = re.compile(r"\d\d:\d\d:\d\d ")
     assert [line for line in said.err.splitlines() if not ours.match(line)] == [], "Ray is silent"
-    assert kill_runs.differences(expected, kill_runs.left_by(folder_of("gspo"))) == []
+    assert differences(expected) == []
     assert nodes.workers() == []
 
 
@@ -99,10 +108,12 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
     monkeypatch.setattr(Engine, "restart", restarting)
     assert go("gspo", *ON_TWO, "recover.freq_steps=1") == 0
     assert noticed[0] < 10
-    assert re.search(r"node 127\.0\.0\.1 with worker \d was lost: its connection has ended", log())
-    assert "starting the workers again (1 of recover.retries=3)" in log()
+    dropped = folder_of("gspo") / "logs/dropped.log"  # such as the words of a restart after an older state
+    lines = log() + (dropped.read_text() if dropped.exists() else "")
+    assert re.search(r"node 127\.0\.0\.1 with worker \d was lost: ", lines)
+    assert "starting the workers again (1 of recover.retries=3)" in lines
     assert "(raylet)" not in "".join(capfd.readouterr())
-    assert kill_runs.differences(expected, kill_runs.left_by(folder_of("gspo"))) == []
+    assert differences(expected) == []
 
 
 def test_what_is_left_of_a_cluster_goes_on(nodes: TwoNodes, tmp_path: Path, caplog: Any) -> None:
