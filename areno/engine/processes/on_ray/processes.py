@@ -312,6 +312,6 @@ def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[s
 
 
 def _said(error: BaseException) -> str:
-    """The words of an error of Ray that say most: its last line may be the end of a traceback."""
+    """The reason, which Ray gives last, after a traceback or a list of ids."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[-1] if "Traceback" in str(error) else " ".join(lines))[:300] or type(error).__name__
+    return lines[-1][:300] if lines else type(error).__name__
