@@ -299,7 +299,7 @@ def test_a_cluster_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyP
     for address, message in {
         "127.0.0.1:9": r"scheduler\.type: is ray, but the Ray cluster at 127\.0\.0\.1:9 cannot be joined: nothing",
         "ray://127.0.0.1:9": "RAY_ADDRESS=ray://127.0.0.1:9 is that of a Ray client server",
-        "": "RAY_ADDRESS is not set, and no Ray cluster runs here; start one with `ray start --head`",
+        "": "no Ray cluster runs on this machine and RAY_ADDRESS is not set; start one with `ray start`",
     }.items():
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=message):
