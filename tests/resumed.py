@@ -107,7 +107,7 @@ def lost_in(patch: pytest.MonkeyPatch, name: str, *calls: int) -> None:
     def killing(engine: Any, *args: Any, **kwargs: Any) -> Any:
         made.append(1)
         if len(made) in calls:
-            os.kill(engine._workers._processes[0].pid, signal.SIGKILL)
+            os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)
         return method(engine, *args, **kwargs)
 
     patch.setattr(Engine, name, killing)

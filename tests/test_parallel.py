@@ -172,7 +172,7 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_all(folder: Path, form: str, victim: int) -> None:
     with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
-        pids = [process.pid for process in engine._workers._processes]  # type: ignore[attr-defined]
+        pids = [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
         engine.begin_rollout(RolloutSpec(max_running=8, max_len=400))
         engine.submit([request(i, max_new_tokens=390, ignore_eos=True) for i in range(8)])
         engine.poll(0.1)

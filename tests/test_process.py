@@ -61,7 +61,7 @@ def sleepy(*_):
     time.sleep(60)
 
 engine = Engine(spec(sys.argv[1]), workers="spawn")
-pid = engine._workers._processes[0].pid
+pid = engine._workers.processes.processes[0].pid
 try:
     if sys.argv[2] == "rollout":
         engine.begin_rollout(ROLLOUT)

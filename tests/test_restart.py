@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pids(engine: Engine) -> list[int]:
-    return [process.pid for process in engine._workers._processes]  # type: ignore[attr-defined]
+    return [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
 
 
 def roles(folder: Path) -> dict[str, RoleSpec]:

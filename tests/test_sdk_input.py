@@ -96,7 +96,7 @@ def test_what_only_the_machine_can_tell_is_said_by_init(model: str, config: Aren
 def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from areno.api.inputs.plan import find_devices
+    from areno.api.inputs.devices import find_devices
     from areno.config.run import EngineConfig
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)

@@ -149,7 +149,7 @@ def test_a_worker_that_is_killed_while_it_writes(folder: Path, tmp_path: Path) -
         engine.save_state(state)
         engine.train(critic_rows(), sft_loss_fn)
         assert not engine.state_written()
-        os.kill(engine._workers._processes[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
         with pytest.raises(EngineError, match="killed by SIGKILL"):
             engine.state_written(wait=True)
     assert not (state / "index.json").exists()

@@ -191,7 +191,7 @@ def test_a_dead_worker_is_raised_in_every_stream(folder: Path) -> None:
     async def main() -> list[Any]:
         streams = [asyncio.create_task(collect(engine, long(i, n_samples=4))) for i in range(3)]
         await asyncio.sleep(0.1)
-        os.kill(engine._workers._processes[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(engine._workers.processes.processes[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         return await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 20)
 
     with Engine(spec(folder), "spawn") as engine:

@@ -201,7 +201,7 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
         time.sleep(60)
 
     group = SpawnedGroup(spec(folder))
-    pid = group._processes[0].pid
+    pid = group.processes.processes[0].pid  # type: ignore[union-attr]
     started = time.monotonic()
     message = r"worker 0 \(cpu\) was killed by SIGKILL"
     if busy == "training":

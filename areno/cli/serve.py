@@ -98,6 +98,7 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     from areno.agents.server.build import build_server
     from areno.agents.server.host import ServerThread
     from areno.agents.server.sampling import ServerLimits
+    from areno.api.inputs.devices import find_devices
     from areno.api.inputs.plan import open_actor
     from areno.config.models import ModelConfig
     from areno.config.run import DecoderConfig, EngineConfig
@@ -105,13 +106,12 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     from areno.engine.spec import RolloutSpec
     from areno.types import SamplingParams
 
-    plan = open_actor(
-        ModelConfig(path=arguments.folder, dtype=arguments.dtype),
-        EngineConfig(
-            device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
-            dummy_load=arguments.random_weights,
-        ),
+    engine_config = EngineConfig(
+        device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
+        dummy_load=arguments.random_weights,
     )  # fmt: skip
+    actor = ModelConfig(path=arguments.folder, dtype=arguments.dtype)
+    plan = open_actor(actor, engine_config, lambda: find_devices(engine_config))
     decoder = DecoderConfig(
         mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,
         max_prefill_tokens=arguments.max_prefill_tokens, eager_decode=arguments.eager_decode,

@@ -14,7 +14,7 @@ from areno.config.rollout.sampling import GenerationConfig
 from areno.config.schema.fields import Missing, Section, build_check, check, forbid, setting
 from areno.config.schema.values import show
 from areno.config.tracking.stats_logger import StatsLoggerConfig
-from areno.errors import ConfigError, Problem, did_you_mean
+from areno.errors import ConfigError, Key, Problem, did_you_mean
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
 NEEDS = {"evaluator": "valid_dataset", "eval_gconfig": "valid_dataset"}
@@ -51,7 +51,8 @@ class ExperimentConfig(Section):
     evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
     recover: RecoverConfig = setting(factory=RecoverConfig, help="Going on with a run that was interrupted")
     stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
-    cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Output folder")
+    cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
+    scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="What starts the worker processes")
 
     def brings_rows(self) -> bool:
         """Whether there is training data without train_dataset naming any."""
@@ -73,6 +74,36 @@ class ExperimentConfig(Section):
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
+
+    @forbid(
+        "cluster.n_nodes",
+        "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray",
+    )
+    def nodes_without_a_cluster(self) -> bool:
+        return self.cluster.n_nodes > 1 and self.scheduler.type == "local"
+
+    @forbid(
+        "engine.workers", "is inline, which runs in this process, but scheduler.type=ray starts processes; leave it out"
+    )
+    def inline_on_a_cluster(self) -> bool:
+        return self.engine.workers == "inline" and self.scheduler.type == "ray"
+
+    @check
+    def devices_fill_the_nodes(self) -> Iterator[Problem]:
+        size, n_nodes, n_each = self.engine.world_size, self.cluster.n_nodes, self.cluster.n_gpus_per_node
+        if n_each is not None and size is not None and size != n_nodes * n_each:
+            text = "is {}, but {}={} and {}={} make {}; leave one of them out"
+            nodes, each = Key("cluster.n_nodes"), Key("cluster.n_gpus_per_node")
+            yield Problem("engine.world_size", text, size, nodes, n_nodes, each, n_each, n_nodes * n_each)
+            return
+        if size is not None and size % n_nodes:
+            text = "is {}, which {}={} nodes cannot share evenly"
+            yield Problem("engine.world_size", text, size, Key("cluster.n_nodes"), n_nodes)
+            return
+        n_each = n_each or (n_nodes > 1 and size and size // n_nodes)
+        if n_each and n_each % self.engine.tp_size:
+            text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
+            yield Problem("engine.tp_size", text, self.engine.tp_size, n_each)
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:

@@ -249,12 +249,44 @@ class EngineConfig(Section):
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section):
-    """Where a run leaves its files."""
+    """The machines of a run, and where it leaves its files."""
 
     fileroot: str = setting(
-        "outputs", help="Folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>"
+        "outputs",
+        help="Folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or time>. With several "
+        "nodes, all of them must see it",
+    )
+    n_nodes: int = setting(1, help="Machines of the run. More than one needs scheduler.type=ray", gt=0)
+    n_gpus_per_node: int | None = setting(
+        None,
+        help="Devices of the run on each node; on a CPU, worker processes. null: an even share of engine.world_size. "
+        "If that is null, too: every GPU, and one copy of the model on a CPU",
+        gt=0,
     )
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
     def no_path(self) -> bool:
         return is_no_folder(self.fileroot)
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig(Section):
+    """What starts the worker processes."""
+
+    type: Literal["local", "ray"] = setting(
+        "local",
+        help="local: on this machine. ray: on the nodes of the Ray cluster of RAY_ADDRESS, or of the one that runs on "
+        "this machine. Without one, Ray is started here for a run on one node",
+    )
+    setup_timeout: float = setting(
+        30.0,
+        help="With type=ray: so many seconds to wait for nodes that the cluster lacks, at the start and after one was "
+        "lost. Then the start is refused, and a run that has begun goes on with what is left",
+        ge=0,
+    )
+
+    @forbid(
+        "setup_timeout", "is {self.setup_timeout:g}, but type=local waits for no nodes; leave it out or set type=ray"
+    )
+    def nothing_to_wait_for(self) -> bool:
+        return self.type == "local" and not self.is_default("setup_timeout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import threading
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.config.schema.values import flat
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests.dispatch import Dispatcher
@@ -37,9 +35,9 @@ class Engine(AbstractContextManager["Engine"]):
     """The actor and the roles beside it, on some devices. Use it as a context manager, or call close()."""
 
     def __init__(self, spec: EngineSpec, workers: str = "auto"):
-        self.spec = spec
         self._roles: dict[str, RoleSpec] = {"actor": spec.actor}  # as loaded
-        self._mode, self._workers = workers, start_workers(spec, workers)
+        self._wanted, self._mode, self._workers = spec, workers, start_workers(spec, workers)
+        self.spec = self._workers.spec
         self.info: EngineInfo = self._workers.call("info")[0]
         # Streams poll from a thread of their own. `_turn` gives the workers to one thread at a time. `_books` guards
         # the records of requests below; it is never held for long.
@@ -48,7 +46,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
-        self._dispatcher = Dispatcher(spec.dp_size)
+        self._dispatcher = Dispatcher(self.spec.dp_size)
         self._writes_state = False
         self._lost_state = False  # it was being written when the workers were started again
 
@@ -62,7 +60,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
-                raise EngineError(_difference(name, self._roles[name], spec))
+                raise EngineError(self._roles[name].difference(name, spec))
         for name, spec in roles.items():
             if name not in self._roles:
                 if self._limits is not None:
@@ -416,16 +414,19 @@ class Engine(AbstractContextManager["Engine"]):
         """End what is left of the workers and start them again, with the same roles, as loaded from their folders.
 
         For after a WorkerLost. What was learned is lost, and so are requests under way; the rollout phase has ended.
+        On a cluster that has lost nodes there may be fewer copies of the model than before.
         Raises as the constructor and ensure_roles do; after that the engine can only be restarted again or closed.
         """
         self._limits = None
         self._streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._turn:
-            with self._books:
-                self._forget_requests()
             self._lost_state, self._writes_state = self._writes_state, False
             self._workers.close()
-            self._workers = start_workers(self.spec, self._mode)
+            self._workers = start_workers(self._wanted, self._mode, again=True)
+            with self._books:
+                self.spec = self._workers.spec  # which may have fewer copies
+                self._dispatcher = Dispatcher(self.spec.dp_size)
+                self._forget_requests()
             for name, spec in self._roles.items():
                 if name != "actor":
                     self._workers.call("load_role", name, spec)
@@ -441,11 +442,3 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _difference(name: str, loaded: RoleSpec, wanted: RoleSpec) -> str:
-    was, now = flat(dataclasses.asdict(loaded)), flat(dataclasses.asdict(wanted))
-    fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
-    changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
-    how = "the actor is what the engine was built for" if name == "actor" else "call release_role first to replace it"
-    return f"role {name!r} is loaded already, asked for now with {changed}; {how}"

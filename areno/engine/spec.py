@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
+from areno.config.schema.values import flat
 from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
@@ -34,6 +36,14 @@ class RoleSpec:
         """The configuration section of its micro-batches: its own where it is trained, else the actor's."""
         return self.key.removesuffix(".path") if self.optimizer else "actor"
 
+    def difference(self, name: str, wanted: RoleSpec) -> str:
+        """What to say where the role is loaded so and asked for otherwise."""
+        was, now = flat(dataclasses.asdict(self)), flat(dataclasses.asdict(wanted))
+        fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
+        changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
+        how = "the actor is what the engine was built for" if name == "actor" else "call release_role to replace it"
+        return f"role {name!r} is loaded already, asked for now with {changed}; {how}"
+
 
 @dataclass(frozen=True)
 class WorkerAddress:
@@ -52,6 +62,8 @@ class EngineSpec:
 
     devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
     tp_size: of them share one copy of the model. cp_size: copies that train each row together.
+    n_nodes: machines that share them evenly, in the order of the ranks. hosts: their addresses, by rank, once they are
+    known; () is the driver's own machine. shared: settings with the folders that all machines must see.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
     planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
@@ -78,6 +90,10 @@ class EngineSpec:
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
     planned: dict[str, RoleSpec] = field(default_factory=dict)
     stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
+    n_nodes: int = 1
+    hosts: tuple[str, ...] = ()
+    shared: tuple[tuple[str, str], ...] = ()
+    setup_timeout: float = 0.0  # seconds to wait for machines that are missing
 
     @property
     def actor(self) -> RoleSpec:
@@ -92,8 +108,14 @@ class EngineSpec:
 
     @property
     def addresses(self) -> list[WorkerAddress]:
-        """Of the worker processes, by rank. All of them run on the driver's own machine."""
-        return [WorkerAddress(device) for device in self.devices]
+        """Of the worker processes, by rank."""
+        hosts = self.hosts or [LOOPBACK] * self.world_size
+        return [WorkerAddress(device, host) for device, host in zip(self.devices, hosts, strict=True)]
+
+    def n_beside(self, rank: int) -> int:
+        """How many ranks share the machine of a rank, itself included."""
+        hosts = [address.host for address in self.addresses]
+        return hosts.count(hosts[rank])
 
     @property
     def world_size(self) -> int:

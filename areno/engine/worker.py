@@ -45,7 +45,7 @@ class Worker:
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
         self.roles = Roles(spec, context, self.attn_backend)
         self.actor = self.roles.actor
-        self._most_threads = max(1, torch.get_num_threads() // spec.world_size)
+        self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))
         self._set_threads()
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
@@ -132,7 +132,7 @@ class Worker:
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
             return torch.cuda.mem_get_info(self.context.device)[0]
-        return host_bytes_free() // self.spec.world_size
+        return host_bytes_free() // self.spec.n_beside(self.context.rank)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -32,7 +32,7 @@ from areno.files.user_code import describe_error
 from areno.launch import help, library
 from areno.launch.elsewhere import RECIPES, hint, listed
 from areno.launch.sweeps.results import Sweep
-from areno.launch.sweeps.side_by_side import JobFailed, SideBySide, shares
+from areno.launch.sweeps.side_by_side import N_JOBS, JobFailed, SideBySide, shares
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -219,6 +219,9 @@ def _run_side_by_side(
     algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
 ) -> None:
     """Run the jobs of a sweep, several at a time, each in a process of its own. config: of the first."""
+    if config.scheduler.type == "ray":
+        text = "is {}, but runs on a Ray cluster go one after another; leave it out or set {}=local"
+        raise ConfigError(Problem(N_JOBS, text, session.n_jobs, Key("scheduler.type")))
     from areno.launch.sweeps.job_lines import JobLines
     from areno.tracking.display.display import chosen_console
 

@@ -124,6 +124,8 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     algorithm = get_algorithm(recipe)
     size = run.config.get("engine", {}).get("tp_size", 1)
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
+    changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # wherever it ran
+    changes += ["scheduler.setup_timeout=30"]
     config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
         raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)

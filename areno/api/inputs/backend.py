@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from areno.api.inputs.devices import find_devices
 from areno.api.inputs.plan import TrainerPlan, open_actor
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
@@ -161,7 +162,13 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
     )
     tokenizer_path = runtime.tokenizer_path or settings.model_path
     return replace(
-        open_actor(actor, engine, tokenizer_path=tokenizer_path, cuda_ids=config.devices, seed=runtime.seed),
+        open_actor(
+            actor,
+            engine,
+            lambda: find_devices(engine, config.devices),
+            tokenizer_path=tokenizer_path,
+            seed=runtime.seed,
+        ),
         decoder=runtime.decoder(),
         max_running=config.max_running_prompts,
         drop_rollout_state=runtime.drop_rollout_state,

@@ -30,7 +30,8 @@ _KINDS: dict[str, tuple[Kind, str]] = {
     **dict.fromkeys(("experiment_name", "trial_name", "cluster"), ("harmless", "nothing: the run keeps its folder")),
     **dict.fromkeys(
         (
-            "engine", "rollout.max_prefill_tokens", "rollout.mem_fraction", "rollout.max_kv_tokens",
+            "engine", "scheduler", "cluster.n_nodes", "cluster.n_gpus_per_node",
+            "rollout.max_prefill_tokens", "rollout.mem_fraction", "rollout.max_kv_tokens",
             "rollout.eager_decode", "rollout.max_concurrent_rollouts", "rollout.drop_rollout_state", "reward.workers",
             "reward.offload", "ref.offload", "critic.offload", "actor.mb_spec", "critic.mb_spec",
             "actor.gradient_checkpointing", "critic.gradient_checkpointing",

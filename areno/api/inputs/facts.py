@@ -29,6 +29,8 @@ def facts(
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"
     layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"
+    if spec.n_nodes > 1:
+        layout += f" on {spec.n_nodes} nodes"
     if spec.tp_size > 1:
         layout += f": {n_devices // spec.tp_size} copies over {spec.tp_size} devices each"
     if spec.cp_size > 1:
@@ -47,7 +49,7 @@ def tell_model(engine: Engine) -> None:
     info = engine.info
     logger.info(
         "model: %.1fM parameters, %s on %s, attention by %s", info.n_params / 1e6, info.dtype,
-        ", ".join(engine.spec.devices), BACKENDS[info.attn_backend],
+        ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend],
     )  # fmt: skip
     _tell_memory(engine)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from areno.api.inputs.devices import devices_of
 from areno.config.experiments import (
     CriticExperimentConfig,
     ExperimentConfig,
@@ -47,46 +48,18 @@ class TrainerPlan:
     progress_interval_s: float = 10.0
 
 
-def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) -> list[str]:
-    """The devices a run uses, one worker each. `cuda_ids`: which of the visible ones; None takes the first.
-
-    Raises ConfigError when there are fewer than asked for.
-    """
-    import torch
-
-    visible = torch.cuda.device_count() if engine.device != "cpu" else 0
-    if engine.device == "cuda" and not visible:
-        raise ConfigError([Problem("engine.device", "is cuda, but torch sees no CUDA device; use cpu or auto")])
-    if not visible:
-        if cuda_ids is not None:
-            why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
-            raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
-        wanted, most = engine.world_size or engine.tp_size * engine.cp_size, max(64, os.cpu_count() or 1)
-        if wanted > most:
-            found = "is {}; on the CPU of this machine a run has at most {} worker processes"
-            raise ConfigError([Problem("engine.world_size", found, wanted, most)])
-        return ["cpu"] * wanted
-    if cuda_ids is not None:
-        if missing := [index for index in cuda_ids if index >= visible]:
-            shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"
-            found = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
-            raise ConfigError([Problem("devices", found)])
-        return [f"cuda:{index}" for index in cuda_ids]
-    wanted = engine.world_size or visible
-    if wanted > visible:
-        raise ConfigError([Problem("engine.world_size", f"is {wanted}, but only {visible} CUDA devices are visible")])
-    return [f"cuda:{index}" for index in range(wanted)]
-
-
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """The plan of an experiment's configuration. Nothing large is loaded yet. Raises as `open_actor` does."""
     plan = open_actor(
         config.actor,
         config.engine,
+        lambda: devices_of(config.engine, config.cluster, config.scheduler),
         tokenizer_path=config.tokenizer_path,
         seed=config.seed,
         more_problems=lambda model: model_problems(config, model),
     )
+    if config.scheduler.type == "ray":
+        plan = on_ray(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
     rollout = config.rollout
@@ -100,16 +73,31 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     )
 
 
+def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
+    """The same on the nodes of a Ray cluster, which must all see what the run writes."""
+    folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
+    shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
+    spec = replace(
+        plan.spec,
+        n_nodes=config.cluster.n_nodes,
+        shared=shared,
+        setup_timeout=config.scheduler.setup_timeout,
+    )
+    return replace(plan, spec=spec, workers="ray")
+
+
 def open_actor(
     actor: ModelConfig,
     engine: EngineConfig,
+    devices_of: Callable[[], list[str]],
     *,
     tokenizer_path: str | None = None,
-    cuda_ids: Sequence[int] | None = None,
     seed: int = 1,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
     """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
+
+    devices_of: finds the devices of the run.
 
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
@@ -117,7 +105,7 @@ def open_actor(
     from areno.models.registry import tp_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
-        lambda: find_devices(engine, cuda_ids),
+        devices_of,
         lambda: _open_config(actor.path),
         lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
     )

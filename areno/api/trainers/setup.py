@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from areno.agents.processes.pool import AgentPool
+from areno.api.inputs.devices import find_devices
 from areno.api.inputs.facts import facts, without_answers
-from areno.api.inputs.plan import TrainerPlan, experiment_roles, find_devices, plan_of_experiment
+from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.inputs.schedule import schedule_warnings, with_schedules
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator

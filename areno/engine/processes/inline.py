@@ -24,7 +24,7 @@ class InlineGroup:
     pulses: None = None  # see Watched
 
     def __init__(self, spec: EngineSpec):
-        self.command = "start"
+        self.spec, self.command = spec, "start"
         self._worker: Worker | None = None
         # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()

@@ -31,6 +31,7 @@ class ParallelContext:
     cp: those of dp that train each row together. data: those of dp that have this rank's place in other such groups.
     relay: passes commands on to the tensor-parallel peers; None without peers.
     states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
+    n_beside: ranks on the same machine, itself included.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class ParallelContext:
     data: ParallelGroup
     relay: Relay | None = None
     states: Any = None
+    n_beside: int = 1
 
     @property
     def world_size(self) -> int:
@@ -94,4 +96,4 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         cp = ParallelGroup(cp_rank, spec.cp_size, cp_group)
         data = ParallelGroup(data_rank, spec.data_size, data_group)
     relay = Relay(store, str(dp_rank), tp_rank, spec.tp_size) if spec.tp_size > 1 else None
-    return ParallelContext(rank, device, tp, dp, cp, data, relay, states)
+    return ParallelContext(rank, device, tp, dp, cp, data, relay, states, spec.n_beside(rank))

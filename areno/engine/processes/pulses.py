@@ -1,25 +1,28 @@
-"""How far each worker is, in memory that the driver shares with the workers: it takes no message and no system call."""
+"""How far each worker is, in memory that workers share with the process that started them.
+
+To count takes no message and no system call. Counters of another machine are copied to the driver about once a second.
+"""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 from areno import heartbeat
 
 # For each rank: parts of its work, commands that it has done, whether it decodes.
 _BEATS, _DONE, _DECODES = range(3)
-_FIELDS = 3
+FIELDS = 3
 
 
 class Pulses:
     """The driver's view. It counts the commands that it sends, and looks at what each rank counts.
 
-    together: the driver waits for an answer of every rank, so they may wait for each other.
+    counters: FIELDS numbers for each rank. together: the driver waits for an answer of every rank, so they may wait for
+    each other.
     """
 
-    def __init__(self, context: Any, world_size: int, tp_size: int):
-        self.counters = context.RawArray(ctypes.c_uint64, _FIELDS * world_size)
+    def __init__(self, counters: Any, world_size: int, tp_size: int):
+        self.counters = counters
         self.world_size, self._tp_size = world_size, tp_size
         self._sent = [1] * world_size  # to the leader of each rank; the start is a command, too
         self._commands = ["start"] * world_size  # the last one
@@ -34,14 +37,14 @@ class Pulses:
     def is_due(self, rank: int) -> bool:
         """Whether it has something to do."""
         leader = rank - rank % self._tp_size  # it alone knows: others wait for it between two steps
-        return self._is_asked(rank) or bool(self.counters[_FIELDS * leader + _DECODES])
+        return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:
-        return self.counters[_FIELDS * rank + _DONE] < self._sent[rank]
+        return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
         """Changes whenever the rank gets on."""
-        return self.counters[_FIELDS * rank : _FIELDS * (rank + 1)]
+        return self.counters[FIELDS * rank : FIELDS * (rank + 1)]
 
     def command(self, rank: int) -> str:
         """What it does, or should be doing."""
@@ -52,7 +55,7 @@ class Pulse:
     """The view of one worker, whose beats count there from now on."""
 
     def __init__(self, counters: Any, rank: int):
-        self._counters, self._at = counters, _FIELDS * rank
+        self._counters, self._at = counters, FIELDS * rank
         heartbeat.count_in(counters, self._at + _BEATS)
 
     def has_done(self, decodes: bool) -> None:

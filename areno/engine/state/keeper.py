@@ -180,7 +180,7 @@ class StateKeeper:
         """For copies of these tensors. EngineError where there is not enough."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
-        if n_bytes > host_bytes_free() // self._context.world_size:
+        if n_bytes > host_bytes_free() // self._context.n_beside:
             raise EngineError(f"a copy of the state takes {n_bytes / 2**30:.1f} GiB of host memory, which are not free")
         for buffer, parts in missing.items():
             pinned = self._stream is not None

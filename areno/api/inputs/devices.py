@@ -1,0 +1,73 @@
+"""Which devices a run uses: of this machine, or of the nodes of a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
+from areno.errors import ConfigError, Problem
+
+
+def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) -> list[str]:
+    """The devices of this machine that a run uses, one worker each. `cuda_ids`: which visible ones; None: the first.
+
+    Raises ConfigError when there are fewer than asked for.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if engine.device != "cpu" else 0
+    if engine.device == "cuda" and not visible:
+        raise ConfigError([Problem("engine.device", "is cuda, but torch sees no CUDA device; use cpu or auto")])
+    if not visible:
+        if cuda_ids is not None:
+            why = "torch sees no CUDA device" if engine.device != "cpu" else "engine.device is cpu"
+            raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
+        wanted, most = engine.world_size or engine.tp_size * engine.cp_size, max(64, os.cpu_count() or 1)
+        if wanted > most:
+            found = "is {}; on the CPU of this machine a run has at most {} worker processes"
+            raise ConfigError([Problem("engine.world_size", found, wanted, most)])
+        return ["cpu"] * wanted
+    if cuda_ids is not None:
+        if missing := [index for index in cuda_ids if index >= visible]:
+            shown = "that is 0" if visible == 1 else f"those are 0 to {visible - 1}"
+            found = f"has {missing[0]}, but {visible} CUDA devices are visible; {shown}"
+            raise ConfigError([Problem("devices", found)])
+        return [f"cuda:{index}" for index in cuda_ids]
+    wanted = engine.world_size or visible
+    if wanted > visible:
+        raise ConfigError([Problem("engine.world_size", f"is {wanted}, but only {visible} CUDA devices are visible")])
+    return [f"cuda:{index}" for index in range(wanted)]
+
+
+def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+    """The devices of a run, in the order of its nodes. Raises ConfigError when there are fewer than asked for."""
+    if scheduler.type == "ray":
+        return _on_nodes(engine, cluster, scheduler)
+    return find_devices(replace(engine, world_size=engine.world_size or cluster.n_gpus_per_node))
+
+
+def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+    from areno.engine.processes.on_ray import cluster
+
+    n_nodes, size = settings.n_nodes, engine.world_size
+    n_each = settings.n_gpus_per_node or (size and size // n_nodes)
+    cluster.connect(n_nodes, n_each or engine.tp_size)
+    kind = engine.device
+    if kind == "auto":
+        kind = "cuda" if any(node.gpus for node in cluster.nodes()) else "cpu"
+    n_least = n_each or (engine.tp_size if kind == "cpu" else 1)
+    found = cluster.wait_for(
+        lambda nodes: cluster.has_room(nodes, kind, n_nodes, n_least),
+        scheduler.setup_timeout,
+        cluster.wanted(kind, n_nodes, n_least),
+    )
+    if not cluster.has_room(found, kind, n_nodes, n_least):
+        raise ConfigError(cluster.no_room(kind, n_nodes, n_least, found))
+    if n_each is None and kind == "cuda":
+        n_least = sorted((node.gpus for node in found), reverse=True)[n_nodes - 1]
+        if n_least % engine.tp_size:
+            text = "is {}, but nodes have {} GPUs each; tensor parallel stays inside a node"
+            raise ConfigError(Problem("engine.tp_size", text, engine.tp_size, n_least))
+    return ["cpu" if kind == "cpu" else f"cuda:{rank % n_least}" for rank in range(n_nodes * n_least)]

@@ -1,0 +1,151 @@
+"""Worker processes of this machine: their pipes, the counters they share with this process, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import socket
+import time
+from multiprocessing import connection
+from typing import Any, Protocol
+
+from areno.engine.processes import stacks
+from areno.engine.processes.child import without_main_module
+from areno.engine.processes.messages import Command
+from areno.engine.processes.pulses import FIELDS
+from areno.engine.processes.serving import worker_main
+from areno.engine.spec import EngineSpec
+
+_EXIT_GRACE_S = 2.0  # for a process to end by itself
+
+Arrived = tuple[list[tuple[int, bytes]], list[int]]
+"""Pickled messages with the ranks that sent them, and the ranks whose connections have ended since."""
+
+
+class Processes(Protocol):
+    """What a group of workers runs on: processes of this machine, or of several. Ranks are those of the whole group.
+
+    spec: where they run. counters: see Pulses. death_grace_s: how long it may take to see that one has ended. Methods
+    raise WorkerLost where a machine is lost, but for those that end the processes.
+    """
+
+    spec: EngineSpec
+    counters: Any
+    death_grace_s: float
+
+    def send(self, rank: int, command: Command) -> None:
+        """BrokenPipeError or ConnectionResetError where the worker has ended."""
+        ...
+
+    def receive(self, timeout: float | None) -> Arrived:
+        """What has arrived, after waiting up to `timeout` seconds for the first. Each end is told once."""
+        ...
+
+    def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        """Of all workers, after waiting for the end of `rank`; None for one that runs."""
+        ...
+
+    def doubt(self) -> None:
+        """A worker has failed, perhaps since another is gone: look closely whether one is."""
+        ...
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        """State in words and stacks of each worker."""
+        ...
+
+    def kill(self) -> None:
+        """Kill them all."""
+        ...
+
+    def close(self) -> None:
+        """Let them end, and kill those that do not."""
+        ...
+
+
+class LocalProcesses:
+    """See Processes. ranks: those that run here. port, listener: see join_groups."""
+
+    death_grace_s = 2.0
+
+    def __init__(self, spec: EngineSpec, ranks: range, port: int, listener: socket.socket | None):
+        self.spec, self.ranks = spec, ranks
+        context = multiprocessing.get_context("spawn")
+        self.counters = context.RawArray(ctypes.c_uint64, FIELDS * spec.world_size)
+        self.processes: dict[int, Any] = {}
+        self._pipes: dict[int, Any] = {}
+        self._stack_pipes: dict[int, Any] = {}
+        self._gone: set[int] = set()
+        try:
+            for rank in ranks:
+                mine, theirs = context.Pipe()
+                my_stacks, their_stacks = context.Pipe()
+                args = (theirs, spec, rank, port, listener if rank == 0 else None, self.counters, their_stacks)
+                process = context.Process(target=worker_main, args=args, name=f"areno-worker-{rank}", daemon=True)
+                with without_main_module():
+                    process.start()
+                theirs.close()
+                their_stacks.close()
+                self.processes[rank], self._pipes[rank], self._stack_pipes[rank] = process, mine, my_stacks
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, rank: int, command: Command) -> None:
+        self._pipes[rank].send(command)
+
+    def send_bytes(self, rank: int, command: bytes) -> None:
+        """The same for a pickled command."""
+        self._pipes[rank].send_bytes(command)
+
+    def receive(self, timeout: float | None) -> Arrived:
+        open_ones = [rank for rank in self._pipes if rank not in self._gone]
+        sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
+        ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
+        messages, gone = [], []
+        for rank in open_ones:
+            if self._pipes[rank] in ready:
+                try:
+                    messages.append((rank, self._pipes[rank].recv_bytes()))
+                except (EOFError, ConnectionResetError):
+                    gone.append(rank)
+            elif sentinels[rank] in ready:
+                gone.append(rank)
+        self._gone.update(gone)
+        return messages, gone
+
+    def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        if rank is not None:
+            self.processes[rank].join(timeout)
+        return {each: process.exitcode for each, process in self.processes.items()}
+
+    def doubt(self) -> None:
+        pass  # the end of a process of this machine is always seen
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        pids = {rank: process.pid for rank, process in self.processes.items()}
+        return stacks.ask(pids, self._stack_pipes, self.spec.world_size > 1)
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def close(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        for process in self.processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self.processes.values():
+            process.kill()  # of no effect on one that has ended
+            process.join()
+            process.close()
+        for pipe in self._stack_pipes.values():
+            pipe.close()
+        self.processes, self._pipes, self._stack_pipes = {}, {}, {}
+
+
+def on_this_machine(spec: EngineSpec) -> LocalProcesses:
+    """All workers of a spec."""
+    # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
+    with socket.create_server((spec.addresses[0].host, 0)) as listener:
+        return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

@@ -1,0 +1,216 @@
+"""The Ray cluster of this process: how it is joined or started, which nodes it has, and which of them a run takes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from areno import heartbeat
+from areno.errors import ConfigError, EngineError, Problem
+
+logger = logging.getLogger("areno")
+
+_KEY = "scheduler.type"
+_LOOK_S = 0.5
+_ANSWER_S = 5.0
+_LOCAL_HOST = "127.0.0.1"
+_GPU, _CPU = "GPU", "CPU"
+# Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
+# is lost it prints the end of its log: all such lines are skipped.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that is up. Numbers are those that Ray was told, whoever uses them now."""
+
+    id: str
+    host: str
+    gpus: int
+    cpus: int
+    port: int = 0  # that the node's own process of Ray listens on
+
+    def answers(self) -> bool:
+        """Whether it is there. Ray takes up to half a minute to see that a node is gone."""
+        return _listens(self.host, self.port)
+
+    def devices(self, kind: str) -> int:
+        """How many worker processes may run here. kind: "cuda" or "cpu"."""
+        return self.gpus if kind == "cuda" else self.cpus
+
+
+def resource(kind: str) -> str:
+    """What Ray calls a device."""
+    return _GPU if kind == "cuda" else _CPU
+
+
+def check_installed() -> None:
+    """ConfigError where Ray is not."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
+
+
+def connect(n_nodes: int, n_devices: int | None = None) -> None:
+    """Join the cluster of RAY_ADDRESS or, without it, the one that runs on this machine. Later calls do nothing.
+
+    Where there is none, start one on this machine for a run on one node, which ends with this process. n_devices: of
+    that run, if it knows. ConfigError where none can be reached.
+    """
+    check_installed()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if ray.is_initialized():
+        return
+    from ray._private import services
+
+    given = os.environ.get("RAY_ADDRESS") or None
+    if given is not None and "://" in given:
+        text = (
+            "is ray, but RAY_ADDRESS={} is that of a Ray client server; start the run on a node of the cluster, with "
+        )
+        raise ConfigError(Problem(_KEY, text + "RAY_ADDRESS=HOST:PORT as `ray start` prints it, or without", given))
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    with _own_signals():
+        try:
+            address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
+            is_there = address is not None and _is_there(address)
+            if given and not is_there:  # Ray would try for minutes
+                raise ConnectionError("nothing answers there")
+            if is_there:
+                ray.init(
+                    address=given, **quiet
+                )  # one that it finds by itself may need a token, which it finds then, too
+                return
+        except Exception as error:  # Ray raises what its transport does
+            said = " ".join(str(error).split())[:300]
+            where = f"the Ray cluster at {given}" if given else "the Ray cluster of this machine"
+            raise ConfigError(Problem(_KEY, "is ray, but {} cannot be joined: {}", where, said)) from error
+        if n_nodes > 1:
+            text = (
+                "is ray, but no Ray cluster runs on this machine and RAY_ADDRESS is not set; start one with `ray start`"
+            )
+            raise ConfigError(Problem(_KEY, text))
+        _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+
+
+def _is_there(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return _listens(host.strip("[]"), int(port))
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
+    """A cluster of this machine alone, which nobody outside can reach."""
+    from ray._private import ray_constants
+
+    # Ray takes an address that others can reach, also when it is told another one, unless it thinks that it is on a
+    # system where it makes no clusters.
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+    if {node["NodeManagerAddress"] for node in ray.nodes()} != {_LOCAL_HOST}:
+        ray.shutdown()
+        raise EngineError(
+            "this version of Ray cannot be started on {} alone; start a cluster with `ray start`", _LOCAL_HOST
+        )
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray gives SIGTERM a handler of its own, which ends the process without winding anything down."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if in_main and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def nodes() -> list[Node]:
+    """Those that Ray holds to be up, those with most devices first."""
+    import ray
+
+    found = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            int(node["Resources"].get(_GPU, 0)),
+            int(node["Resources"].get(_CPU, 0)),
+            node["NodeManagerPort"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda node: (-node.gpus, -node.cpus, node.host, node.id))
+
+
+def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str) -> list[Node]:
+    """The nodes, as soon as they are enough or when the time is over. what: is missing, for the log."""
+    deadline, told = time.monotonic() + timeout, False
+    while not enough(found := nodes()) and time.monotonic() < deadline:
+        if not told:
+            logger.info("waiting up to %g s for %s; the Ray cluster has %s", timeout, what, described(found))
+            told = True
+        heartbeat.beat()
+        time.sleep(_LOOK_S)
+    return found
+
+
+def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
+    """Whether so many nodes have so many devices each."""
+    return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
+
+
+def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
+    """How many of the shares of `n_nodes` nodes there is room for, when one node may take several."""
+    return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
+
+
+def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node]) -> Problem:
+    """Of a layout that the cluster does not have."""
+    key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
+    text = "is {}, and the run takes {}, but the Ray cluster has {}"
+    return Problem(key, text, n_nodes if n_nodes > 1 else n_each, wanted(kind, n_nodes, n_each), described(found))
+
+
+def wanted(kind: str, n_nodes: int, n_each: int) -> str:
+    """`2 nodes with 8 GPUs each`."""
+    return f"{_count(n_nodes, 'node')} with {_count(n_each, resource(kind))}{' each' if n_nodes > 1 else ''}"
+
+
+def described(found: Sequence[Node]) -> str:
+    """`2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
+    if not found:
+        return "no node"
+    each = (f"{node.host} ({_count(node.gpus, _GPU)}, {_count(node.cpus, _CPU)})" for node in found)
+    return f"{_count(len(found), 'node')}: {', '.join(each)}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

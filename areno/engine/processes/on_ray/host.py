@@ -1,0 +1,148 @@
+"""What runs on each node: an actor that starts the worker processes there and passes messages on, unread."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import socket
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from areno import __version__
+from areno.engine.processes.local import Arrived, LocalProcesses
+from areno.engine.spec import LOOPBACK, EngineSpec
+
+VERSIONS_OF = ("torch", "transformers")
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says about itself. missing: those of the paths it was asked for that are not there."""
+
+    id: str
+    host: str
+    versions: dict[str, str]
+    missing: list[str]
+
+
+class NodeHost:
+    """The worker processes of one node. An actor whose methods run beside each other, in the groups GROUPS.
+
+    environment: for the workers, but for variables that are set here. folder: the working directory of the driver.
+    """
+
+    GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
+
+    def __init__(self, environment: Mapping[str, str], folder: str):
+        # Ray sets this one for its own tasks, from the CPUs that the actor has reserved.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        self._listener: socket.socket | None = None
+        self._processes: LocalProcesses | None = None
+
+    def report(self, paths: Iterable[str]) -> NodeReport:
+        import ray
+
+        context = ray.get_runtime_context()
+        missing = [path for path in paths if not os.path.exists(path)]
+        return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing)
+
+    def listen(self, host: str) -> int:
+        """Open the port where all ranks meet, on the node of rank 0."""
+        self._listener = socket.create_server((host, 0))
+        return self._listener.getsockname()[1]
+
+    def start(self, spec: EngineSpec, ranks: range, port: int) -> None:
+        """Start the workers of these ranks."""
+        own = spec.addresses[ranks[0]].host
+        if spec.n_nodes > 1 and own != LOOPBACK and (interface := interface_of(own)) is not None:
+            # Where several lead out of a node, gloo and NCCL may take one that the other nodes cannot reach.
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, interface)
+        self._processes = LocalProcesses(spec, ranks, port, self._listener)
+        if self._listener is not None:
+            self._listener.close()
+
+    def send(self, rank: int, command: bytes) -> None:
+        """A pickled command. The end of a worker is told by `receive`."""
+        if self._processes is not None:
+            with suppress(OSError):
+                self._processes.send_bytes(rank, command)
+
+    def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
+        """See Processes, and the counters of all ranks, of which those of this node count."""
+        if (processes := self._processes) is None:
+            return ([], []), []
+        arrived = processes.receive(timeout)
+        return arrived, list(processes.counters)
+
+    def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
+        """See Processes. rank: one of this node."""
+        return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        """See Processes."""
+        return {} if self._processes is None else self._processes.look()
+
+    def kill(self) -> None:
+        """See Processes."""
+        if self._processes is not None:
+            self._processes.kill()
+
+    def close(self) -> None:
+        """See Processes."""
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all nodes. A build of torch for another accelerator is the same torch."""
+    major, minor, _ = platform.python_version_tuple()
+    found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}
+    return {"areno": __version__, "python": f"{major}.{minor}", **found}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface that has this IPv4 address; None where none has, or where the system does not tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == host:
+                return name
+    return None
+
+
+def leave_sign(folder: str) -> Path:
+    """Put an empty file into a folder, for others to look for."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=".seen-", dir=folder)
+    os.close(number)
+    return Path(name)
+
+
+def start_actor(ray: Any, options: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """The actor of a node. `options` say where."""
+    actor = ray.remote(**options, concurrency_groups=NodeHost.GROUPS, max_restarts=0)(NodeHost)
+    return actor.remote(environment, os.getcwd())

@@ -1,0 +1,174 @@
+"""Nodes of a cluster without Ray: what a layout takes, what nodes must have in common, what is refused at the door."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_docs import blocks, run_here
+
+from areno.api import get_algorithm
+from areno.api.inputs import devices
+from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
+from areno.engine.processes.on_ray import cluster
+from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
+from areno.engine.processes.on_ray.host import NodeReport, interface_of, leave_sign, versions
+from areno.engine.processes.on_ray.processes import check_folders, check_versions
+from areno.engine.spec import EngineSpec
+from areno.errors import CheckpointError, ConfigError, EngineError
+from areno.launch.compose import load
+
+BIG, SMALL, HEAD = Node("a", "10.0.0.1", 8, 64), Node("b", "10.0.0.2", 4, 32), Node("c", "10.0.0.3", 0, 16)
+
+
+def problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(get_algorithm("gspo").config, "quickstart", list(overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("cluster.n_nodes=2", "cluster.n_nodes: is 2, but scheduler.type=local runs on this machine alone; set"),
+        ("scheduler.setup_timeout=5", "scheduler.setup_timeout: is 5, but type=local waits for no nodes"),
+        ("scheduler.type=ray engine.workers=inline", "engine.workers: is inline, which runs in this process, but"),
+        (
+            "scheduler.type=ray cluster.n_nodes=2 cluster.n_gpus_per_node=4 engine.world_size=4",
+            "engine.world_size: is 4, but cluster.n_nodes=2 and cluster.n_gpus_per_node=4 make 8; leave one of",
+        ),
+        (
+            "scheduler.type=ray cluster.n_nodes=2 engine.world_size=3",
+            "engine.world_size: is 3, which cluster.n_nodes=2 nodes cannot share evenly",
+        ),
+        (
+            "scheduler.type=ray cluster.n_nodes=2 engine.world_size=4 engine.tp_size=4",
+            "engine.tp_size: is 4, but a node has 2 devices of the run; tensor parallel stays inside a node",
+        ),
+        (
+            "cluster.n_gpus_per_node=3 engine.tp_size=2",
+            "engine.tp_size: is 2, but a node has 3 devices of the run; tensor parallel stays inside a node",
+        ),
+        ("cluster.n_nodes=0", "cluster.n_nodes: is 0; it must be more than 0"),
+    ],
+)
+def test_settings_that_do_not_fit_together(overrides: str, message: str) -> None:
+    assert problem(*overrides.split()).startswith(message)
+
+
+def on_nodes(monkeypatch: pytest.MonkeyPatch, nodes: list[Node], n_nodes: int, **engine: Any) -> list[str]:
+    """The devices of a run on a cluster of these nodes."""
+    monkeypatch.setattr(cluster, "connect", lambda *_: None)
+    monkeypatch.setattr(cluster, "nodes", lambda: nodes)
+    of_cluster = {name: engine.pop(name) for name in ("n_gpus_per_node",) if name in engine}
+    scheduler = SchedulerConfig(type="ray", setup_timeout=0)
+    return devices.devices_of(EngineConfig(**engine), ClusterConfig(n_nodes=n_nodes, **of_cluster), scheduler)
+
+
+def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [BIG, SMALL, HEAD]
+    four = [f"cuda:{index}" for index in range(4)]
+    assert on_nodes(monkeypatch, nodes, 1) == [*four, *(f"cuda:{index}" for index in range(4, 8))]
+    assert on_nodes(monkeypatch, nodes, 2) == four * 2, "as many as the smaller one has"
+    assert on_nodes(monkeypatch, nodes, 2, world_size=4) == ["cuda:0", "cuda:1"] * 2
+    assert on_nodes(monkeypatch, nodes, 2, n_gpus_per_node=3) == four[:3] * 2
+    assert on_nodes(monkeypatch, nodes, 3, device="cpu", tp_size=2) == ["cpu"] * 6
+    assert on_nodes(monkeypatch, [HEAD], 1) == ["cpu"]
+    with pytest.raises(
+        ConfigError, match=r"n_nodes: is 3, and the run takes 3 nodes with 1 GPU each, but the Ray clus"
+    ):
+        on_nodes(monkeypatch, nodes, 3)
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node: is 9, and the run takes 1 node with 9 GPUs, but"):
+        on_nodes(monkeypatch, nodes, 1, n_gpus_per_node=9)
+    six = [Node(name, name, 6, 8) for name in "ab"]
+    with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, but nodes have 6 GPUs each; tensor parallel stays"):
+        on_nodes(monkeypatch, six, 2, tp_size=4)  # of 12 devices, 4 would be on both
+
+
+def test_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, local = EngineConfig(device="cpu"), SchedulerConfig()
+    assert devices.devices_of(engine, ClusterConfig(n_gpus_per_node=3), local) == ["cpu"] * 3
+    assert devices.devices_of(engine, ClusterConfig(), local) == ["cpu"]
+
+
+def test_what_is_left_of_a_layout() -> None:
+    assert has_room([BIG, SMALL, HEAD], "cuda", 2, 4)
+    assert not has_room([BIG, SMALL, HEAD], "cuda", 2, 8)
+    assert shares_left([BIG, HEAD], "cuda", 2, 4) == 2, "one node takes both"
+    assert shares_left([SMALL, HEAD], "cuda", 2, 4) == 1
+    assert shares_left([SMALL, HEAD], "cuda", 2, 8) == 0
+    assert shares_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
+    assert str(no_room("cuda", 2, 8, [BIG, HEAD])) == (
+        "cluster.n_nodes: is 2, and the run takes 2 nodes with 8 GPUs each, but the Ray cluster has 2 nodes: "
+        "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs)"
+    )
+    assert described([]) == "no node"
+
+
+def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:
+    return NodeReport("a", host, {**versions(), **other}, list(missing))
+
+
+def test_versions_that_differ_are_named() -> None:
+    own = versions()
+    check_versions([report()])
+    other = rf"python 3\.1 \(here {own['python']}\), torch 1\.0 \(here {own['torch']}\)"
+    with pytest.raises(EngineError, match=rf"^node 10\.0\.0\.2 has {other}; install the same versions on all nodes$"):
+        check_versions([report(), report(torch="1.0", python="3.1")])
+    assert "+" not in own["torch"], "a build for another accelerator is the same version"
+
+
+def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
+    spec = EngineSpec(model_path="/models/m", devices=["cpu"] * 2, n_nodes=2)
+    sign = leave_sign(str(tmp_path / "outputs"))
+    check_folders(spec, [report()], {"cluster.fileroot": sign})
+    with pytest.raises(CheckpointError, match=r"^actor\.path: node 10\.0\.0\.2 has no /models/m; each node reads"):
+        check_folders(spec, [report(missing=("/models/m",))], {})
+    with pytest.raises(
+        ConfigError, match=rf"^cluster\.fileroot: node 10\.0\.0\.2 does not see what is .* {sign.parent};"
+    ):
+        check_folders(spec, [report(), report(missing=(str(sign),))], {"cluster.fileroot": sign})
+
+
+def test_ranks_know_their_machines() -> None:
+    spec = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, tp_size=2, n_nodes=2)
+    assert [str(address) for address in spec.addresses][-1] == "cuda:1"
+    assert spec.n_beside(0) == 4, "until the nodes are known, all run here"
+    spec.hosts = ("a", "a", "b", "b")
+    assert [str(address) for address in spec.addresses][2:] == ["cuda:0 of b", "cuda:1 of b"]
+    assert spec.n_beside(3) == 2
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.77") is None
+
+
+def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"^scheduler\.type: is ray, which is not installed: pip install 'areno\[ray\]'$"
+    ):
+        cluster.connect(2)
+
+
+PAGE = Path(__file__).parents[1] / "docs/many_machines.md"
+
+
+def test_the_job_of_the_page_is_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its YAML, with a node of GPUs for each that the run takes, and the command in it. The Slurm script is one."""
+    [script] = [text for info, text in blocks(PAGE) if text.startswith("#!/bin/bash")]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    [text] = [text for info, text in blocks(PAGE) if info == "yaml"]
+    job = yaml.safe_load(text)["spec"]
+    assert run_here(job["entrypoint"], "--cfg", "job") == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    [workers] = job["rayClusterSpec"]["workerGroupSpecs"]
+    [container] = workers["template"]["spec"]["containers"]
+    assert config["cluster"]["n_nodes"] == workers["replicas"]
+    assert config["cluster"]["n_gpus_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    mounted = container["volumeMounts"][0]["mountPath"]
+    assert config["cluster"]["fileroot"].startswith(f"{mounted}/")
