@@ -133,9 +133,8 @@ def by_length(record: Any) -> float:
 def played(folder: Path, *settings: str) -> tuple[list[Any], dict[str, list[float]], list[Any]]:
     run = play("gspo", folder, *SMALL, *settings, reward_fn=by_length)
     scalars = {name: run.series(name) for name in sorted(run.names()) if not name.startswith(TIMES)}
-    rows = [
-        [(list(row.tokens), list(row.logprobs), row.reward, list(row.advantages)) for row in rows] for rows in run.rows
-    ]
+    names = ("tokens", "logprobs", "advantages", "prompt_mask")
+    rows = [[[*(list(vars(row)[name]) for name in names), row.reward] for row in step] for step in run.rows]
     return [run.samples(step) for step in (1, 2)], scalars, rows
 
 

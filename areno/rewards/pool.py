@@ -166,8 +166,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                 for _ in range(min(_MAX_CHUNK, len(self._added))):
                     calls.add(*self._added.popleft())
                 pool.deal(calls)
-                if not self._added:
-                    pool.wait(calls, self._wake)
+                pool.wait(calls, self._wake, *([0.0] if self._added else []))
                 pool.look(calls)
                 self._turns += 1
         except BaseException as error:

@@ -130,9 +130,9 @@ class WorkerPool(Generic[Config]):
             if worker.is_idle:
                 worker.send(work.next_chunk(len(self._workers), worker.is_async), self.config.timeout_s)
 
-    def wait(self, work: Work, wake: Connection | None = None) -> None:
+    def wait(self, work: Work, wake: Connection | None = None, most_s: float = _LOOK_S) -> None:
         """Wait until a process sends something or is out of time, and handle it; or for a moment. wake: see `_wait`."""
-        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake)
+        self._wait([worker for worker in self._workers if not worker.is_idle], work, wake, most_s)
 
     def drop_calls(self) -> None:
         """End the processes that are busy, and start others in their place."""
@@ -144,12 +144,14 @@ class WorkerPool(Generic[Config]):
         worker.end()
         self._workers[self._workers.index(worker)] = self._start_worker()
 
-    def _wait(self, workers: list[Worker], work: Work | None, wake: Connection | None = None) -> None:
+    def _wait(
+        self, workers: list[Worker], work: Work | None, wake: Connection | None = None, most_s: float = _LOOK_S
+    ) -> None:
         """Wait until one of `workers` sends something or is out of time, and handle it; or for a moment.
 
         wake: what is sent there ends the wait, too.
         """
-        pause = min([_LOOK_S, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
+        pause = min([most_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         spoke = set(wait(connections if wake is None else [*connections, wake], timeout=pause))
         if wake in spoke and wake is not None:
