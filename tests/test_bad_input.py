@@ -198,7 +198,7 @@ MESSAGES = [{"prompt": [{"role": "user", "content": "1+1="}]}] * 4
         (
             "train_dataset",
             [*ADDITIONS, {"question": "1+1="}],
-            "path: rows.jsonl row 20: field prompt is missing.*the row has question; set train_dataset.loader to",
+            "path: rows.jsonl row 20: field prompt is missing.*the row has question; name your columns, as in ",
         ),
         ("valid_dataset", [*ADDITIONS, {"prompt": 2}], "path: rows.jsonl row 20: field prompt is int 2, not text"),
         (

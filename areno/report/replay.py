@@ -115,7 +115,7 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
     """The configuration of the run, with the checkpoint in place of its model, and its algorithm."""
-    from areno.launch.compose import load
+    from areno.launch.compose import load, told_version
 
     recipe = recipe_of(run.path) if (run.path / "config.yaml").exists() else ""
     if recipe not in algorithm_names():
@@ -124,7 +124,8 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     algorithm = get_algorithm(recipe)
     size = run.config.get("engine", {}).get("tp_size", 1)
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
-    config: Any = load(algorithm.config, "config", changes, run.path)
+    with told_version(run.path):
+        config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
         raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)
     if config.ref is not None and config.ref.path is None:
