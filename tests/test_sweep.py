@@ -121,9 +121,9 @@ def test_reports_call_runs_by_what_differs(tmp_path: Path) -> None:
         (tmp_path / f"sweep/{number}/overrides.yaml").write_text(long)
     names = run_names([RunReader(run.path) for run in runs])
     assert names == ["0 path=0.jsonl seed=0", "1 path=1.jsonl seed=1", "alone"]
-    (tmp_path / "sweep/0/overrides.yaml").write_text(f"- reward.fn=[{'a.py,' * 20}]\n")
+    (tmp_path / "sweep/0/overrides.yaml").write_text(f"- reward.fn=[{'b.py,' * 20}]\n")
     [name, _, _] = run_names([RunReader(run.path) for run in runs])
-    assert name.startswith("0 fn=[a.py,a.py")
+    assert name.startswith("0 fn=[b.py,b.py")
     assert (len(name), name[-3:]) == (50, "...")
 
 

@@ -49,22 +49,16 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
     if unknown:
         told.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
     known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
-    for what, of_runs in {
-        "settings": differing([run.config for _, run in known]),
-        "versions": differing([run.versions for _, run in known]),
-    }.items():
+    settings = differing([run.config for _, run in known])
+    versions = differing([run.versions for _, run in known])
+    if not settings and len(known) > 1:
+        told.append(Text("All settings are equal."))
+    for what, title, of_runs in (("setting", "settings", settings), ("package", "versions", versions)):
+        table = Table(what, *(name for name, _ in known), title=f"{title} that differ")
+        for key, values in of_runs.items():
+            table.add_row(key, *map(cell, values))
         if of_runs:
-            told.append(
-                Table(
-                    "package" if what == "versions" else "setting",
-                    *(name for name, _ in known),
-                    title=f"{what} that differ",
-                )
-            )
-            for key, values in of_runs.items():
-                told[-1].add_row(key, *map(cell, values))
-        elif what == "settings" and len(known) > 1:
-            told.append(Text("All settings are equal."))
+            told.append(table)
     results = Table("result", "", *map(right, names), title="results")
     found = [headlines(run.metrics()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
