@@ -180,7 +180,7 @@ def test_model_names_without_network(capsys, monkeypatch, key):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    fails(capsys, f"nobody/nothing.*cannot be reached.*pass a local path: {key}=", 1, f"{key}=nobody/nothing")
+    fails(capsys, f"nobody/nothing.*cannot be reached.*name a local model folder in {key}$", 1, f"{key}=nobody/nothing")
     fails(capsys, f"/no/where does not exist.*{key}", 1, f"{key}=/no/where")
 
 
