@@ -17,6 +17,8 @@ setting under another name can rename it (`keys_renamed`).
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +136,21 @@ def all_of(*steps: Callable[[], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+_OF_A_PLACE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+}  # fmt: skip
+
+
+def of_a_place(error: BaseException) -> ArenoError | None:
+    """What to tell of a file or folder that may not be read or written, or is full; None for any other error.
+
+    Such an error of the operating system is about the user's machine, so its traceback would help nobody.
+    """
+    if not isinstance(error, OSError) or error.errno not in _OF_A_PLACE or error.filename is None:
+        return None
+    return ArenoError("{}: {}", os.fsdecode(error.filename), error.strerror)
 
 
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:

@@ -180,7 +180,7 @@ def test_model_names_without_network(capsys, monkeypatch, key):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    fails(capsys, f"nobody/nothing.*cannot be reached.*pass a local path: {key}=", 1, f"{key}=nobody/nothing")
+    fails(capsys, f"nobody/nothing.*cannot be reached.*name a local model folder in {key}$", 1, f"{key}=nobody/nothing")
     fails(capsys, f"/no/where does not exist.*{key}", 1, f"{key}=/no/where")
 
 
@@ -198,7 +198,7 @@ MESSAGES = [{"prompt": [{"role": "user", "content": "1+1="}]}] * 4
         (
             "train_dataset",
             [*ADDITIONS, {"question": "1+1="}],
-            "path: rows.jsonl row 20: field prompt is missing.*the row has question; set train_dataset.loader to",
+            "path: rows.jsonl row 20: field prompt is missing.*the row has question; name your columns, as in ",
         ),
         ("valid_dataset", [*ADDITIONS, {"prompt": 2}], "path: rows.jsonl row 20: field prompt is int 2, not text"),
         (

@@ -141,7 +141,7 @@ def test_report_writes_the_page_and_says_where(
 def test_what_is_no_run_is_told(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(tmp_path / "none")] * (2 if command == "compare" else 1)
     assert main([command, *folders, *([str(tmp_path)] if command == "compare" else [])]) == 1
-    assert "is not a folder" in capsys.readouterr().err
+    assert "none does not exist" in capsys.readouterr().err
 
 
 def test_recipes_lists_what_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,9 @@ def test_a_model_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("words", "told"),
     [
         ([MODEL], "--reward: missing"),
+        (["outputs/none"], "FOLDER: there is no folder outputs/none; a model of the hub needs --data and --reward"),
+        (["rows.jsonl"], "FOLDER: rows.jsonl is a file; a run, a checkpoint or a model folder is expected"),
+        (["outputs/quickstart/t", "--output", "rows.jsonl/x"], "--output: cannot make rows.jsonl/x: Not a directory"),
         (["outputs/quickstart"], "FOLDER: outputs/quickstart is neither the folder of a run nor that of a model"),
         (["outputs/quickstart/t", "--run", "outputs"], "--run: outputs is not the folder of a run"),
         (["outputs/quickstart/t", "--data", "none.jsonl"], "--data: there is no file or folder none.jsonl"),

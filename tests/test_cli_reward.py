@@ -116,10 +116,10 @@ def test_samples_of_a_run(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["maths"], "reward.fn: is 'maths'; .*did you mean math"),
-        (["none.py"], "reward.fn: there is no 'none.py'"),
+        (["maths"], "FUNCTION: is 'maths'; .*did you mean math"),
+        (["none.py"], "FUNCTION: there is no 'none.py'"),
         (["reward.timeout=3", "math"], "reward.timeout: unknown.*did you mean"),
-        (["math", "--weights", "1", "2"], "weights: has 2 numbers for 1 functions"),
+        (["math", "--weights", "1", "2"], "weights: has 2 numbers for 1 function;"),
         (["reward.workers=3"], "FUNCTION: is missing"),
         (["math", "--step", "1"], "--step: is 1, but rows.jsonl is not the folder of a run"),
         (["math", "--data", "none.jsonl"], "--data: there is no"),

@@ -135,7 +135,7 @@ def test_folders_that_are_no_runs(tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/multirun.yaml").touch()
     for path, message in (
-        (tmp_path / "nowhere", "nowhere is not a folder"),
+        (tmp_path / "nowhere", "nowhere does not exist"),
         (tmp_path, "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"),
         (tmp_path / "sweep", "holds the runs of a sweep; read one of them, such as .*sweep/0"),
     ):
@@ -154,7 +154,7 @@ def test_all_runs_below_a_folder(folder):
     assert [run.path.relative_to(root).as_posix() for run in runs] == ["e/sweep/0", "e/sweep/2", "e/sweep/10", "e/t"]
     assert [run.sweep for run in runs] == [sweep, sweep, sweep, None]
     assert [run.path for run in list_runs(folder)] == [folder]
-    with pytest.raises(ArenoError, match="nowhere is not a folder"):
+    with pytest.raises(ArenoError, match="nowhere does not exist"):
         list_runs(root / "nowhere")
 
 

@@ -133,6 +133,7 @@ def test_the_table_is_for_people(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["replay", str(run), "--step", "2", "--sample", "0", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert "prompt       57+36=" in told
+    assert f"\ncompletion   {RunReader(run).samples(2)[0]['completion']}\n" in told
     assert "sampled      by weights of 1 updates" in told
     assert "not known" not in told
     assert "'<eos>'" in told

@@ -146,6 +146,21 @@ def test_tables(tmp_path):
         runs_table(tmp_path / "a" / "logs")
 
 
+def test_runs_with_equal_settings_are_compared_by_their_versions(tmp_path):
+    one, other = (make_run(tmp_path, name, 1, 2) for name in "ab")
+    equal, results = map(told, compare_tables([one, other]))
+    assert equal == "All settings are equal.\n"
+    assert "0.2" in results
+    (other / "versions.json").write_text('{"areno": "2"}')
+    _, versions, _ = map(told, compare_tables([one, other]))
+    assert [line.split() for line in versions.splitlines() if "areno" in line] == [
+        ["│", "areno", "│", "1", "│", "2", "│"]
+    ]
+    (other / "config.yaml").unlink()
+    unknown, _ = map(told, compare_tables([one, other]))
+    assert unknown == "The settings of b are not known: there is no config.yaml.\n"
+
+
 def test_a_report_that_cannot_be_made(tmp_path):
     with pytest.raises(ArenoError, match="is not the folder of a run"):
         write_report([tmp_path], tmp_path / "report.html")
@@ -202,6 +217,35 @@ def test_the_page_in_a_browser(tmp_path, browser):
     page.select_option("#run", "1")
     page.wait_for_function("document.querySelector('#count').textContent.endsWith('of 24 samples')")
     assert "seed" in page.locator("#settings").inner_text()
+    assert said == []
+
+
+def test_runs_share_one_legend_that_hides_them(tmp_path, browser):
+    runs = [make_run(tmp_path, name, seed, 6, n_samples=4) for seed, name in enumerate("ab")]
+    page, said = opened(browser, write_report(runs, tmp_path / "report.html"))
+    page.locator("#curves").scroll_into_view_if_needed()
+    page.wait_for_selector("#curves .js-plotly-plot")
+    lines = "document.querySelector('#curves .js-plotly-plot').data.length"
+    before = page.evaluate(lines)
+    assert page.locator("#curves .js-plotly-plot .legend").count() == 0
+    entries = page.locator("#curves > .legend button")
+    assert entries.all_inner_texts() == ["a", "b"]
+    entries.nth(1).click()
+    assert page.evaluate(lines) == before / 2
+    entries.nth(1).click()
+    assert page.evaluate(lines) == before
+    assert said == []
+
+
+@pytest.mark.parametrize("width", [480, 1280])
+def test_a_page_of_any_width_shows_prompts_and_completions(tmp_path, browser, width):
+    run = make_run(tmp_path, "a", 0, 6, n_samples=4)
+    page, said = opened(browser, write_report([run], tmp_path / "report.html"))
+    page.set_viewport_size({"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("prompt", "completion"):
+        box = page.locator(f"th[data-key={name}]").bounding_box()
+        assert box["x"] + box["width"] <= width
     assert said == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from areno.config.recover import RecoverConfig
 from areno.config.run import ClusterConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
+from areno.launch.resume import tell_next
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
@@ -119,10 +121,17 @@ def test_changes_that_cannot_be_written_down(stopped_after, capsys):
         ("dpo", ["evaluator.patience=1", "evaluator.min_delta=5"], "evaluator.patience=2"),
     ],
 )
-def test_what_lets_a_finished_run_go_on(recipe, short, longer, folder, capsys):
+def test_what_lets_a_finished_run_go_on(recipe, short, longer, folder, capsys, monkeypatch):
     kill_runs.write_rows(recipe, folder)
     assert go(recipe, *short) == 0
     capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+        tell_next("command", folder_of(recipe))
+    assert (
+        f"train on:     command --resume outputs/{folder_of(recipe).parent.name}/t {longer}\n"
+        in capsys.readouterr().err
+    )
     assert go(recipe, *short) == 0
     assert f"--resume outputs/{folder_of(recipe).parent.name}/t {longer}\n" in capsys.readouterr().out
     assert go(recipe, longer, resume=folder_of(recipe)) == 0

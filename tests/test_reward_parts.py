@@ -147,7 +147,7 @@ def test_names_of_the_parts():
     ("settings", "message"),
     [
         ({"fn": [], "path": "x"}, "fn: is an empty list"),
-        ({"fn": ["math"], "weights": [1, 2]}, "weights: has 2 numbers for 1 functions"),
+        ({"fn": ["math"], "weights": [1, 2]}, "weights: has 2 numbers for 1 function;"),
         ({"path": "x", "weights": [1.0]}, "weights: is .*so no function is called"),
         ({"fn": "math", "length": {"max_tokens": 3}}, "length: has settings, but reward.fn does not name length"),
         ({"fn": ["length"]}, "length: is in reward.fn, but has no limit"),

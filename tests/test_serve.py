@@ -20,6 +20,8 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from processes import started
 
 from areno.cli.main import main
+from areno.cli.serve import _model
+from areno.errors import ArenoError
 
 HELLO = [{"role": "user", "content": "hello"}]
 BASE = ["--device", "cpu", "--port", "0", "--max-running", "8"]
@@ -183,6 +185,18 @@ def test_what_cannot_be_served_is_said_by_the_names_of_the_options(
 ) -> None:
     assert main(["serve", model_folder(), "--random-weights", *BASE, *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_of_a_run_its_newest_checkpoint_is_served(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    (run / "logs/metrics.jsonl").touch()
+    with pytest.raises(ArenoError, match="has no checkpoint yet"):
+        _model(str(run))
+    for step in (9, 10):
+        (run / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+    assert _model(str(run)) == str(run / "checkpoints/step-000010")
+    assert _model("owner/name") == "owner/name"
 
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

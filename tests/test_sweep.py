@@ -116,6 +116,15 @@ def test_reports_call_runs_by_what_differs(tmp_path: Path) -> None:
     (alone / "overrides.yaml").write_text("- seed=7\n")
     runs = [RunReader(path) for path in (tmp_path / "sweep/0", tmp_path / "sweep/1", alone)]
     assert run_names(runs) == ["0 lr=0", "1 lr=1", "alone"]
+    for number in range(2):
+        long = f"- train_dataset.path=/data/of/{number}.jsonl\n- reward.fn=[{'a.py,' * 20}]\n- seed={number}\n"
+        (tmp_path / f"sweep/{number}/overrides.yaml").write_text(long)
+    names = run_names([RunReader(run.path) for run in runs])
+    assert names == ["0 path=0.jsonl seed=0", "1 path=1.jsonl seed=1", "alone"]
+    (tmp_path / "sweep/0/overrides.yaml").write_text(f"- reward.fn=[{'b.py,' * 20}]\n")
+    [name, _, _] = run_names([RunReader(run.path) for run in runs])
+    assert name.startswith("0 fn=[b.py,b.py")
+    assert (len(name), name[-3:]) == (50, "...")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from areno.cli.tables import show
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.description = (
-        "Prints the settings in which runs differ, and the first, the best and the last value of each of their results."
+        "Prints the settings and the versions of packages in which runs differ, and the first, the best and the last "
+        "value of each of their results."
     )
     help = "folders of runs; the folder of a sweep stands for its runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help)

@@ -11,12 +11,13 @@ from typing import Any
 
 from areno.cli.tables import show
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
+from areno.files.paths import existing_path
 
 _FLAGS = {
     "actor.path": "FOLDER", "valid_dataset.path": "--data", "train_dataset.path": "--data", "reward.fn": "--reward",
     "valid_dataset.max_rows": "--max-rows", "eval_gconfig.n_samples": "--n-samples", "engine.device": "--device",
     "eval_gconfig.temperature": "--temperature", "eval_gconfig.max_new_tokens": "--max-new-tokens",
-    "gconfig.max_new_tokens": "--max-new-tokens", "trial_name": "--output",
+    "gconfig.max_new_tokens": "--max-new-tokens", "trial_name": "--output", "cluster.fileroot": "--output",
 }  # fmt: skip
 _TASK, _RECIPE = "prompts", "gspo"  # for a model that was not trained by rewards
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["auto", "cpu", "cuda"], help="default: that of the run")
     add("-o", "--output", metavar="FOLDER", help="new folder for the answers (default: evaluations/ in the run)")
     add("--json", action="store_true", help="print JSON")
-    add("settings", nargs="*", metavar="key=value", help="any other setting of a run")
+    add("settings", nargs="*", default=[], metavar="key=value", help="any other setting of a run")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,6 +95,8 @@ def _found(named: str) -> tuple[Path | None, str, int]:
         if latest is None:
             raise ArenoError("{} has no checkpoint yet; name a model folder, with --run {}", folder, folder)
         folder = latest
+    if folder.is_file():
+        raise ConfigError(Problem("FOLDER", "{} is a file; a run, a checkpoint or a model folder is expected", folder))
     if not folder.is_dir():  # a hub id, or nothing: what opens the model says so
         return None, named, 0
     if not (folder / "config.json").exists():
@@ -128,7 +131,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     """The settings, and the recipe that they are of."""
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
-    from areno.launch.compose import load
+    from areno.launch.compose import load, told_version
     from areno.tracking.new_run import is_described, recipe_of, settings_of
 
     of_policy = False
@@ -145,10 +148,14 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         uses = {line.partition(".")[0] for line in settings}
         if "eval_gconfig" in uses and not given.get("eval_gconfig"):
             groups.append("eval_gconfig=greedy")
-        config = load(algorithm.config, "config", [*groups, *settings], of_run)
+        with told_version(of_run):
+            config = load(algorithm.config, "config", [*groups, *settings], of_run)
     else:
         if missing := [Problem(f"--{name}", "missing; {} is no checkpoint of a run with rewards", model)
                        for name in ("data", "reward") if vars(arguments)[name] is None]:  # fmt: skip
+            if existing_path(model) is None:
+                text = "there is no folder {}; a model of the hub needs --data and --reward"
+                raise ConfigError(Problem("FOLDER", text, model))
             raise ConfigError(missing)
         algorithm = get_algorithm(_RECIPE)
         rows = [f"actor.path={_quoted(model)}", f"train_dataset.path={_quoted(arguments.data)}"]

@@ -15,19 +15,19 @@ from importlib import import_module
 from typing import Any
 
 from areno import __version__
-from areno.errors import ArenoError, ConfigError, did_you_mean
+from areno.errors import ArenoError, ConfigError, did_you_mean, of_a_place
 
 COMMANDS = {
     "train, evaluate and serve": {
         "train": "start a training run, by flags",
         "evaluate": "score a checkpoint on data, with the reward of its run",
-        "serve": "serve a model folder by the OpenAI protocol",
+        "serve": "serve a checkpoint by the OpenAI protocol",
     },
     "look at runs": {
         "runs": "list runs with their state, best number and duration",
         "report": "write one HTML page of runs: curves, samples, settings",
         "replay": "recompute one recorded sample under a checkpoint",
-        "compare": "print what differs between runs: settings and results",
+        "compare": "print what differs between runs: settings, versions, results",
         "reward": "try reward functions on recorded samples",
     },
     "this installation": {
@@ -85,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        told = of_a_place(error)
+        if told is None or os.environ.get("ARENO_DEBUG") == "1":
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return 1
 
 
 def _names() -> Iterator[tuple[str, str]]:

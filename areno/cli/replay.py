@@ -13,7 +13,7 @@ from areno.cli.tables import show
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
 
-_SHOWN_CHARS = 200  # of the prompt
+_SHOWN_CHARS = 200  # of the end of the prompt and of the beginning of the completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,11 +63,12 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
     from areno.report.tables import cell
 
     sample = found.sample
-    prompt = repr(sample.get("prompt") or "")[1:-1]
+    prompt, completion = (repr(sample.get(name) or "")[1:-1] for name in ("prompt", "completion"))
     differences = [abs(token.difference) for token in found.tokens if token.trained and token.difference is not None]
     told = {
         "sample": f"{number} of step {step}",
         "prompt": prompt if len(prompt) <= _SHOWN_CHARS else f"... {prompt[-_SHOWN_CHARS:]}",
+        "completion": completion if len(completion) <= _SHOWN_CHARS else f"{completion[:_SHOWN_CHARS]} ...",
         "reward": f"{cell(sample.get('reward'))} ({sample.get('status')})",
         "checkpoint": str(found.checkpoint),
     }

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from areno.cli.tables import show
-from areno.errors import ArenoError, ConfigError, DataError, Problem
+from areno.errors import ArenoError, ConfigError, DataError, Problem, keys_renamed
 
+_FLAGS = {
+    "reward.fn": "FUNCTION", "reward.weights": "--weights", "reward.workers": "--workers",
+    "reward.timeout_s": "--timeout-s",
+}  # fmt: skip
 _SHOWN_CHARS = 48
 _SHOWN_ERRORS = 3
 _ABOUT = """\
@@ -44,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Score and print. Raises ArenoError where the functions or the samples cannot be read."""
+    with keys_renamed(_FLAGS.get):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from areno.rewards.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
@@ -91,7 +100,6 @@ def _settings(words: Iterator[str]) -> dict[str, Any]:
 def _rows(path: str, step: int | None) -> list[Any]:
     """The samples of a run, or the rows of a file. Raises ArenoError if there are none."""
     from areno.data.sources import read_rows
-    from areno.errors import keys_renamed
     from areno.tracking.reader import RunReader
 
     folder = Path(path).expanduser()

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "answers under way are done."
     )
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="model folder or hub id")
+    add("folder", metavar="FOLDER", help="checkpoint, run (its last checkpoint), any model folder, or hub id")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all, which needs --api-key")
     add("--port", type=_number(int, 0, 65535), default=8000, help="port; 0 takes any that is free")
     add("--api-key", default=os.environ.get("ARENO_API_KEY"), help="key that requests must bring; by default "
@@ -94,6 +94,20 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(arguments, stopped)
 
 
+def _model(named: str) -> str:
+    """The folder of the model: of a run, its newest checkpoint."""
+    from areno.errors import ArenoError
+    from areno.tracking.reader import RunReader, is_run
+
+    folder = Path(named).expanduser()
+    if not is_run(folder):
+        return named
+    latest = RunReader(folder).latest_checkpoint()
+    if latest is None:
+        raise ArenoError("{} has no checkpoint yet; name a model folder", folder)
+    return str(latest)
+
+
 def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     from areno.agents.server.build import build_server
     from areno.agents.server.host import ServerThread
@@ -110,7 +124,7 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
         device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
         dummy_load=arguments.random_weights,
     )  # fmt: skip
-    actor = ModelConfig(path=arguments.folder, dtype=arguments.dtype)
+    actor = ModelConfig(path=_model(arguments.folder), dtype=arguments.dtype)
     plan = open_actor(actor, engine_config, lambda: find_devices(engine_config))
     decoder = DecoderConfig(
         mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--config-dir", metavar="DIR", help="folder of your own task files")
     more.add_argument("--resume", metavar="RUN", help="go on with the run in this folder")
     more.add_argument("--cfg", choices=["job"], help="print the configuration and do not run")
-    settings = more.add_argument("settings", nargs="*", metavar="key=value", help="any other setting")
+    settings = more.add_argument("settings", nargs="*", default=[], metavar="key=value", help="any other setting")
     vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
 
 

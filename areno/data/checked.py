@@ -82,8 +82,8 @@ def _told(
         said += f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}"
     text, args = "{} {}", [name, said]
     if key:
-        text += "; set {} to a file.py that makes such rows, or {} to the names of your columns"
-        args += [Key(f"{key}.loader"), Key(f"{key}.columns")]
+        text += "; name your columns, as in {}=COLUMN, or set {} to a file.py that makes such rows"
+        args += [Key(f"{key}.columns.prompt"), Key(f"{key}.loader")]
     told = [Problem(setting, text, *args)]
     told += [Problem(setting, "{} row {}: {}", name, number, problem) for number, problem in faults[1:]]
     if count > 1:

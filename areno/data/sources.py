@@ -218,13 +218,18 @@ def _as_rows(found: Any, split: str) -> Any:
     return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
 
 
+def told_json(error: json.JSONDecodeError) -> str:
+    """What is wrong, and where in its line."""
+    return f"{error.msg.removesuffix(' at')} at character {error.colno}"
+
+
 def _read_json(file: Path, shown: str, split: str) -> list[Row]:
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one JSON value on each line, under the wrong name
             return _read_jsonl(file, shown)
-        raise DataError(f"{shown} line {error.lineno}: not JSON: {error.msg}") from error
+        raise DataError(f"{shown} line {error.lineno}: not JSON: {told_json(error)}") from error
     if isinstance(content, dict):
         for name in ("data", split):
             if isinstance(content.get(name), list):
@@ -243,7 +248,7 @@ def _read_jsonl(file: Path, shown: str) -> list[Row]:
                 if line.strip():
                     rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                faults.append(f"line {number}: not JSON: {error.msg}")
+                faults.append(f"line {number}: not JSON: {told_json(error)}")
     if faults:
         more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)

@@ -26,7 +26,7 @@ from areno import __version__
 from areno.api.algorithms import Algorithm
 from areno.config.schema.build import build, with_defaults
 from areno.config.schema.fields import Missing
-from areno.errors import ArenoError, ConfigError, Key, Problem
+from areno.errors import ArenoError, ConfigError, Key, Problem, of_a_place
 from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
@@ -107,6 +107,11 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str], greet: boo
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if (told := of_a_place(error)) is None:
+            raise
+        _trace(error)
+        return _report(told)
 
 
 def _show_life(command: str, args: argparse.Namespace) -> None:
@@ -197,10 +202,11 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
 def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Path) -> None:
     """Go on with the run in a folder, which the session takes the settings of."""
     from areno.launch import resume
-    from areno.launch.compose import Job
+    from areno.launch.compose import Job, told_version
 
-    composition = session.compose()
-    build(algorithm.config, composition.data, composition.problems, hint)
+    with told_version(folder):
+        composition = session.compose()
+        build(algorithm.config, composition.data, composition.problems, hint)
     _run(algorithm, command, Job(composition, folder, session.overrides, None), resume.existing(folder), explicit=True)
 
 
@@ -293,6 +299,9 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     except ArenoError as error:
         raise SystemExit(_report(error)) from error
     except Exception as error:
+        if told := of_a_place(error):
+            _trace(error)
+            raise SystemExit(_report(told)) from error
         traceback.print_exc()
         raise SystemExit(1) from error
 

@@ -10,6 +10,7 @@ that Hydra does not stop at the first bad key or value. For the same reason valu
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import time
@@ -35,6 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from areno import __version__
 from areno.config.experiments import NEEDS
 from areno.config.schema.build import Consequence, build, with_defaults
 from areno.config.schema.fields import Section
@@ -115,6 +117,20 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
     return build(cls, composition.data, composition.problems, hint)
+
+
+@contextmanager
+def told_version(folder: Path) -> Iterator[None]:
+    """Around code that takes the settings of a run: its errors say if another version of areno has written them."""
+    try:
+        yield
+    except ConfigError as error:
+        with suppress(Exception):
+            other = json.loads((folder / "versions.json").read_bytes())["areno"]
+            if other != __version__:
+                problem = Problem("", "{} is a run of areno {}, and this is areno {}", folder, other, __version__)
+                error = ConfigError([*error.problems, problem])
+        raise error
 
 
 def to_yaml(data: dict[Any, Any]) -> str:

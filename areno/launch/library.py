@@ -37,7 +37,7 @@ def variants(config_dir: Path | None = None) -> dict[str, Path]:
 
 def headline(file: Path) -> str:
     """The first comment line of a YAML file, which says what the file is for."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next(
         (line.lstrip("# ").rstrip() for line in lines if line.startswith("#") and not line.startswith("# @")), ""
     )
@@ -45,7 +45,7 @@ def headline(file: Path) -> str:
 
 def recipes(file: Path) -> list[str]:
     """The recipes that a YAML file is for, from its line `# Recipes: grpo, gspo`. Empty where it has none."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")
     return [name.strip() for name in told.split(",") if name.strip()]
 

@@ -7,7 +7,7 @@ import operator
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,14 +86,20 @@ def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence
     finished = earlier.states.finished
     if finished is None or any(change.is_end for change in changed):
         return None
-    step, result, ended_by = finished["step"], finished["result"], finished.get("ended_by", "total_train_steps")
-    limit: Any = functools.reduce(operator.getitem, ended_by.split("."), asdict(config)) or step
+    step, result = finished["step"], finished["result"]
     print(
         f"{shown(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
-        f"To train on:    {how(command, earlier.folder)} {ended_by}={2 * limit}\n"
+        f"To train on:    {how(command, earlier.folder)} {_longer(finished, asdict(config))}\n"
         "For a new run:  the same command with another trial_name"
     )
     return result
+
+
+def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """The setting that has ended a finished run, with twice its value."""
+    ended_by = finished.get("ended_by", "total_train_steps")
+    limit: Any = functools.reduce(operator.getitem, ended_by.split("."), settings) or finished["step"]
+    return f"{ended_by}={2 * limit}"
 
 
 def how(command: str, folder: Path) -> str:
@@ -128,7 +134,7 @@ def tell_next(command: str, folder: Path) -> None:
             print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
         print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
     if finished is not None:
-        print(f"train on:     {how(command, folder)} total_train_steps={2 * finished['step']}", file=sys.stderr)
+        print(f"train on:     {how(command, folder)} {_longer(finished, run.config)}", file=sys.stderr)
 
 
 def tell_unfinished(command: str, experiment: Path) -> None:

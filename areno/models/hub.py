@@ -48,7 +48,7 @@ def _download(repo: str) -> Path:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
             message = "{} is not a local folder, is not in the local cache, and the hub cannot be reached ({}); "
-            message += "pass a local path: {}=/path/to/model"
+            message += "name a local model folder in {}"
             raise CheckpointError(message, repo, type(error).__name__, MODEL) from error
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))

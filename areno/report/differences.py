@@ -9,6 +9,7 @@ from typing import Any
 from areno.config.schema.values import flat
 from areno.tracking.reader import RunReader
 
+_LONGEST = 48  # characters of what a name says about a run of a sweep
 NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
 
 
@@ -35,17 +36,22 @@ def short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def run_names(runs: Sequence[RunReader]) -> list[str]:
-    """Short names. A run of a sweep is also called by the settings that not all of these runs were given."""
+    """Short names. A run of a sweep is also called by the settings that not all of these runs were given.
+
+    These are cut off where they are long; the number of the run in front of them tells it apart.
+    """
     names = short_names([run.path for run in runs])
     given = [set(run.overrides) for run in runs if run.sweep]
     common = set.intersection(*given) if given else set()
     for place, run in enumerate(runs):
         own = [line for line in run.overrides if line not in common] if run.sweep else []
-        names[place] = " ".join([names[place], *map(_without_section, own)])
+        about = " ".join(map(_in_short, own))
+        about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
+        names[place] = f"{names[place]} {about}".rstrip()
     return names
 
 
-def _without_section(override: str) -> str:
-    """`lr=0.1` of `actor.optimizer.lr=0.1`."""
+def _in_short(override: str) -> str:
+    """`lr=0.1` of `actor.optimizer.lr=0.1`, and `path=rows.jsonl` of `train_dataset.path=/data/rows.jsonl`."""
     key, equals, value = override.partition("=")
-    return key.rpartition(".")[2] + equals + value
+    return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]

@@ -28,7 +28,10 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     path = Path(path).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_whole(path, page)
+        if path.exists() and not path.is_file():  # a device or a pipe, which must not be replaced
+            path.write_text(page, encoding="utf-8")
+        else:
+            write_text_whole(path.resolve(), page)
     except OSError as error:
         raise ArenoError("{} cannot be written: {}", path, error.strerror) from error
     return path

@@ -115,7 +115,7 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 
 def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> tuple[Any, Algorithm]:
     """The configuration of the run, with the checkpoint in place of its model, and its algorithm."""
-    from areno.launch.compose import load
+    from areno.launch.compose import load, told_version
 
     recipe = recipe_of(run.path) if (run.path / "config.yaml").exists() else ""
     if recipe not in algorithm_names():
@@ -125,8 +125,9 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     size = run.config.get("engine", {}).get("tp_size", 1)
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
     changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # wherever it ran
-    changes += ["scheduler.setup_timeout=30"]
-    config: Any = load(algorithm.config, "config", changes, run.path)
+    changes += ["scheduler.setup_timeout=30", "engine.cp_size=1"]
+    with told_version(run.path):
+        config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
         raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)
     if config.ref is not None and config.ref.path is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from areno.errors import ArenoError
 from areno.report.differences import differing, run_names
@@ -39,13 +40,25 @@ def _row(run: RunReader) -> list[str]:
     return [state, str(last_step(metrics)), told, duration(seconds(run))]
 
 
-def compare_tables(paths: Sequence[str | Path]) -> list[Table]:
-    """What differs between the settings of runs, and between their results. Raises ArenoError for what is no run."""
+def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
+    """What differs between the settings and versions of runs, and their results. ArenoError for what is no run."""
     runs = [RunReader(path) for path in paths]
     names = run_names(runs)
-    changed = Table("setting", *names, title="settings that differ")
-    for key, values in differing([run.config for run in runs]).items():
-        changed.add_row(key, *map(cell, values))
+    told: list[Table | Text] = []
+    unknown = [name for name, run in zip(names, runs, strict=True) if not run.config]
+    if unknown:
+        told.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
+    known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
+    settings = differing([run.config for _, run in known])
+    versions = differing([run.versions for _, run in known])
+    if not settings and len(known) > 1:
+        told.append(Text("All settings are equal."))
+    for what, title, of_runs in (("setting", "settings", settings), ("package", "versions", versions)):
+        table = Table(what, *(name for name, _ in known), title=f"{title} that differ")
+        for key, values in of_runs.items():
+            table.add_row(key, *map(cell, values))
+        if of_runs:
+            told.append(table)
     results = Table("result", "", *map(right, names), title="results")
     found = [headlines(run.metrics()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
@@ -55,7 +68,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table]:
             values = [None if line is None else line._asdict()[kind] for line in lines]
             if any(value is not None for value in values):
                 results.add_row(title if kind == "first" else "", kind, *map(cell, values))
-    return [changed, results]
+    return [*told, results]
 
 
 def right(title: str) -> Column:

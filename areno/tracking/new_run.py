@@ -21,6 +21,7 @@ from areno.config.schema.fields import Section
 from areno.errors import ConfigError, Problem
 from areno.files.durable import UNFINISHED, locked, make_folders, remove_empty, write_text_whole
 from areno.files.paths import root
+from areno.files.reading import yaml_fault
 
 _FILES = ("versions.json", "overrides.yaml", "config.yaml")  # in the order of writing
 _SWEEP = "multirun.yaml"  # written by Hydra
@@ -154,7 +155,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
     try:
         found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     except Exception as error:  # of YAML or of OmegaConf
-        raise ConfigError("{} cannot be read: {}", folder / "config.yaml", error) from error
+        raise ConfigError("{} cannot be read: {}", folder / "config.yaml", yaml_fault(error)) from error
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items() if name != "defaults"}
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from omegaconf import OmegaConf
 
 from areno.errors import ArenoError
+from areno.files.reading import content_of, names_in, yaml_fault
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.new_run import is_described, is_sweep
 
@@ -38,10 +39,14 @@ class RunReader:
 
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
-        if not _is_run(self.path):
+        if not is_run(self.path):
             text = "is not the folder of a run: it has neither config.yaml and versions.json nor logs/metrics.jsonl"
-            if not self.path.is_dir():
+            if not os.path.exists(self.path):
+                text = "does not exist"
+            elif not self.path.is_dir():
                 text = "is not a folder"
+            elif not os.access(self.path, os.R_OK | os.X_OK):
+                text = "cannot be read: Permission denied"
             elif is_sweep(self.path):
                 text = f"holds the runs of a sweep; read one of them, such as {self.path / '0'}"
             raise ArenoError("{} {}", self.path, text)
@@ -70,9 +75,10 @@ class RunReader:
     def records(self) -> list[dict[str, Any]]:
         """The lines of logs/metrics.jsonl: {"step", "time" (seconds since 1970), and the scalars}."""
         path = self.path / "logs" / "metrics.jsonl"
-        if not path.exists():
+        content = content_of(path)
+        if content is None:
             return []
-        *lines, _ = path.read_bytes().split(b"\n")  # a last line without its end: the run is about to write the rest
+        *lines, _ = content.split(b"\n")  # a last line without its end: the run is about to write the rest
         records = list(_parsed(path, lines))
         for number, record in enumerate(records, 1):
             if not isinstance(record.get("step"), int):
@@ -106,13 +112,15 @@ class RunReader:
     def samples(self, step: int) -> list[dict[str, Any]]:
         """The samples of a step that were kept, with their rewards. ArenoError if there are none: see rollout."""
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
-        if not path.exists():
-            raise ArenoError("{} has no samples of step {}: there is no {}", self.path, step, path)
-        return list(_parsed(path, path.read_bytes().splitlines()))
+        content = content_of(path)
+        if content is None:
+            text = "{} has no samples of step {}; it has {}"
+            raise ArenoError(text, self.path, step, _told_steps(self.sampled_steps()))
+        return list(_parsed(path, content.splitlines()))
 
     def sampled_steps(self) -> list[int]:
         """The steps that `samples` has."""
-        names = (path.stem for path in self.path.glob("rollouts/*.jsonl"))
+        names = (name.removesuffix(".jsonl") for name in names_in(self.path / "rollouts") if name.endswith(".jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def eval_samples(self, step: int, name: str | None = None) -> list[dict[str, Any]]:
@@ -120,7 +128,7 @@ class RunReader:
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
-        return [line for path in found for line in _parsed(path, path.read_bytes().splitlines())]
+        return [line for path in found for line in _parsed(path, (content_of(path) or b"").splitlines())]
 
     def evaluated_steps(self) -> list[int]:
         """The steps that `eval_samples` has."""
@@ -133,9 +141,9 @@ class RunReader:
 
     def checkpoints(self) -> dict[int, Path]:
         """Step -> folder, in order of steps."""
-        folder = self.config.get("saver", {}).get("path") or self.path / "checkpoints"
-        found = Path(folder).expanduser().glob("step-*")
-        return dict(sorted((int(path.name[5:]), path) for path in found if path.name[5:].isdecimal()))
+        folder = Path(self.config.get("saver", {}).get("path") or self.path / "checkpoints").expanduser()
+        numbers = (name.removeprefix("step-") for name in names_in(folder) if name.startswith("step-"))
+        return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
     def latest_checkpoint(self) -> Path | None:
         """The folder of the last step that was saved."""
@@ -144,7 +152,7 @@ class RunReader:
     def status(self) -> Status | None:
         """completed; stopped, by an error or the user; unfinished: still going on, or killed; None: no log says it."""
         path = self.path / "logs" / "run.log"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        lines = (content_of(path) or b"").decode("utf-8", "replace").splitlines()
         told: dict[str, Status] = {STARTED: "unfinished", RESUMED: "unfinished", DONE: "completed", STOPPED: "stopped"}
         for line in reversed(lines):
             for beginning, status in told.items():
@@ -159,22 +167,23 @@ class RunReader:
 
     def _yaml(self, name: str) -> Any:
         path = self.path / name
-        if not path.exists():
+        content = content_of(path)
+        if content is None:
             return None
         try:
-            return OmegaConf.to_container(OmegaConf.load(path))
+            return OmegaConf.to_container(OmegaConf.create(content.decode()))
         except Exception as error:  # of YAML or of OmegaConf
-            raise ArenoError("{} cannot be read: {}", path, error) from error
+            raise ArenoError("{} cannot be read: {}", path, yaml_fault(error)) from error
 
 
 def list_runs(root: str | Path) -> list[RunReader]:
     """The runs below a folder, those of sweeps among them, sorted by path; numbers by value."""
     root = Path(root).expanduser()
     if not root.is_dir():
-        raise ArenoError("{} is not a folder", root)
+        raise ArenoError("{} {}", root, "is not a folder" if os.path.exists(root) else "does not exist")
     found = []
     for folder, names, _ in os.walk(root):
-        if _is_run(Path(folder)):
+        if is_run(Path(folder)):
             found.append(RunReader(folder))
             names.clear()  # no run is inside another
         names.sort(key=lambda name: (int(name) if name.isdecimal() else -1, name))
@@ -185,13 +194,23 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """The folders of runs that a user has named, each once. The folder of a sweep stands for all of its runs."""
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
-        found += [run.path for run in list_runs(path)] if is_sweep(path) and not _is_run(path) else [path]
+        found += [run.path for run in list_runs(path)] if is_sweep(path) and not is_run(path) else [path]
     return list(dict.fromkeys(found))
 
 
-def _is_run(folder: Path) -> bool:
-    described = is_described(folder) and (folder / "versions.json").exists()
-    return described or (folder / "logs" / "metrics.jsonl").exists()
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, which RunReader can read."""
+    described = is_described(folder) and os.path.exists(folder / "versions.json")
+    return described or os.path.exists(folder / "logs" / "metrics.jsonl")
+
+
+def _told_steps(steps: Sequence[int]) -> str:
+    """Which steps have something, in words."""
+    if not steps:
+        return "none of any step (rollout.dump_n_samples)"
+    if len(steps) <= 8:
+        return f"those of {', '.join(map(str, steps))}"
+    return f"those of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
 
 
 def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:

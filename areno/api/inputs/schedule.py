@@ -57,7 +57,15 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
 
 
 def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
-    """What in the schedules was made for a longer or a shorter run than this one, with what to change."""
+    """What was made for a longer or a shorter run than this one, with what to change."""
+    if config.total_train_steps is not None and n_steps < config.total_train_steps:
+        limit = f"total_train_epochs={config.total_train_epochs}"
+        if config.total_train_n_seqs is not None:
+            limit += f" and total_train_n_seqs={config.total_train_n_seqs}"
+        yield (
+            f"the run ends after {n_steps} steps and not after total_train_steps={config.total_train_steps}, since "
+            f"{limit} ends it before"
+        )
     optimizers = {"actor": config.actor.optimizer}
     if isinstance(config, CriticExperimentConfig):
         optimizers["critic"] = config.critic.optimizer

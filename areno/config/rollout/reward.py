@@ -130,7 +130,8 @@ class RewardConfig(Section):
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
         elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):
-            text = f"has {len(self.weights)} numbers for {len(self.functions)} functions; give one for each"
+            many = "1 function" if len(self.functions) == 1 else f"{len(self.functions)} functions"
+            text = f"has {len(self.weights)} numbers for {many}; give one for each"
             yield Problem("weights", text)
 
     @check

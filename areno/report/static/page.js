@@ -59,15 +59,32 @@ function smoothed(values, weight) {
   });
 }
 
+const DASHES = { solid: "solid", dot: "dotted", dash: "dashed", dashdot: "dash-dotted" };
+const hidden = new Set(); // runs that the reader has switched off
+
+/** What tells a number from the others of its chart: the namespace, or the rest of the name where that is the same. */
+function partOf(chart, name) {
+  const spaces = chart.names.map((one) => one.split("/")[0]);
+  return chart.stacked || new Set(spaces).size < spaces.length ? name.split("/").slice(1).join("/") : name.split("/")[0];
+}
+
+/** The title of a chart and, if several runs have several numbers in it, which kind of line is which. */
+function titled(chart) {
+  const kinds = Object.values(DASHES);
+  const parts = chart.names.map((name, place) => `${kinds[place % 4]}: ${partOf(chart, name)}`);
+  return DATA.runs.length > 1 && parts.length > 1 ? `${chart.title} <span style="font-size:11px">(${parts.join(", ")})</span>` : chart.title;
+}
+
 function traces(chart, weight) {
   const found = [];
   DATA.runs.forEach((run, index) => {
-    const dashes = ["solid", "dot", "dash", "dashdot"];
+    if (hidden.has(index)) return;
+    const dashes = Object.keys(DASHES);
     chart.names.forEach((name, place) => {
       const series = run.series[name];
       if (!series) return;
-      const label = [DATA.runs.length > 1 ? run.name : "", chart.names.length > 1 ? name.split("/")[chart.stacked ? 1 : 0] : ""]
-        .filter(Boolean).join(" ");
+      const part = chart.names.length > 1 ? partOf(chart, name) : "";
+      const label = [DATA.runs.length > 1 ? run.name : "", part].filter(Boolean).join(" ");
       const line = { color: chart.stacked || DATA.runs.length === 1 ? colour(chart.stacked || chart.names.length > 1 ? place : 0) : colour(index),
                      dash: DATA.runs.length > 1 ? dashes[place % 4] : "solid", width: 1.7 };
       const common = { x: series[0], type: "scatter", mode: series[0].length > 25 ? "lines" : "lines+markers", connectgaps: true, name: label || name };
@@ -83,10 +100,9 @@ function draw(node) {
   const style = getComputedStyle(document.documentElement);
   const ink = style.getPropertyValue("--ink").trim(), line = style.getPropertyValue("--line").trim();
   const chart = node.chart;
-  const several = DATA.runs.length > 1 || chart.names.length > 1;
   const layout = {
-    title: { text: chart.title, font: { size: 13 }, x: 0.03, y: 0.96 }, margin: { l: 52, r: 14, t: 34, b: 34 },
-    hovermode: "x unified", showlegend: several, legend: { orientation: "h", y: -0.13, font: { size: 11 } },
+    title: { text: titled(chart), font: { size: 13 }, x: 0.03, y: 0.96 }, margin: { l: 52, r: 14, t: 34, b: 34 },
+    hovermode: "x unified", showlegend: DATA.runs.length === 1 && chart.names.length > 1, legend: { orientation: "h", y: -0.13, font: { size: 11 } },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 11 },
     xaxis: { gridcolor: line, zeroline: false }, yaxis: { gridcolor: line, zeroline: false }, uirevision: 1,
   };
@@ -106,6 +122,13 @@ function curves() {
   const home = by("curves");
   home.append(el("h2", {}, "Curves"));
   const all = [];
+  const redraw = () => {
+    for (const node of all) {
+      if (node.drawn && node.near) draw(node);
+      else node.drawn = false;
+    }
+  };
+  if (DATA.runs.length > 1) home.append(legend(redraw));
   for (const [heading, charts] of Object.entries(DATA.charts)) {
     const grid = el("div", { class: "charts" });
     for (const chart of charts) {
@@ -118,12 +141,20 @@ function curves() {
     if (heading === "More") home.append(el("details", {}, el("summary", {}, el("b", {}, `All other numbers (${charts.length})`)), grid));
     else home.append(el("h3", {}, heading), grid);
   }
-  by("smooth").addEventListener("input", () => {
-    for (const node of all) {
-      if (node.drawn && node.near) draw(node);
-      else node.drawn = false;
-    }
-  });
+  by("smooth").addEventListener("input", redraw);
+}
+
+/** One for all charts, since a run has the same colour in each: a click on a run hides or shows its lines. */
+function legend(redraw) {
+  const entry = (index) => {
+    const button = el("button", { "aria-pressed": "true", title: "hide or show", onclick: () => {
+      if (!hidden.delete(index)) hidden.add(index);
+      button.setAttribute("aria-pressed", String(!hidden.has(index)));
+      redraw();
+    } }, named(index));
+    return button;
+  };
+  return el("div", { class: "controls legend" }, ...DATA.runs.map((run, index) => entry(index)));
 }
 
 // -- samples ---------------------------------------------------------------------------------------------------------
@@ -135,7 +166,7 @@ async function unpacked(text) {
 }
 
 const COLUMNS = [
-  ["step", 0], ["sample", 1], ["reward", 3], ["advantage", 4], ["tokens", 5], ["ended by", 6], ["prompt", 8], ["completion", 9],
+  ["step", 0], ["sample", 1], ["reward", 3], ["prompt", 8], ["completion", 9], ["advantage", 4], ["tokens", 5], ["ended by", 6],
 ];
 const VALUES = { // what a token can be coloured by: the values of a sample, and the value that has the strongest colour
   "log-probability": [(sample) => sample.logprobs, -5],
@@ -222,7 +253,7 @@ function list() {
     list();
   };
   const head = COLUMNS.map(([name, place]) =>
-    el("th", { "data-key": name, onclick: sortBy(place) }, name + (browser.sort === place ? (browser.ascending ? " ▲" : " ▼") : "")));
+    el("th", { "data-key": name, class: place > 7 ? null : "number", onclick: sortBy(place) }, name + (browser.sort === place ? (browser.ascending ? " ▲" : " ▼") : "")));
   const rows = lines.slice(0, browser.most).map((line) => {
     const chosen = browser.chosen && browser.chosen[0] === line[0] && browser.chosen[1] === line[1];
     return el("tr", { class: chosen ? "sample chosen" : "sample", onclick: () => choose(line) },

@@ -149,9 +149,8 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
     grid.add_column(overflow="fold")
     room = width - max(map(len, facts), default=0) - 6
     for name, fact in facts.items():
-        lines = textwrap.wrap(fact, room, break_on_hyphens=False) or [""]
-        more = " ... (all: config.yaml)" if len(lines) > _SETTINGS_LINES else ""
-        grid.add_row(name, Text("\n".join(lines[:_SETTINGS_LINES]) + more))
+        cut = {"max_lines": _SETTINGS_LINES, "placeholder": " ... (all: config.yaml)"}
+        grid.add_row(name, Text("\n".join(textwrap.wrap(fact, room, break_on_hyphens=False, **cut))))
     return Panel(grid, title=f"areno {__version__}", title_align="left", border_style="bright_black", width=width)
 
 
