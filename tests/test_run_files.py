@@ -13,8 +13,8 @@ import kill_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areno.checkpoint.inputs import folder_fingerprint, rows_fingerprint
-from areno.tracking.run_files import RunFiles
-from areno.tracking.scalar_files import Jsonl, TensorBoard
+from areno.tracking.files.run_files import RunFiles
+from areno.tracking.files.scalar_files import Jsonl, TensorBoard
 
 
 def session(files: RunFiles, steps: range, resumed: int | None = None) -> None:
@@ -77,7 +77,7 @@ def test_a_clock_that_was_set_back_is_not_seen_in_the_events(tmp_path, monkeypat
     files = RunFiles(tmp_path)
     session(files, range(1, 4))
     now = time.time()
-    monkeypatch.setattr("areno.tracking.scalar_files.time.time", lambda: now - 7200)
+    monkeypatch.setattr("areno.tracking.files.scalar_files.time.time", lambda: now - 7200)
     session(files, range(4, 6), resumed=3)
     assert [step for step, *_ in kill_runs.events(tmp_path)] == [1, 2, 3, 4, 5]
     board = EventAccumulator(str(files.events))

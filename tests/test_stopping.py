@@ -18,7 +18,7 @@ from areno.engine.engine import Engine
 from areno.errors import ArenoError
 from areno.files import stopping
 from areno.files.stopping import Stop, Terminated, terminate
-from areno.rewards.pool import RewardPool
+from areno.rewards.pool import Scoring
 
 RARELY = ["recover.freq_epochs=null"]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -54,7 +54,7 @@ class Call:
     ("recipe", "place", "name", "n", "number", "step"),
     [
         ("gspo", Engine, "generate", 3, signal.SIGTERM, 1),  # the first call is an evaluation
-        ("gspo", RewardPool, "score", 3, signal.SIGINT, 1),
+        ("gspo", Scoring, "outcomes", 3, signal.SIGINT, 1),
         pytest.param("gspo", Engine, "generate", 4, signal.SIGTERM, 2, marks=pytest.mark.slow),  # in an evaluation
         pytest.param("gspo", Engine, "train", 3, signal.SIGUSR1, 3, marks=pytest.mark.slow),  # the update is finished
         ("gspo", Saver, "save", 1, signal.SIGTERM, 3),

@@ -30,8 +30,8 @@ ELSEWHERE = {
 
 RUN_TIME = [
     "agents/processes", "api/rollout", "api/trainers", "checkpoint", "engine/decoder/decoder.py", "engine/memory.py",
-    "engine/processes", "engine/state", "engine/worker.py", "files/durable.py", "rewards", "tracking/samples.py",
-    "tracking/scalar_files.py",
+    "engine/processes", "engine/state", "engine/worker.py", "files/durable.py", "rewards", "tracking/files/samples.py",
+    "tracking/files/scalar_files.py",
 ]  # fmt: skip
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""
 OF_SCRIPTS = [

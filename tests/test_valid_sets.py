@@ -20,8 +20,8 @@ from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.tracking.files.samples import EvalFiles
 from areno.tracking.reader import RunReader
-from areno.tracking.samples import EvalFiles
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 # Settings ------------------------------------------------------------------------------------------------------------

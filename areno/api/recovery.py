@@ -19,8 +19,8 @@ from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig
 from areno.errors import CheckpointError, ConfigError, Problem, WorkerLost
 from areno.files.durable import locked
+from areno.tracking.files.run_files import RunFiles
 from areno.tracking.new_run import versions
-from areno.tracking.run_files import RunFiles
 
 logger = logging.getLogger("areno.recover")
 

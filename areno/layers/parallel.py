@@ -133,6 +133,12 @@ class _Done:
         pass
 
 
+def wait_for(work: Any) -> None:
+    """Until a collective that was begun with async_op is done; its work may be None. The stacks of a hang show it."""
+    if work is not None:
+        work.wait()
+
+
 class _CopyIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: ParallelGroup) -> Tensor:

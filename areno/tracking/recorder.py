@@ -8,10 +8,10 @@ from pathlib import Path
 
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.tracking.console import Console
+from areno.tracking.files.run_files import RunFiles
+from areno.tracking.files.samples import EvalFiles, SampleFiles, SampleLog
+from areno.tracking.files.scalar_files import Jsonl, TensorBoard
 from areno.tracking.new_run import is_sweep
-from areno.tracking.run_files import RunFiles
-from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
-from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.services.service import RunAbout
 from areno.tracking.services.tracker import ServiceTracker, services
 from areno.tracking.tracker import Tracker, Trackers

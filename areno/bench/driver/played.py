@@ -35,7 +35,7 @@ class PlayedGroup:
     """
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
-        self._spec, self._completion, self._step_s = spec, completion, step_s
+        self.spec, self._completion, self._step_s = spec, completion, step_s
         self._config = load_config(spec.model_path)
         self._due: list[tuple[float, int, int, bytes]] = []  # when a sample is done, its copy, a number, the message
         self._n, self._version = 0, 0
@@ -48,15 +48,15 @@ class PlayedGroup:
         self.watchdog = SimpleNamespace(stop=lambda: None)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.call_each(method, [args] * self._spec.dp_size)
+        return self.call_each(method, [args] * self.spec.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         first, *_ = [pickle.loads(pack(method, each)) for each in args]
         plays: dict[str, Callable[..., Any]] = {
             "info": self._info, "begin_rollout": self._begin_rollout, "train": self._train,
-            "weights_version": lambda: self._version, "saved": lambda: True,
+            "weights_version": lambda: self._version, "saved": lambda: True, "memory_table": lambda: ("no memory", ""),
         }  # fmt: skip
-        return [plays[method](*first) if method in plays else None] * self._spec.dp_size
+        return [plays[method](*first) if method in plays else None] * self.spec.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         sent = pickle.loads(pack(method, args))
@@ -104,14 +104,14 @@ class PlayedGroup:
     def _info(self) -> EngineInfo:
         return EngineInfo(
             n_params=Cost.of(self._config, 2).n_params, context_len=self._config.max_position_embeddings,
-            vocab_size=self._config.vocab_size, device="played", dtype=self._spec.dtype, attn_backend="sdpa",
+            vocab_size=self._config.vocab_size, device="played", dtype=self.spec.dtype, attn_backend="sdpa",
             memory_gib=0.0, cost=Cost.of(self._config, 2),
         )  # fmt: skip
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        n_slots = -(-spec.max_running // self._spec.dp_size)
-        self._slots = [[0.0] * n_slots for _ in range(self._spec.dp_size)]
-        self._n_tokens = [0] * self._spec.dp_size
+        n_slots = -(-spec.max_running // self.spec.dp_size)
+        self._slots = [[0.0] * n_slots for _ in range(self.spec.dp_size)]
+        self._n_tokens = [0] * self.spec.dp_size
         return RequestLimits(
             vocab_size=self._config.vocab_size, context_len=self._config.max_position_embeddings,
             kv_tokens=1 << 30, stop_strings=True,

@@ -27,6 +27,8 @@ _STATES = {
 }
 # Functions in which side threads of a worker wait for the driver.
 _WAITING = ("serving.py", " in _fill"), ("stacks.py", " in _tell_collectives"), ("child.py", " in watch")
+# Where a worker waits for other ranks: torch's collectives, their ends, and commands of its leader.
+_FOR_OTHERS = ("distributed_c10d", " in wait_for", "relay.py")
 # A process in one of these states does not run the handler of a signal.
 _DEAF = {"T", "t"}
 
@@ -124,9 +126,9 @@ def _readable(dump: str) -> str:
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Whether the main thread of a worker is inside a collective, going by what `ask` returned."""
+    """Whether the main thread of a worker waits for another rank, going by what `ask` returned."""
     _, _, main = stacks.partition("Main thread")
-    return any("distributed_c10d" in line for line in main.split("\n")[1:4])
+    return any(place in line for line in main.split("\n")[1:6] for place in _FOR_OTHERS)
 
 
 def of_driver(hidden: int) -> str:

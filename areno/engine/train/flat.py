@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from areno.layers.parallel import ParallelGroup
+from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.cost import BUCKET
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
@@ -190,7 +190,7 @@ class FlatParameters:
             for bucket in self.buckets:
                 self.params[bucket.own].copy_(self.masters[bucket.local])
         for work in [self.gather(bucket) for bucket in self.buckets]:
-            work.wait()
+            wait_for(work)
 
 
 def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from areno.engine.train.flat import Bucket, FlatParameters
 from areno.engine.train.micro_batches import StepShare
-from areno.layers.parallel import ParallelGroup
+from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.transformer import Transformer
 
 
@@ -129,7 +129,7 @@ class ReducedGradients(Gradients):
             self._works = [pair for pair in done if pair[0] not in buckets]
             done = [pair for pair in done if pair[0] in buckets]
         for bucket, work in done:
-            work.wait()
+            wait_for(work)
             if not bucket.is_whole:
                 size = bucket.own.stop - bucket.own.start
                 start = bucket.own.start - bucket.place.start

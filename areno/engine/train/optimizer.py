@@ -11,7 +11,7 @@ from areno.config.models import OptimizerConfig
 from areno.engine.train.flat import Chunk, FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
-from areno.layers.parallel import ParallelGroup
+from areno.layers.parallel import ParallelGroup, wait_for
 
 DECAY_STEPS = 1000
 """Of a schedule without a length, in a script that calls Trainer itself."""
@@ -119,7 +119,7 @@ class AdamW:
                 self._update(chunk, decayed if chunk.segment.decayed else update)
             works.append(flat.gather(bucket))  # while the next one is updated
         for work in works:
-            work.wait()
+            wait_for(work)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
         flat, local = self.flat, chunk.local
