@@ -155,6 +155,7 @@ def test_the_share_of_legal_moves() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_small_model_learns_the_rules(tmp_path: Path) -> None:
     """The command of the README, with a clock for busy machines."""
     command = [sys.executable, "-m", "areno.recipes.gspo", "--config-name=tictactoe", "seed=1", "trial_name=one"]
