@@ -6,6 +6,7 @@ In a group of one, every collective returns its input. So a model file never ask
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,14 +98,14 @@ class ParallelGroup:
 
         The ranks' shares follow each other and have to divide N; so do the ranks' columns. Differentiable.
         """
-        return x if self.size == 1 else _ToRows.apply(x, self)  # type: ignore[return-value]
+        return x if self.size == 1 else _Trade.apply(x, self._to_rows, self._to_columns)  # type: ignore[return-value]
 
     def to_columns(self, x: Tensor) -> Tensor:
         """(N, V, ...), the rank's share of the rows, to (size N, V / size, ...), its columns of all rows.
 
         The way back from `to_rows`.
         """
-        return x if self.size == 1 else _ToColumns.apply(x, self)  # type: ignore[return-value]
+        return x if self.size == 1 else _Trade.apply(x, self._to_columns, self._to_rows)  # type: ignore[return-value]
 
     def _to_rows(self, x: Tensor) -> Tensor:
         pieces = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -134,9 +135,8 @@ class _Done:
 
 
 def wait_for(work: Any) -> None:
-    """Until a collective that was begun with async_op is done; its work may be None. The stacks of a hang show it."""
-    if work is not None:
-        work.wait()
+    """Until a collective that was begun is done. The stacks of a hang show this function."""
+    work.wait()
 
 
 class _CopyIn(torch.autograd.Function):
@@ -161,23 +161,14 @@ class _ReduceOut(torch.autograd.Function):
         return grads[0], None
 
 
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return group._to_rows(x)
+class _Trade(torch.autograd.Function):
+    """x by one exchange in the forward pass, and its gradient by the other, which leads back."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group._to_columns(grads[0]), None
-
-
-class _ToColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ParallelGroup) -> Tensor:
-        ctx.group = group
-        return group._to_columns(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.group._to_rows(grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None

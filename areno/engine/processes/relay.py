@@ -26,7 +26,11 @@ class Relay:
         self._leads = rank == 0
         if self._leads:
             key = secrets.token_hex(32)
-            with TemporaryDirectory(prefix="areno-") as folder, _listen(folder, key) as listener:
+            # The folder is needed until all have come; nothing is left of it then.
+            with (
+                TemporaryDirectory(prefix="areno-") as folder,
+                Listener(f"{folder}/s", authkey=key.encode()) as listener,
+            ):
                 store.set(f"relay/{name}", json.dumps([listener.address, key]))
                 self._connections: list[Connection[Any, Any]] = [listener.accept() for _ in range(size - 1)]
         else:
@@ -42,7 +46,3 @@ class Relay:
             return messages
         packed = self._connections[0].recv_bytes()
         return pickle.loads(packed) if packed else []
-
-
-def _listen(folder: str, key: str) -> Listener:
-    return Listener(f"{folder}/relay", authkey=key.encode())
