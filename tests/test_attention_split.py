@@ -9,6 +9,7 @@ import pytest
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.sequence import Sequence
+from areno.kernels.spans import SPAN, border
 from areno.types import GenerationRequest
 
 SIZE = 4
@@ -35,8 +36,10 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
     return made
 
 
-def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10):
-    return split_attention(sequences, SIZE, group_size=8, max_groups=max_groups, n_heads=2, n_processors=n_processors)
+def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 10, by_spans: bool = False):
+    return split_attention(
+        sequences, SIZE, group_size=8, max_groups=max_groups, n_heads=2, n_processors=n_processors, by_spans=by_spans
+    )
 
 
 def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:
@@ -89,3 +92,25 @@ def test_splits_reach_the_longest_row_and_no_more_than_needed(n_processors: int,
         assert splits * span >= most
         assert splits <= 16
         assert splits <= 1 or (splits // 2) * span < most
+
+
+@pytest.mark.parametrize("n_processors", [1, 132])
+@pytest.mark.parametrize("n_prompt", [40, 64, 200, 300, 2000, 5000])
+def test_spans_have_room_for_their_parts(n_processors: int, n_prompt: int) -> None:
+    groups = [samples(n_prompt, [1, 70, 900], 0, 9000), samples(n_prompt // 2, [1, 3], 5000, 20_000)]
+    rows = [*groups[0], *groups[1], *samples(33, [1500], 8000, 30_000)]
+    made = split(rows, n_processors=n_processors, by_spans=True)
+    shares = {position for span in range(99) if (position := border(span)) % SIZE == 0}
+    lead = int(made.spans[1])
+    assert lead in shares
+    for row, shared in zip(rows, made.shared_lens_B.tolist(), strict=True):
+        expected = max(position for position in shares if position <= row.n_prompt)
+        assert shared in ({expected} if row in groups[0] and n_prompt >= 64 else {0, expected})
+        led = min(shared, lead) if shared else min(row.n_kv, SPAN)
+        of_team, own = (
+            [x for x in map(border, range(99)) if low <= x < high]
+            for low, high in ((led, shared), (max(led, shared), row.n_kv))
+        )
+        assert len(of_team) + (shared > 0) <= made.splits[1]
+        assert len(own) + (shared == 0) <= made.splits[0]
+    assert all(n & (n - 1) == 0 for n in made.splits)

@@ -15,11 +15,12 @@ import torch
 from tiny_engine import finish, logprobs_of, model_folder, request, spec, tokens_of, train_rows
 from torch.nn import functional as F
 
+from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.exact import make_exact
-from areno.engine.spec import RolloutSpec, UpdateSpec
+from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention
 from areno.kernels.paged import PagedBatch, decode_attention
@@ -31,7 +32,7 @@ from areno.types import TrainSequence
 from tests.interpreted import run_interpreted
 
 # Prompts shorter and longer than a span, one of them a span exactly.
-LENGTHS = [3, 40, SPAN - 1, SPAN, SPAN + 5, 2 * SPAN + 30]
+LENGTHS = [3, 40, 64, 100, SPAN - 1, SPAN, SPAN + 5, SPAN + 200]
 REQUESTS = [
     request(i, n_samples=1 + i % 3, length=length, max_new_tokens=30 + 5 * i, temperature=0.7)
     for i, length in enumerate(LENGTHS)
@@ -252,13 +253,20 @@ def packed(lengths: list[int], heads: int = 4, kv_heads: int = 2, dim: int = 24)
     return q, k, v, torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
 
 
-ROWS = [1, 5, SPAN + 2, 2 * SPAN + 1, 64]
+ROWS = [1, 5, SPAN + 2, 2 * SPAN + 1, 130, 64]
 
 
-def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, shared: int = 0) -> torch.Tensor:
+def decoded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    shared: int = 0,
+    n_shared: int = SPAN,
+) -> torch.Tensor:
     """The last token of each row by paged attention, with blocks of 16 in random order.
 
-    shared: so many rows, all of one length, have the first span of the first one.
+    shared: so many rows, all of one length, have the first n_shared positions of the first one.
     """
     lengths = starts.diff()
     size, width = 16, -(-int(lengths.max()) // 16)
@@ -266,15 +274,15 @@ def decoded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Ten
     blocks = torch.full((2, len(lengths) * width, size, *k.shape[1:]), 1e3)
     for row, length in enumerate(lengths.tolist()):
         if row < shared:
-            table[row, : SPAN // size] = table[0, : SPAN // size]
+            table[row, : n_shared // size] = table[0, : n_shared // size]
         for position in range(length - 1):
             for part, x in zip(blocks, (k, v), strict=True):
                 part[table[row, position // size], position % size] = x[starts[row] + position]
     last = starts[1:].long() - 1
     batch = PagedBatch(
         table_TW=table, slots_B=torch.arange(len(lengths)), lengths_B=lengths.long(),
-        shared_lens_B=torch.tensor([SPAN if row < shared else 0 for row in range(len(lengths))]),
-        spans=torch.tensor([SPAN, SPAN]), splits=(4, 1 if shared else 0), exact=True,
+        shared_lens_B=torch.tensor([n_shared if row < shared else 0 for row in range(len(lengths))]),
+        spans=torch.tensor([SPAN, SPAN]), splits=(4, 2 if shared else 0), by_spans=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
     )  # fmt: skip
     return decode_attention(q[last], k[last], v[last], blocks, batch)
@@ -285,7 +293,7 @@ def test_attention_is_that_of_torch() -> None:
     for x in (q, k, v):
         x.requires_grad_()
     results = []
-    for backend in ("sdpa", "exact"):
+    for backend in ("sdpa", "spans"):
         out = varlen_attention(q, k, v, starts, starts, max(ROWS), max(ROWS), backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for plain, exact in zip(*results, strict=True):
@@ -298,9 +306,9 @@ def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int) -> None
     torch.set_num_threads(threads)
     try:
         q, k, v, starts = packed(ROWS)
-        attend = partial(varlen_attention, backend="exact")
+        attend = partial(varlen_attention, backend="spans")
         whole = attend(q, k, v, starts, starts, max(ROWS), max(ROWS))
-        tails = [1, 2, 40, SPAN + 7, 7]
+        tails = [1, 2, 40, SPAN + 7, 66, 7]
         places = torch.cat([torch.arange(end - n, end) for n, end in zip(tails, starts[1:].tolist(), strict=True)])
         starts_q = torch.tensor([0, *np.cumsum(tails)], dtype=torch.int32)
         assert torch.equal(attend(q[places], k, v, starts_q, starts, max(tails), max(ROWS)), whole[places])
@@ -325,14 +333,15 @@ def compare_interpreted() -> None:
         scores = (q[-64:, 0] @ k[-64:, 0].T * dim**-0.5).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
         torch.testing.assert_close(log_sum[0, -64:], scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(decoded(q, k, v, starts), expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
-    q, k, v, starts = packed([SPAN + 9] * 4)
-    for row in (1, 2):  # begin as the first one
-        for x in (k, v):
-            x[starts[row] : starts[row] + SPAN] = x[:SPAN]
-    expected, _ = reference.packed_attention(q, k, v, starts, starts, SPAN + 9)
-    torch.testing.assert_close(
-        decoded(q, k, v, starts, shared=3), expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5
-    )
+    for n_shared in (64, SPAN, 2 * SPAN):  # less than the lead of a team, as much, and more
+        n_tokens = n_shared + 70
+        q, k, v, starts = packed([n_tokens] * 4)
+        for row in (1, 2):  # begin as the first one
+            for x in (k, v):
+                x[starts[row] : starts[row] + n_shared] = x[:n_shared]
+        expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens)
+        out = decoded(q, k, v, starts, 3, n_shared)
+        torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     from areno.kernels.products import unsplit_product
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
@@ -357,3 +366,15 @@ def test_rows_of_products_are_filled_up(folder: Path, engine: Engine) -> None:
     model.init_weights(1)
     assert make_exact(model) == f"products of {reference.row_multiple()} rows at a time"
     assert model.logits(torch.randn(3, 32)).shape == (3, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "prompt"), [(4, 20), (64, 100), (200, 300)])
+def test_bits_on_cuda(rows: int, prompt: int, tmp_path: Path) -> None:
+    """In bf16, with CUDA graphs: the library divides products of few rows, and attention has parts and teams."""
+    path, _ = shape_folder("qwen3-0.6b", tmp_path)
+    settings = EngineSpec(model_path=path, devices=["cuda:0"], dtype="bfloat16", random_init=True, exact=True)
+    requests = [request(i, n_samples=4, length=prompt, max_new_tokens=70, temperature=1.0) for i in range(rows // 4)]
+    with Engine(replace(settings, optimizer=None), "inline") as engine:
+        outputs = sampled(engine, requests, RolloutSpec(max_running=rows, max_len=prompt + 70))
+        assert apart(engine, train_rows(outputs, requests), 1.0) == 0.0

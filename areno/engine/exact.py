@@ -8,13 +8,14 @@ over the inputs. What the library at hand does is looked at once, when a model i
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from areno.errors import EngineError, Key
 from areno.kernels.backend import use_triton
-from areno.kernels.products import unsplit_product
+from areno.kernels.products import UnsplitProduct
 from areno.kernels.spans import row_multiple
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
@@ -22,6 +23,7 @@ from areno.models.transformer import Transformer
 
 _CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
 _CUDA_ROWS = 8192
+_TIMED, _REPEATS = (8, 16, 32, 64, 128, 256), 10
 _CUDA_SIZES = (*range(1, 17), 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 777, 1024, 2048, 4096)
 
 
@@ -37,11 +39,14 @@ def make_exact(model: Transformer) -> str:
         for module in modules.values():
             _try_on_cpu(module.weight, model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
-    found = {shape: _rows_to_avoid(module) for shape, module in modules.items()}
+    found = {shape: _unsplit(module) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
-            module.unsplit_rows = found[module.weight.shape]
-    return "products without a split up to " + ", ".join(f"{n} rows ({o}x{i})" for (o, i), n in found.items())
+            module.unsplit = found[module.weight.shape]
+    return "products without a split up to " + ", ".join(
+        f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
+        for (o, i), how in found.items()
+    )
 
 
 _PRODUCTS = (Linear, VocabParallelEmbedding)
@@ -60,23 +65,49 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             )  # fmt: skip
 
 
-def _rows_to_avoid(module: Linear | VocabParallelEmbedding) -> int:
-    """The most rows of a product that the library computes in another order than large ones."""
-    x_NI = _noise(_CUDA_ROWS, module.weight)
-    module.unsplit_rows = 0
-    all_NO = module.product(x_NI)
-    differ = [n for n in _CUDA_SIZES if not torch.equal(module.product(x_NI[:n]), all_NO[:n])]
-    if not differ:
-        return 0
+def _unsplit(module: Linear | VocabParallelEmbedding) -> UnsplitProduct:
+    """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
+    x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
+    dtype = module.product(x_NI[:1]).dtype
+    as_ever = UnsplitProduct()
+    all_NO = as_ever(x_NI, weight_OI, dtype)
+
+    def differ(product: UnsplitProduct) -> list[int]:
+        return [n for n in _CUDA_SIZES if not torch.equal(product(x_NI[:n], weight_OI, dtype), all_NO[:n])]
+
+    def seconds(product: UnsplitProduct, n_rows: int) -> float:
+        return _seconds(lambda: product(x_NI[:n_rows], weight_OI, dtype))
+
+    if not (split := differ(as_ever)):
+        return as_ever
+    by_library, by_triton = UnsplitProduct(library_rows=split[-1]), UnsplitProduct(triton_rows=split[-1])
+    library_can = not differ(by_library)
     if not use_triton(x_NI):
+        if library_can:
+            return by_library
         raise EngineError(
             "{} needs triton, since a product of {} rows differs in its last bits from the same rows in a larger one; "
             "pip install triton, or set it to false",
-            Key("engine.exact"), differ[-1],
+            Key("engine.exact"), split[-1],
         )  # fmt: skip
-    dtype = all_NO.dtype
-    own = [n for n in _CUDA_SIZES if not torch.equal(unsplit_product(x_NI[:n], module.weight, dtype), all_NO[:n])]
-    return sys.maxsize if own else differ[-1]  # its own bits for all, where they are not the library's
+    if differ(by_triton):  # its own bits for all, where they are not the library's
+        return by_library if library_can else UnsplitProduct(triton_rows=sys.maxsize)
+    if not library_can:
+        return by_triton
+    slower = (n for n in _TIMED if n <= split[-1] and seconds(by_library, n) < seconds(by_triton, n))
+    return UnsplitProduct(next(slower, split[-1] + 1) - 1, split[-1])
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of one run, on CUDA: the least of several, since a busy device can only make one longer."""
+    run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return min(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
 def _noise(n_rows: int, weight_OI: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from areno.types import GenerationOutput, GenerationRequest
 ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
+EXACT_KV_BLOCK = 64  # as many as the exact attention takes together
 
 
 class Worker:
@@ -43,6 +44,7 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
+        self._block_size = EXACT_KV_BLOCK if spec.exact else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))
@@ -97,12 +99,13 @@ class Worker:
             return Decoder(
                 self.actor,
                 n_blocks=self._kv_blocks(spec, max_running),
-                block_size=KV_BLOCK,
+                block_size=self._block_size,
                 max_running=max_running,
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
                 eos_token_ids=self._eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
+                exact=self.spec.exact,
                 detokenize=lambda tokens: self._tokenizer.decode(tokens),
                 compile_grammar=lambda text: self._grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
@@ -111,18 +114,18 @@ class Worker:
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
         """Number of KV blocks: what `max_running` sequences of full length need, or fewer where memory is short."""
         tp = self.context.tp
-        block_bytes = KV_BLOCK * kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
-        per_sequence = -(-spec.max_len // KV_BLOCK) + 1
+        block_bytes = self._block_size * kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        per_sequence = -(-spec.max_len // self._block_size) + 1
         blocks = max_running * per_sequence + 1
         if spec.decoder.max_kv_tokens is not None:
-            return min(blocks, -(-spec.decoder.max_kv_tokens // KV_BLOCK) + 1)
+            return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
         affordable = int(self._free_bytes() * spec.decoder.mem_fraction) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         if affordable < per_sequence + 1:
             raise EngineError(
                 "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                max(affordable, 0) * KV_BLOCK, spec.max_len, Key("gconfig.max_new_tokens"),
+                max(affordable, 0) * self._block_size, spec.max_len, Key("gconfig.max_new_tokens"),
                 Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
             )  # fmt: skip
         return min(blocks, affordable)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.products import float_product, unsplit_product
+from areno.kernels.products import UnsplitProduct, float_product
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = spec.empty(rows, hidden_size)
         part = Part((vocab_size, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
-        self.unsplit_rows: int | None = None  # as of Linear
+        self.unsplit: UnsplitProduct | None = None  # as of Linear
 
     def clear_padding(self) -> None:
         """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
@@ -50,6 +50,6 @@ class VocabParallelEmbedding(nn.Module):
         The product is accumulated and kept in fp32 where the device can do so: logits rounded to bf16 would make
         log-probabilities of rollout and training disagree.
         """
-        if self.unsplit_rows is not None and len(hidden_KD) <= self.unsplit_rows:
-            return unsplit_product(hidden_KD, self.weight, torch.float32)
+        if self.unsplit is not None:
+            return self.unsplit(hidden_KD, self.weight, torch.float32)
         return float_product(hidden_KD, self.weight).float()

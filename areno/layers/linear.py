@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.products import add_product, unsplit_product
+from areno.kernels.products import UnsplitProduct, add_product
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class Linear(nn.Module):
     """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank.
 
-    unsplit_rows: None, or a product of at most so many rows may not divide the sum over I; see areno/engine/exact.py.
+    unsplit: None, or how products are computed so that a row has the same bits beside any others; see
+    areno/engine/exact.py.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
@@ -28,13 +29,11 @@ class Linear(nn.Module):
         self.tp = spec.tp
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
-        self.unsplit_rows: int | None = None
+        self.unsplit: UnsplitProduct | None = None
 
     def product(self, x_NI: Tensor) -> Tensor:
         """x W^T."""
-        if self.unsplit_rows is not None and len(x_NI) <= self.unsplit_rows:
-            return unsplit_product(x_NI, self.weight, x_NI.dtype)
-        return F.linear(x_NI, self.weight)
+        return F.linear(x_NI, self.weight) if self.unsplit is None else self.unsplit(x_NI, self.weight, x_NI.dtype)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add what one product contributes to the float32 gradients of weight and bias; frozen ones have none."""
@@ -67,7 +66,7 @@ class ColumnParallelLinear(Linear):
 
     def forward(self, x_NI: Tensor) -> Tensor:
         x_NI = self.tp.copy_in(x_NI)
-        if self.unsplit_rows is None:
+        if self.unsplit is None:
             return F.linear(x_NI, self.weight, self.bias)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
         return y_NO if self.bias is None else y_NO.add_(self.bias)

@@ -7,12 +7,13 @@ keeps all processors busy.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from areno.engine.decoder.sequence import Sequence
+from areno.kernels.spans import SPAN, border, n_spans
 
 _MIN_SAVING = 16  # positions per row of the batch that groups must save on average to be used
 _MIN_SPAN, _MAX_SPLITS = 64, 16
@@ -41,18 +42,18 @@ def split_attention(
     max_groups: int,
     n_heads: int,
     n_processors: int,
-    exact_span: int | None = None,
+    by_spans: bool = False,
 ) -> AttentionSplit:
     """The split for one new token of each sequence.
 
     group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
-    each makes its own pieces. n_processors: multiprocessors of the device. exact_span: the length of every span, all of
-    which begin at multiples of it; None chooses one.
+    each makes its own pieces. n_processors: multiprocessors of the device. by_spans: the pieces are the spans of
+    `kernels.spans`, of which those that a group shares from the first on may be one; else they are chosen.
     """
-    unit = block_size if exact_span is None else math.lcm(block_size, exact_span)
+    shareable = partial(_whole_spans if by_spans else _whole_blocks, block_size)
     rows_by_prompt: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        if n_blocks := sequence.n_prompt // unit * unit // block_size:
+        if n_blocks := shareable(sequence.n_prompt) // block_size:
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
@@ -60,7 +61,7 @@ def split_attention(
     shared_lens: list[int] = []
     n_saved = 0
     for rows in rows_by_prompt.values():
-        n_shared = sequences[rows[0]].n_prompt // unit * unit
+        n_shared = shareable(sequences[rows[0]].n_prompt)
         for start in range(0, len(rows), group_size):
             group = rows[start : start + group_size]
             if len(group) == 1 or len(shared_lens) == max_groups:
@@ -74,11 +75,17 @@ def split_attention(
         shared_lens_B[:] = 0
     longest_shared = max(shared_lens) if uses_groups else 0
     own_lens_B = np.array([sequence.n_kv for sequence in sequences], dtype=np.int64) - shared_lens_B
-    if exact_span is not None:
-        splits = _splits(int(own_lens_B.max()), exact_span), _splits(longest_shared, exact_span) if uses_groups else 0
-        spans = np.array([exact_span, exact_span], dtype=np.int64)
-        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, splits)
     per_piece = n_heads / (_PIECES_PER_PROCESSOR * n_processors)
+    if by_spans:
+        lead = max(SPAN, int(sum(shared_lens) * per_piece) // SPAN * SPAN)
+        lengths_B = own_lens_B + shared_lens_B
+        # Of a row that shares none, the positions up to SPAN are one part.
+        led_B = np.where(shared_lens_B > 0, n_spans(shared_lens_B), n_spans(np.minimum(lengths_B, SPAN)) - 1)
+        own_splits = int((n_spans(lengths_B) - led_B).max())
+        shared_splits = 1 + n_spans(longest_shared) - n_spans(min(lead, longest_shared)) if uses_groups else 0
+        splits = _power_of_two(own_splits), _power_of_two(shared_splits)
+        spans = np.array([SPAN, lead], dtype=np.int64)
+        return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, splits)
     own_span, own_splits = _span_and_splits(int(own_lens_B.max()), own_lens_B.sum() * per_piece, _MAX_OWN_SPAN)
     shared_span, shared_splits = _MAX_SHARED_SPAN, 0
     if uses_groups:
@@ -100,7 +107,19 @@ def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, i
 
 def _splits(longest: int, span: int) -> int:
     """How many spans cover `longest`, rounded up to a power of two."""
-    splits = 1
-    while splits * span < longest:
-        splits *= 2
-    return splits
+    return _power_of_two(-(-longest // span))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length() if least else 0
+
+
+def _whole_blocks(block_size: int, length: int) -> int:
+    """The positions of the full blocks among the first `length`."""
+    return length // block_size * block_size
+
+
+def _whole_spans(block_size: int, length: int) -> int:
+    """The positions of the full spans among the first `length` that are full blocks, too."""
+    last = n_spans(length + 1) - 1
+    return next(start for span in range(last, -1, -1) if (start := border(span)) % block_size == 0)

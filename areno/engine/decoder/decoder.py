@@ -48,6 +48,7 @@ class Decoder:
         eos_token_ids: Collection[int],
         use_graphs: bool = False,
         attn_backend: str = "sdpa",
+        exact: bool = False,
         detokenize: Detokenize | None = None,
         compile_grammar: Callable[[str], Grammar] | None = None,
         stream_every_s: float = 0.0,
@@ -56,7 +57,9 @@ class Decoder:
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
-        self._runner = Runner(model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend)
+        self._runner = Runner(
+            model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact
+        )
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=model.config.max_position_embeddings,

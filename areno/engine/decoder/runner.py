@@ -28,7 +28,6 @@ from areno.kernels.backend import use_triton
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
 from areno.kernels.sampling import SamplingFlags
-from areno.kernels.spans import SPAN
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
 
@@ -61,9 +60,17 @@ class Runner:
     """
 
     def __init__(
-        self, model: Transformer, blocks: BlockManager, max_running: int, *, use_graphs: bool, attn_backend: str
+        self,
+        model: Transformer,
+        blocks: BlockManager,
+        max_running: int,
+        *,
+        use_graphs: bool,
+        attn_backend: str,
+        exact: bool,
     ):
-        self.model, self.attn_backend, self.is_exact = model, attn_backend, attn_backend == "exact"
+        self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
+        self.by_spans = attn_backend == "spans"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.n_slots = n_slots
@@ -249,7 +256,7 @@ class Runner:
         split = split_attention(
             sequences, self.cache.block_size, group_size=GROUP_SIZE, n_processors=self.n_processors,
             max_groups=max(1, size // 4) if self.uses_prefix_groups else 0, n_heads=self.cache.kv_blocks.shape[4],
-            exact_span=SPAN if self.is_exact else None,
+            by_spans=self.by_spans,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
@@ -278,7 +285,7 @@ class Runner:
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
             table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
-            prefix_groups_GR=prefix_groups_GR, splits=splits, exact=self.is_exact, max_len=max_len,
+            prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, max_len=max_len,
         )  # fmt: skip
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:

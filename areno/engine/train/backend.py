@@ -43,7 +43,7 @@ class TrainBackend:
     pass instead of keeping them (on CUDA in as many layers as memory requires).
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
-    zero_stage: see EngineSpec. section: the configuration section that messages name.
+    zero_stage, exact: see EngineSpec. section: the configuration section that messages name.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -59,11 +59,12 @@ class TrainBackend:
         context: ParallelGroup = ParallelGroup(),  # noqa: B008
         data: ParallelGroup | None = None,
         zero_stage: int = 0,
+        exact: bool = False,
         section: str = "actor",
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
-        self.section, self.device = section, model.device
+        self.section, self.device, self.exact = section, model.device, exact
         on_cuda = self.device.type == "cuda"
         alone = model.tp.size == context.size == 1
         self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone)
@@ -94,7 +95,7 @@ class TrainBackend:
         was not finite or no token was trained. grad_norm is taken before clipping. EngineError when memory runs out.
         """
         with self._out_of_memory_hint(update.mb_spec):
-            done = [self._step(steps[0], loss_fn, update, must_agree=self.attn_backend == "exact")]
+            done = [self._step(steps[0], loss_fn, update, must_agree=self.exact)]
             return over_steps(done + [self._step(step, loss_fn, update) for step in steps[1:]])
 
     def logprobs(self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ BACKENDS = {
     "flash": "flash-attn",
     "varlen": "torch varlen_attn",
     "sdpa": "torch scaled_dot_product_attention",
-    "exact": "spans in one order",
+    "spans": "spans in one order",
 }
 
 
@@ -36,7 +36,7 @@ def choose_backend(
     what is computed beside it. ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
     if exact:
-        return "exact"
+        return "spans"
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = half_on_cuda and importlib.util.find_spec("flash_attn") is not None
@@ -66,8 +66,8 @@ def varlen_attention(
     """
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
-    if backend == "exact":
-        return _Exact.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q)  # type: ignore[return-value]
+    if backend == "spans":
+        return _BySpans.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q)  # type: ignore[return-value]
     if backend == "varlen":
         attn, causal = _varlen_kernel()
         return attn(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **causal)
@@ -95,7 +95,7 @@ def varlen_forward(
             q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True
         )
         return out_NHD, (log_sum, state)
-    if backend == "exact":
+    if backend == "spans":
         out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
     rows = cu_seqlens, cu_seqlens, max_len, max_len
-    if backend == "varlen" or (backend == "exact" and q_NHD.is_cuda):
+    if backend == "varlen" or (backend == "spans" and q_NHD.is_cuda):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
@@ -151,7 +151,7 @@ def _no_dropout(device: torch.device) -> list[Tensor]:
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
 
-class _Exact(torch.autograd.Function):
+class _BySpans(torch.autograd.Function):
     """The gradient is that of attention by `sdpa_attention`, which computes the same but for rounding."""
 
     @staticmethod

@@ -37,8 +37,9 @@ class PagedBatch:
     splits: the most pieces that a row's own positions, and a group's shared ones, make. Spans and splits change the
     speed, not the result.
 
-    exact: a row has the very result of `varlen_attention` with the backend "exact". Spans are then SPAN of
-    `kernels.spans`, and shared_lens_B whole ones.
+    by_spans: a row has the very result of `varlen_attention` with the backend "spans". Pieces are then the spans of
+    `kernels.spans`, shared_lens_B is where a span begins, and spans[1] how many positions, from the first on, a group
+    has in one piece: whole spans.
 
     max_len: a bound on lengths_B known on the host, so that the torch reference need not read whole table rows. The
     Triton kernel stops at each row's own length and does not use it, so a captured graph holds no number of one step.
@@ -51,7 +52,7 @@ class PagedBatch:
     spans: Tensor
     prefix_groups_GR: Tensor | None = None
     splits: tuple[int, int] = (1, 1)
-    exact: bool = False
+    by_spans: bool = False
     max_len: int | None = None
 
 
@@ -72,7 +73,7 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
         part.index_select(0, index).view(n_rows, width * block_size, n_kv_heads, head_dim).transpose(1, 2)
         for part in kv_blocks
     )
-    if batch.exact:
+    if batch.by_spans:
         return by_spans(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B.unsqueeze(1)).squeeze(2)
     # The query heads that share a key head take the place of query positions, so keys and values are not repeated.
     q_BKGC = q_BHC.reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)

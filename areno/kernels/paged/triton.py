@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch
-from areno.kernels.spans.triton import heads_together, paged_attention
+from areno.kernels.spans.triton import heads_together
+from areno.kernels.spans.triton_paged import paged_attention
 
 _TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
 _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
@@ -27,7 +28,7 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel tak
 
 def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
-    if batch.exact:
+    if batch.by_spans:
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,3 +42,38 @@ def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tens
     from areno.kernels.products.triton import unsplit_product as product
 
     return product(x_NI, weight_OI, dtype)
+
+
+@dataclass(frozen=True)
+class UnsplitProduct:
+    """x W^T in one order of operations, whatever the number of rows, outside autograd.
+
+    Products of at most triton_rows rows come from a Triton kernel. Those of at most library_rows come from the
+    library, which is told not to divide the sum over I. Larger ones it does not divide anyway.
+    """
+
+    triton_rows: int = 0
+    library_rows: int = 0
+
+    def __call__(self, x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
+        if len(x_NI) <= self.triton_rows:
+            return unsplit_product(x_NI, weight_OI, dtype)
+        with _no_splits() if len(x_NI) <= self.library_rows else nullcontext():
+            return F.linear(x_NI, weight_OI) if dtype == x_NI.dtype else float_product(x_NI, weight_OI).to(dtype)
+
+
+@contextmanager
+def _no_splits() -> Iterator[None]:
+    """Products on CUDA are computed by cuBLASLt, by kernels that do not divide the sum."""
+    library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names]
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        for name in names:
+            setattr(matmul, name, (False, False))
+        yield
+    finally:
+        for name, setting in zip(names, before, strict=True):
+            setattr(matmul, name, setting)
+        torch.backends.cuda.preferred_blas_library(library)

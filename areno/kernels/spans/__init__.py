@@ -1,9 +1,9 @@
 """Attention in one order of operations, whatever else is computed beside a query: what `engine.exact` runs.
 
-Keys are taken in spans of SPAN positions that begin at multiples of SPAN. Within a span the order is fixed, and spans
-are joined from the first on (running softmax, arXiv 1805.02867). So the result for a query has the same bits in
-training, in a whole or chunked prefill, and in a decode step. The torch form and the Triton kernels each have an order
-of their own.
+Keys are taken in spans that begin at fixed positions: at 0, 64 and 128, and at the multiples of SPAN. Within a span
+the order is fixed, and spans are joined from the first on (running softmax, arXiv 1805.02867). So the result for a
+query has the same bits in training, in a whole or chunked prefill, and in a decode step. The torch form and the Triton
+kernels each have an order of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.kernels.backend import form
-from areno.kernels.spans.reference import SPAN, by_spans, row_multiple
+from areno.kernels.spans.reference import SPAN, border, by_spans, n_spans, row_multiple
 
-__all__ = ["SPAN", "by_spans", "packed_attention", "row_multiple"]
+__all__ = ["SPAN", "border", "by_spans", "n_spans", "packed_attention", "row_multiple"]
 
 
 def packed_attention(

@@ -8,14 +8,30 @@ of a row and a key head; P queries of the heads that share a key head, padded.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.padding import by_padding
 
-SPAN = 128
+_Ints = TypeVar("_Ints", int, np.ndarray)
+
+SPAN = 256  # positions; the first ones are shorter, so that short prompts, too, have whole spans to share
+_SHORT = 64, 128  # where the spans before the first multiple of SPAN begin, beside 0
 ROWS = 16  # for each thread; with fewer, MKL has other kernels
+
+
+def border(span: int) -> int:
+    """The position at which a span begins: 0, 64, 128, 256, 512, 768 and so on."""
+    return (0, *_SHORT)[span] if span <= len(_SHORT) else (span - len(_SHORT)) * SPAN
+
+
+def n_spans(length: _Ints) -> _Ints:
+    """How many spans begin before position `length`, or before each of them."""
+    return sum(length > start for start in _SHORT) - (-length // SPAN)
 
 
 def row_multiple() -> int:
@@ -51,9 +67,9 @@ def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tenso
     positions_XP1 = F.pad(positions_BL.repeat(1, shared), (0, more_q)).repeat_interleave(n_kv_heads, 0).unsqueeze(-1)
     best = q_XPC.new_full((*q_XPC.shape[:2], 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
-    for start in range(0, k_XMC.shape[1], SPAN):
-        hidden = torch.arange(start, start + SPAN) > positions_XP1
-        span = slice(start, start + SPAN)
+    for index in range(n_spans(k_BKMC.shape[2])):
+        span = slice(border(index), border(index + 1))
+        hidden = torch.arange(span.start, span.stop) > positions_XP1
         scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights = (scores - new_best).exp_()

@@ -1,0 +1,310 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The Triton form for a decode step, with keys and values in blocks: one kernel for parts of rows, one to join them.
+
+What a part is, and what fixes the bits of the result, is in triton.py. Shape letters as in `areno/kernels/paged`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.paged.reference import PagedBatch
+from areno.kernels.spans.reference import SPAN
+from areno.kernels.spans.triton import LOG2_E, ONES, TILE, border, heads_together, join, n_spans, take
+
+_OWN_LEAD = tl.constexpr(SPAN)  # positions that one program joins, of a row that shares none
+_JOIN_HEADS = tl.constexpr(8)  # heads that a program of the join takes
+
+
+def paged_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+    """As `areno.kernels.paged.decode_attention`, for a batch by spans."""
+    q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
+    n_rows, n_heads, dim = q_BHC.shape
+    k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
+    _, block_size, n_kv_heads, _ = k_blocks.shape
+    shared = n_heads // n_kv_heads
+    own_splits, shared_splits = batch.splits
+    n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape
+    if n_groups == 0:
+        shared_splits = 0
+    n_parts = own_splits + shared_splits
+    shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
+    out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))
+    # Of each row and head, by part: the sum of weighted values; the largest score; the sum of weights.
+    sums = q_BHC.new_empty((n_rows, n_heads, n_parts, dim), dtype=torch.float32)
+    stats = q_BHC.new_empty((2, n_rows, n_heads, n_parts), dtype=torch.float32)
+    rate = dim**-0.5 * LOG2_E
+    where = (batch.table_TW, batch.slots_B, batch.lengths_B, batch.shared_lens_B, batch.spans)
+    strides = (q_BHC.stride(0), k_BKC.stride(0), v_BKC.stride(0), k_blocks.stride(1), batch.table_TW.stride(0))
+    counts = (n_rows * n_heads * n_parts, n_groups * shared_splits, own_splits, shared_splits)
+    _part_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
+        q_BHC,
+        k_BKC,
+        v_BKC,
+        k_blocks,
+        v_blocks,
+        *where,
+        batch.prefix_groups_GR,
+        sums,
+        stats,
+        rate,
+        *strides,
+        *counts,
+        **shapes,
+        GROUP=shared,
+        TEAM=group_size,
+        OWN_ROWS=max(16, triton.next_power_of_2(shared)),  # tl.dot needs 16 rows
+        TEAM_ROWS=max(16, triton.next_power_of_2(shared * group_size)),
+        BLOCK=block_size,
+        HAS_TEAMS=n_groups > 0,
+        num_warps=2,
+        num_stages=3,
+    )
+    _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
+        sums,
+        stats,
+        batch.lengths_B,
+        batch.shared_lens_B,
+        batch.spans,
+        out_BHC,
+        rate,
+        n_rows * n_heads * n_parts,
+        n_heads,
+        n_parts,
+        **shapes,
+        num_warps=4,
+    )
+    return out_BHC
+
+
+@triton.jit
+def _lead_end(length, shared, team_lead):
+    """How many positions of a row, from the first on, are joined by the program that takes them."""
+    return tl.where(shared > 0, tl.minimum(shared, team_lead), tl.minimum(length, _OWN_LEAD))
+
+
+@triton.jit(do_not_specialize=["n_cells", "n_team_pieces", "own_splits", "shared_splits"])
+def _part_kernel(
+    q_ptr,
+    new_k_ptr,
+    new_v_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    slots_ptr,
+    lengths_ptr,
+    shared_ptr,
+    spans_ptr,
+    teams_ptr,
+    sums_ptr,
+    stats_ptr,
+    rate,
+    q_stride,
+    new_k_stride,
+    new_v_stride,
+    stride,
+    table_stride,
+    n_cells,
+    n_team_pieces,
+    own_splits,
+    shared_splits,
+    GROUP: tl.constexpr,
+    TEAM: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    TEAM_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_TEAMS: tl.constexpr,
+):
+    """One program for each part and key head: of a team's shared positions, or of a row's own.
+
+    The first part of a row is its lead, some spans joined. Each later part is one span.
+    """
+    kv_head, piece = tl.program_id(0), tl.program_id(1)
+    n_heads, n_parts = tl.num_programs(0) * GROUP, own_splits + shared_splits
+    k_ptr += kv_head * DIM
+    v_ptr += kv_head * DIM
+    dim = tl.arange(0, PADDED_DIM)
+    team_lead = tl.load(spans_ptr + 1).to(tl.int32)
+    if piece < n_team_pieces:
+        if HAS_TEAMS:
+            team, split = piece // shared_splits, piece % shared_splits
+            leader = tl.load(teams_ptr + team * TEAM).to(tl.int64)
+            if leader >= 0:
+                shared = tl.load(shared_ptr + leader).to(tl.int32)
+                n_led = n_spans(tl.minimum(team_lead, shared))
+                span = tl.where(split == 0, 0, n_led + split - 1)
+                if border(span) < shared:
+                    cell = tl.arange(0, TEAM_ROWS)
+                    member = cell // GROUP
+                    row = tl.load(teams_ptr + team * TEAM + member, mask=member < TEAM, other=-1).to(tl.int64)
+                    table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
+                    _attend_spans(
+                        q_ptr,
+                        k_ptr,
+                        v_ptr,
+                        table_row,
+                        sums_ptr,
+                        stats_ptr,
+                        rate,
+                        row,
+                        kv_head * GROUP + cell % GROUP,
+                        row >= 0,
+                        span,
+                        tl.minimum(tl.where(split == 0, team_lead, border(span + 1)), shared),
+                        split,
+                        q_stride,
+                        stride,
+                        n_heads,
+                        n_parts,
+                        n_cells,
+                        TEAM_ROWS,
+                        DIM,
+                        PADDED_DIM,
+                        BLOCK,
+                    )
+    else:
+        piece -= n_team_pieces
+        row = (piece // own_splits).to(tl.int64)
+        split = piece % own_splits
+        length = tl.load(lengths_ptr + row).to(tl.int32)
+        shared = tl.load(shared_ptr + row).to(tl.int32)
+        n_led = n_spans(_lead_end(length, shared, team_lead))
+        leads = (split == 0) & (shared == 0)
+        span = tl.where(shared > 0, n_spans(shared) + split, tl.where(leads, 0, n_led + split - 1))
+        end = tl.minimum(tl.where(leads, _OWN_LEAD, border(span + 1)), length)
+        if border(span) < length:
+            table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+            if end == length:
+                # The new token's key and value are not in the cache yet: put them there, for all of this program.
+                inside = dim < DIM
+                new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, mask=inside, other=0.0)
+                new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, mask=inside, other=0.0)
+                block = tl.load(table_row + (length - 1) // BLOCK).to(tl.int64)
+                place = block * (BLOCK * stride) + ((length - 1) % BLOCK) * stride
+                tl.store(k_ptr + place + dim, new_k, mask=inside)
+                tl.store(v_ptr + place + dim, new_v, mask=inside)
+                tl.debug_barrier()
+            cell = tl.arange(0, OWN_ROWS)
+            _attend_spans(
+                q_ptr,
+                k_ptr,
+                v_ptr,
+                table_row,
+                sums_ptr,
+                stats_ptr,
+                rate,
+                row + tl.zeros([OWN_ROWS], tl.int64),
+                kv_head * GROUP + cell,
+                cell < GROUP,
+                span,
+                end,
+                tl.where(leads, 0, span - n_led + 1),
+                q_stride,
+                stride,
+                n_heads,
+                n_parts,
+                n_cells,
+                OWN_ROWS,
+                DIM,
+                PADDED_DIM,
+                BLOCK,
+            )
+
+
+@triton.jit
+def _attend_spans(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_row,
+    sums_ptr,
+    stats_ptr,
+    rate,
+    row,
+    head,
+    real,
+    span,
+    end,
+    part,
+    q_stride,
+    stride,
+    n_heads,
+    n_parts,
+    n_cells,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write what the positions from a span's first one up to `end` give for ROWS pairs of a row and a head."""
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < DIM
+    mask = real[:, None] & real_dim[None, :]
+    q = tl.load(q_ptr + (row * q_stride + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for index in range(span, n_spans(end)):
+        span_best = tl.full([ROWS], float("-inf"), tl.float32)
+        span_total = tl.zeros([ROWS, ONES], tl.float32)
+        span_acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        for tile in range(border(index), tl.minimum(border(index + 1), end), TILE):
+            position = tile + tl.arange(0, TILE)
+            inside = position < end
+            if BLOCK % TILE.value == 0:  # a tile lies in one block
+                block = tl.load(table_row + tile // BLOCK).to(tl.int64)
+                base = block * (BLOCK * stride) + (tile % BLOCK + tl.arange(0, TILE)) * stride
+            else:
+                block = tl.load(table_row + position // BLOCK, mask=inside, other=0).to(tl.int64)
+                base = block * (BLOCK * stride) + (position % BLOCK) * stride
+            k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+            v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+            span_best, span_total, span_acc = take(q, k, v, inside[None, :], span_best, span_total, span_acc, rate)
+        best, total, acc = join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
+    cell = (row * n_heads + head) * n_parts + part
+    tl.store(sums_ptr + cell[:, None] * DIM + dim[None, :], acc, mask=mask)
+    tl.store(stats_ptr + cell, best, mask=real)
+    tl.store(stats_ptr + n_cells + cell, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["n_cells", "n_parts"])
+def _join_kernel(
+    sums_ptr,
+    stats_ptr,
+    lengths_ptr,
+    shared_ptr,
+    spans_ptr,
+    out_ptr,
+    rate,
+    n_cells,
+    n_heads,
+    n_parts,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """Join the parts of some heads of a row, the first one first."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
+    dim = tl.arange(0, PADDED_DIM)
+    real = head < n_heads
+    head += row * n_heads
+    length = tl.load(lengths_ptr + row).to(tl.int32)
+    shared = tl.load(shared_ptr + row).to(tl.int32)
+    n_joined = 1 + n_spans(length) - n_spans(_lead_end(length, shared, tl.load(spans_ptr + 1).to(tl.int32)))
+    mask = real[:, None] & (dim < DIM)[None, :]
+    best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([_JOIN_HEADS], tl.float32)
+    acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
+    for index in range(n_joined):
+        cell = head * n_parts + index
+        part_acc = tl.load(sums_ptr + cell[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+        part_best = tl.load(stats_ptr + cell, mask=real, other=0.0)
+        part_total = tl.load(stats_ptr + n_cells + cell, mask=real, other=1.0)
+        best, total, acc = join(best, total, acc, part_best, part_total, part_acc, rate)
+    place = out_ptr + head[:, None] * DIM + dim[None, :]
+    tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
