@@ -18,6 +18,7 @@ from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests.dispatch import Dispatcher
 from areno.engine.requests.streams import FairLock, Streams
+from areno.engine.routing.rows import add_routes, read_routes
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.train.micro_batches import share_steps, split_balanced
 from areno.engine.train.rows import read_rows, read_tokens
@@ -301,16 +302,36 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
+        add_routes(checked, rows, self.info.routes, row_name)
         shares = share_steps(checked, update, self.spec.data_size, spec.section, self.info.cost, self.spec.cp_size)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
         with self._turn:
             return self._workers.call_each("train", args)[0]
 
     def logprobs(
-        self, role: str, token_rows: TokenRows, temperature: float = 1.0, mb_spec: MicroBatchSpec | None = None
+        self,
+        role: str,
+        token_rows: TokenRows,
+        temperature: float = 1.0,
+        mb_spec: MicroBatchSpec | None = None,
+        routes: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0."""
-        return self._scored("logprobs", role, token_rows, mb_spec, temperature)
+        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0.
+
+        routes: of each row, the experts to use, as TrainSequence has them; only for the actor.
+        """
+        if routes is None or all(each is None for each in routes):
+            return self._scored("logprobs", role, token_rows, mb_spec, temperature)
+        if role != "actor":
+            raise EngineError(f"routes are the actor's, and role {role!r} has other experts; leave them out")
+        if len(routes) != len(token_rows):
+            raise EngineError(f"there are routes of {len(routes)} rows, and {len(token_rows)} rows of tokens")
+        pairs = zip(routes, token_rows, strict=True)
+        read = [
+            read_routes(each, len(tokens), self.info.routes, f"token_rows[{index}]")
+            for index, (each, tokens) in enumerate(pairs)
+        ]
+        return self._scored("logprobs", role, token_rows, mb_spec, temperature, routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
@@ -320,7 +341,15 @@ class Engine(AbstractContextManager["Engine"]):
         """One score for each row: what the value head gives at its last token."""
         return self._scored("rewards", role, token_rows, mb_spec)
 
-    def _scored(self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any) -> list[Any]:
+    def _scored(
+        self,
+        what: str,
+        role: str,
+        rows: TokenRows,
+        mb_spec: MicroBatchSpec | None,
+        *more: Any,
+        routes: list[np.ndarray] | None = None,
+    ) -> list[Any]:
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
         info, n_together = self.info, self.spec.cp_size
@@ -331,7 +360,11 @@ class Engine(AbstractContextManager["Engine"]):
         mb_spec = mb_spec or self.spec.mb_spec
         flops = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
         shares = split_balanced(flops, self.spec.data_size)
-        args = [(role, what, [checked[index] for index in share], *more, mb_spec) for share in shares]
+        args: list[tuple[Any, ...]] = [
+            (role, what, [checked[index] for index in share], *more, mb_spec)
+            + (() if routes is None else ([routes[index] for index in share],))
+            for share in shares
+        ]
         with self._turn:
             scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))

@@ -65,11 +65,12 @@ class Routing:
         balance_E: Tensor | None = None,
         n_tokens: int | None = None,
         *,
+        records: bool = False,
         observes: bool = False,
     ) -> None:
-        """Say all that holds for the next pass."""
+        """Say all that holds for the next passes. Without arguments: the router decides, and nothing is kept."""
         self.given_NLk, self.balance_E, self.n_tokens = given_NLk, balance_E, n_tokens
-        self.observes = observes
+        self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
 
     def recorded(self) -> Tensor:

@@ -56,6 +56,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         lambda: devices_of(config.engine, config.cluster, config.scheduler),
         tokenizer_path=config.tokenizer_path,
         seed=config.seed,
+        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
         more_problems=lambda model: model_problems(config, model),
     )
     if config.scheduler.type == "ray":
@@ -93,6 +94,7 @@ def open_actor(
     *,
     tokenizer_path: str | None = None,
     seed: int = 1,
+    routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
     """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
@@ -115,6 +117,7 @@ def open_actor(
     problems: list[Problem] = []
     problems += [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
+    problems += expert_problems(model, actor, engine, routing_replay, devices[0])
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
@@ -137,6 +140,8 @@ def open_actor(
         attn_backend=engine.attn_backend,
         exact=engine.exact,
         gradient_checkpointing=actor.gradient_checkpointing,
+        routing_replay=routing_replay,
+        router_aux_loss_coef=actor.router_aux_loss_coef,
         optimizer=actor.optimizer,
         mb_spec=actor.mb_spec,
         tokenizer_path=tokenizer_folder,
@@ -181,6 +186,21 @@ def load_tokenizer(folder: str) -> Any:
         raise ConfigError([Problem("tokenizer_path", message)]) from error
     tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
     return tokenizer
+
+
+def expert_problems(
+    model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
+) -> Iterator[Problem]:
+    """Settings that are for models with experts, or that these cannot have."""
+    if model.experts is None:
+        text = "but the model has no experts, so it has no effect; "
+        if routing_replay:
+            yield Problem("actor.routing_replay", f"is true, {text}set it to false")
+        if actor.router_aux_loss_coef:
+            yield Problem("actor.router_aux_loss_coef", f"is {actor.router_aux_loss_coef}, {text}set it to 0")
+    elif engine.exact and device.startswith("cuda"):
+        text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
+        yield Problem("engine.exact", text)
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:

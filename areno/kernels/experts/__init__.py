@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import form
+from areno.kernels.backend import form, use_triton
 
 
 class Groups(NamedTuple):
@@ -43,6 +43,11 @@ def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Ten
 
 def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     """Sort the copies by expert, those of one expert by token. This rank holds `n_experts` from `first` on."""
+    if use_triton(chosen_Nk):
+        from areno.kernels.experts.triton_routing import MOST_COPIES, sorted_copies
+
+        if 0 < chosen_Nk.numel() <= MOST_COPIES:
+            return Groups(*sorted_copies(chosen_Nk, first, n_experts))
     top_k = chosen_Nk.shape[1]
     local_M = chosen_Nk.flatten() - first
     local_M = local_M.masked_fill((local_M < 0) | (local_M >= n_experts), n_experts).int()

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.experts.library import library_product
+from areno.kernels.experts.triton_routing import choose_experts as choose_experts
 
 # Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has on average.
 _FEW, _SOME, _MANY = (16, 64, 128, 4, 4), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3)
@@ -215,7 +216,8 @@ def _combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for choice in range(CHOICES):
         place = tl.load(places_ptr + token * CHOICES + choice)
-        row = tl.load(y_ptr + place * size + column, mask=inside & (place < end), other=0.0).to(tl.float32)
+        n_columns = tl.where(place < end, size, 0)
+        row = tl.load(y_ptr + place * size + column, mask=column < n_columns, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             row *= tl.load(weights_ptr + token * CHOICES + choice)
         total += row
