@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from tiny_engine import model_folder
+
+from areno.files.paths import find_file
 
 SHAPE = {
     "vocab_size": 101,
@@ -53,6 +56,18 @@ def random_reference(case: str, folder: Path) -> Any:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
     reference.save_pretrained(folder)
     return reference
+
+
+def quickstart_with_experts(folder: Path) -> Path:
+    """The shape and the tokenizer of the quickstart's model, with experts: for actor.init_from_scratch."""
+    source = find_file("examples/quickstart/model")
+    folder.mkdir(parents=True)
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **QWEN, "initializer_range": 0.2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def moe_folder(folder: Path, **changes: Any) -> Path:

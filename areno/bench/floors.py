@@ -1,8 +1,9 @@
 """The least time that a piece of work can take on a device: what must be moved and multiplied, at measured rates.
 
-Rollout: a decode step moves the weights once (of experts, those that its tokens go through, if these choose evenly), and the keys and values of every live sequence once ("ordinary" floor);
-where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). A prompt is
-prefilled once. Training: 6 FLOPs for each parameter and token, plus causal attention; nothing is computed twice.
+Rollout: a decode step moves the weights once, and the keys and values of every live sequence once ("ordinary" floor);
+where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). Of experts,
+those move that the tokens go through, if these choose evenly. A prompt is prefilled once. Training: 6 FLOPs for each
+parameter and token, plus causal attention; nothing is computed twice.
 A table that is only looked up into (an input embedding that is not the head as well) is neither moved nor multiplied.
 """
 

@@ -125,8 +125,8 @@ class ModelConfig(Section):
     )
     router_aux_loss_coef: float = setting(
         0.0,
-        help="For models with experts: coefficient of the loss that spreads tokens evenly over them (Switch Transformer "
-        "2101.03961). 0: no such loss. Otherwise each optimizer step has one more forward pass",
+        help="For models with experts: coefficient of the loss that spreads tokens over them (Switch 2101.03961). "
+        "0: no such loss. Otherwise each optimizer step has one more forward pass",
         ge=0,
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")

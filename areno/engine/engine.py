@@ -18,12 +18,12 @@ from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests.dispatch import Dispatcher
 from areno.engine.requests.streams import FairLock, Streams
-from areno.engine.routing.rows import add_routes, read_routes
+from areno.engine.routing.rows import add_routes, routes_of_rows
+from areno.engine.scoring import share_rows
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.train.micro_batches import share_steps, split_balanced
+from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError
-from areno.models.cost import forward_flops
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
@@ -318,19 +318,8 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> list[np.ndarray]:
         """Log-probability of every token of every row under a role's model, each row float32; the first token has 0.
 
-        routes: of each row, the experts to use, as TrainSequence has them; only for the actor.
-        """
-        if routes is None or all(each is None for each in routes):
-            return self._scored("logprobs", role, token_rows, mb_spec, temperature)
-        if role != "actor":
-            raise EngineError(f"routes are the actor's, and role {role!r} has other experts; leave them out")
-        if len(routes) != len(token_rows):
-            raise EngineError(f"there are routes of {len(routes)} rows, and {len(token_rows)} rows of tokens")
-        pairs = zip(routes, token_rows, strict=True)
-        read = [
-            read_routes(each, len(tokens), self.info.routes, f"token_rows[{index}]")
-            for index, (each, tokens) in enumerate(pairs)
-        ]
+        routes: for the actor, those of each row (TrainSequence.routes)."""
+        read = routes_of_rows(routes, token_rows, self.info.routes, role)
         return self._scored("logprobs", role, token_rows, mb_spec, temperature, routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
@@ -342,33 +331,17 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scored("rewards", role, token_rows, mb_spec)
 
     def _scored(
-        self,
-        what: str,
-        role: str,
-        rows: TokenRows,
-        mb_spec: MicroBatchSpec | None,
-        *more: Any,
-        routes: list[np.ndarray] | None = None,
+        self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
     ) -> list[Any]:
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
-        info, n_together = self.info, self.spec.cp_size
-        checked = [
-            read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
-            for index, tokens in enumerate(rows)
-        ]
-        mb_spec = mb_spec or self.spec.mb_spec
-        flops = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
-        shares = split_balanced(flops, self.spec.data_size)
-        args: list[tuple[Any, ...]] = [
-            (role, what, [checked[index] for index in share], *more, mb_spec)
-            + (() if routes is None else ([routes[index] for index in share],))
-            for share in shares
-        ]
+        shares, given = share_rows(rows, routes, self.spec.data_size, self.info)
+        n_together = self.spec.cp_size
+        args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
         with self._turn:
             scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
-        found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
-        return [found[index] for index in range(len(checked))]
+        pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
+        return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
     def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.

@@ -122,7 +122,7 @@ class ExpertMLP(nn.Module):
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
     def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it needs in any case."""
+        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         logits_NE, routing = self.router(x_ND), self.routing
@@ -140,9 +140,7 @@ class ExpertMLP(nn.Module):
         out_ND = self.tp.reduce_out(combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E))
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
 
-    def fused_backward(
-        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> Tensor:
+    def fused_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...]) -> Tensor:
         """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again.
 
         saved: what `fused_forward` returned last. The experts are those of the forward pass, not chosen again.

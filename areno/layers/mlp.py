@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
     def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it needs in any case."""
+        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         gate_up_N2I = self.gate_up(x_ND)

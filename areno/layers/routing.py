@@ -34,7 +34,7 @@ class Routing:
 
     given_NLk: the experts to use, of any integer dtype; tokens whose first number is `none`, or that are beyond its
     end, are routed by the router. None: all are.
-    balance_E: the gradient of an auxiliary loss by each token's probabilities, float32; see `Router`. None: no such loss.
+    balance_E: the gradient of an auxiliary loss by each token's probabilities, float32. None: there is no such loss.
     n_tokens: of the pass, those that are not padding. None: all.
     records: keep `chosen`, the experts of each layer, (N, k) int64. observes: keep `loads`.
     """

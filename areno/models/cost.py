@@ -134,7 +134,11 @@ def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1)
     experts, inner = config.experts, 2 * config.intermediate_size // tp_size
     ids = copies = scores = 0
     if experts is not None:
-        ids, copies, scores = experts.top_k * experts.id_bytes, 3 * experts.top_k * config.hidden_size, experts.n_experts
+        ids, copies, scores = (
+            experts.top_k * experts.id_bytes,
+            3 * experts.top_k * config.hidden_size,
+            experts.n_experts,
+        )
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     products = _qkv_size(config, tp_size) + inner

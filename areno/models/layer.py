@@ -39,9 +39,7 @@ class Attention(nn.Module):
         return self.out(out_NHC.flatten(-2))
 
 
-def make_mlp(
-    config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None
-) -> GatedMLP | ExpertMLP:
+def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
     """The MLP of a layer; the one place that knows which kinds there are."""
     experts = config.experts
     if experts is not None and routing is not None and index not in experts.dense_layers:

@@ -123,9 +123,6 @@ def open_actor(
         problems.append(Problem("tokenizer_path", found))
     if problems:
         raise ConfigError(problems)
-    dtype = actor.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     spec = EngineSpec(
         model_path=path,
@@ -133,7 +130,7 @@ def open_actor(
         tp_size=engine.tp_size,
         cp_size=engine.cp_size,
         zero_stage=engine.zero_stage,
-        dtype=dtype,
+        dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,
         seed=seed,
@@ -150,6 +147,10 @@ def open_actor(
         stall_timeout_s=engine.stall_timeout_s,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
+
+
+def _dtype_on(device: str) -> str:
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areno.engine.train.rows import Row
-from areno.errors import DataError
+from areno.errors import DataError, EngineError
 from areno.types import TrainSequence
 
 FIELD = "routes"  # of Row.fields
@@ -48,14 +48,35 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
         return whole
     routes = np.asarray(routes)
     expected = f"(at most {n_tokens} tokens, {shape.n_layers} layers, {shape.top_k} experts)"
-    if routes.ndim != 3 or routes.shape[1:] != whole.shape[1:] or len(routes) > n_tokens or routes.dtype.kind not in "iu":
-        raise DataError(f"{name}: routes are {routes.dtype} of shape {routes.shape}; whole numbers, {expected}, expected")
+    if (
+        routes.ndim != 3
+        or routes.shape[1:] != whole.shape[1:]
+        or len(routes) > n_tokens
+        or routes.dtype.kind not in "iu"
+    ):
+        raise DataError(
+            f"{name}: routes are {routes.dtype} of shape {routes.shape}; whole numbers, {expected}, expected"
+        )
     given = routes[routes != shape.none]
     if given.size and not 0 <= given.min() <= given.max() < shape.n_experts:
         wrong = int(given.min() if given.min() < 0 else given.max())
         raise DataError(f"{name}: routes hold {wrong}; the model's experts are 0 to {shape.n_experts - 1}")
     whole[: len(routes)] = routes
     return whole
+
+
+def routes_of_rows(
+    routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
+) -> list[np.ndarray] | None:
+    """Those of all rows; None where none is given. EngineError unless there are as many, and of the actor."""
+    if routes is None or all(each is None for each in routes):
+        return None
+    if role != "actor":
+        raise EngineError(f"routes are the actor's, and role {role!r} has other experts; leave them out")
+    if len(routes) != len(token_rows):
+        raise EngineError(f"there are routes of {len(routes)} rows, and {len(token_rows)} rows of tokens")
+    pairs = zip(routes, token_rows, strict=True)
+    return [read_routes(each, len(row), shape, f"token_rows[{index}]") for index, (each, row) in enumerate(pairs)]
 
 
 def add_routes(rows: Sequence[Row], given: Sequence[TrainSequence], shape: RouteShape | None, name: str) -> None:

@@ -86,8 +86,7 @@ class StepRouting:
         router_max_violation, router_mean_violation: how far the load of an expert is from an even one, as a fraction of
         it: of the largest, and on average; mean over the layers. router_entropy: of the router's probabilities, as a
         fraction of that of even ones. router_changed: with given experts, the share of choices that the router would
-        not have made itself. router_aux_loss: before its coefficient; 1 choice of each token in E spread evenly gives 1,
-        k choices give k.
+        not have made itself. router_aux_loss: before its coefficient; k choices of each token, spread evenly, give k.
         """
         experts, n_layers = self._routing.experts, self._routing.n_layers
         counted = [self._chosen_LE.flatten(), self._probability_E, self._entropy, self._changed, self._n_seen]

@@ -3,8 +3,8 @@
 Tokens are copied once for each of their experts and sorted by expert, so an expert's copies are neighbours: a group.
 A rank may hold only some of the experts. Copies for the others come last, and nothing computes them.
 
-Nothing here waits for the device, where it has Triton, and launches depend on shapes alone, so all of it can be captured
-in a CUDA graph. Each row is computed by itself, in a fixed order of sums.
+With Triton, nothing here waits for the device, and launches depend on shapes alone, so all of it can be captured in a
+CUDA graph. Each row is computed by itself, in a fixed order of sums.
 
 Shape letters: N tokens, k experts of a token, M = N k copies, E experts of this rank, I inputs, O outputs, D hidden
 size.

@@ -16,9 +16,9 @@ _TRIED = ((5, 0, 40, 19), 64, 128)  # rows of four groups, inputs, outputs
 
 
 def library_product(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
-    """Each row times its expert's matrix, (M, O). None where the library cannot be used. It does not wait for the device.
+    """Each row times its expert's matrix, (M, O). None where the library cannot be used.
 
-    Only for bfloat16 on CUDA.
+    Only for bfloat16 on CUDA. It does not wait for the device.
     """
     if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16 or not _is_aligned(x_MI, weight_EIO):
         return None

@@ -172,7 +172,9 @@ def _add_kernel(
             b_ptr + at[:, None] * n_inputs + column[None, :], mask=real_row[:, None] & real_column[None, :], other=0.0
         )
         total = tl.dot(a, b, acc=total, input_precision="ieee")
-    place = out_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[:, None] * output_stride + column[None, :]
+    place = (
+        out_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[:, None] * output_stride + column[None, :]
+    )
     inside = real_output[:, None] & real_column[None, :]
     tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
 
