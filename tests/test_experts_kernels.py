@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from typing import Any
 from unittest import mock
@@ -16,6 +17,8 @@ from areno.kernels.experts import library, reference
 from areno.layers.experts_config import Experts
 from areno.layers.parallel import ParallelGroup
 from tests.interpreted import run_interpreted
+from tests.test_decoder import make_decoder, request
+from tests.test_decoder import run as run_decoder
 from tests.test_fused import BARE, SOME, build, compare, run
 
 SIZES = [(40, 3, 7), (1, 2, 5), (90, 1, 4)]  # tokens, experts of a token, experts
@@ -143,8 +146,35 @@ def compare_two_ranks() -> None:
         torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
 
 
+def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
+    """Tokens, log-probabilities and experts of a decoder with kernels are those of the plain one on a CPU."""
+    models = []
+    for where in ("cpu", device):
+        with plain():
+            model = build(torch.float32, where, **{**EXPERTS, "num_kv_heads": 2, "num_heads": 4, "head_dim": 16})
+        models.append(model)
+    requests = [request(1, 9, n_samples=2, max_new_tokens=4), request(2, 14, n_samples=3, max_new_tokens=5)]
+    found = []
+    for model, graphs in zip(models, (False, use_graphs), strict=True):
+        with plain() if model is models[0] else contextlib.nullcontext():
+            decoder = make_decoder(
+                model, n_blocks=24, attn_backend="sdpa", keeps_routes=True, use_graphs=graphs, max_prefill_tokens=11
+            )
+            for item in requests:
+                decoder.submit(item)
+            found.append(run_decoder(decoder))
+    for key, expected in found[0].items():
+        got = found[1][key]
+        assert got.tokens == expected.tokens
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert got.routes is not None
+        assert expected.routes is not None
+        assert got.routes.shape == (len(requests[key[0] - 1].prompt) + len(got.tokens) - 1, 1, 2)
+        assert (got.routes == expected.routes).all()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["compare_layers", "compare_two_ranks"])
+@pytest.mark.parametrize("what", ["compare_layers", "compare_two_ranks", "decode_with_experts"])
 def test_interpreted_layers_with_experts_are_the_plain_ones(what: str) -> None:
     run_interpreted(f"from tests.test_experts_kernels import {what}; {what}()", timeout=200)
 
@@ -159,6 +189,12 @@ def test_kernels_on_the_gpu_are_the_references() -> None:
 @pytest.mark.gpu
 def test_layers_with_experts_on_the_gpu_are_the_plain_ones() -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **EXPERTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_a_decoder_with_experts_on_the_gpu_is_that_of_the_cpu(use_graphs: bool) -> None:
+    decode_with_experts("cuda", use_graphs)
 
 
 @pytest.mark.gpu

@@ -83,7 +83,7 @@ def test_a_script_replays_the_experts_of_its_samples(model: Path) -> None:
         scored = trainer.score_logprobs("actor", tokens, routes=[row.routes for row in rows])
         for row, logprobs in zip(rows, scored, strict=True):
             assert logprobs[4:] == pytest.approx(row.logprobs[4:], abs=1e-4)
-        others = [np.zeros_like(row.routes) + [1, 2] for row in rows]
+        others = [np.broadcast_to([1, 2], np.shape(row.routes)) for row in rows]
         assert trainer.score_logprobs("actor", tokens, routes=others) != scored
 
 

@@ -40,7 +40,8 @@ def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, tp_size)
     if experts is None:
         return layer
-    return layer - _plain_mlp(config, tp_size) + experts.parameters(size, experts.n_experts // tp_size)
+    sparse = layer - _plain_mlp(config, tp_size) + experts.parameters(size, experts.n_experts // tp_size)
+    return max(layer, sparse) if experts.dense_layers else sparse
 
 
 def _body(config: TransformerConfig, tp_size: int, n_experts: int) -> int:

@@ -239,12 +239,11 @@ class Runner:
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
         """Hidden states. places_N: of the tokens in the cache, for a runner that keeps routes."""
-        if self.routes is None:
-            return self.model(tokens_N, positions_N, attend)
-        assert places_N is not None
-        self.routes.begin()
+        if self.model.routing is not None:
+            self.model.routing.begin(records=self.routes is not None)
         hidden_ND = self.model(tokens_N, positions_N, attend)
-        self.routes.store(places_N)
+        if self.routes is not None and places_N is not None:
+            self.routes.store(places_N)
         return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:

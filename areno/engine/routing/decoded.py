@@ -38,12 +38,8 @@ class RouteCache:
         shape = (n_blocks + 1, block_size, routing.n_layers, routing.experts.top_k)
         self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
 
-    def begin(self) -> None:
-        """Before each forward pass."""
-        self._routing.begin(records=True)
-
     def store(self, places_N: Tensor) -> None:
-        """After it: keep what it chose. places_N: block * block_size + offset of each of its tokens, int64."""
+        """Keep what the last forward pass chose. places_N: block * block_size + offset of each of its tokens, int64."""
         recorded_NLk = self._routing.recorded()[: len(places_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, places_N, recorded_NLk)
 

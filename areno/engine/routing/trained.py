@@ -42,7 +42,7 @@ class StepRouting:
         self._routing.begin(given, self._balance_E, self._n_tokens, observes=observes)
 
     def end(self) -> None:
-        """After the passes of a command: the decoder uses the same layers."""
+        """After the passes of a command: nothing of them stays in memory."""
         self._routing.begin()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 logger = logging.getLogger("areno")
 
 _ALIGNMENT = 16  # bytes, of what it reads: rows, and the distance between the columns of a transposed matrix
+_MAJOR = (
+    9  # of the devices for which torch has a kernel; on others it multiplies group by group, and waits for the sizes
+)
 _TRIED = ((5, 0, 40, 19), 64, 128)  # rows of four groups, inputs, outputs
 
 
@@ -41,6 +44,8 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 @functools.cache
 def _is_right(device: int) -> bool:
     """Tried once on each device, with groups of uneven sizes, an empty one, and rows that belong to none."""
+    if torch.cuda.get_device_capability(device)[0] != _MAJOR:
+        return False
     sizes, n_inputs, n_outputs = _TRIED
     with torch.no_grad(), torch.cuda.device(device):
         generator = torch.Generator("cuda").manual_seed(0)

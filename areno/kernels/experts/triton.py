@@ -42,7 +42,7 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
     by_output, by_input = (1, 2) if not transposed else (2, 1)
     if n_rows:
         # Programs that share a tile of a matrix come one after another, while it is in the cache.
-        _product_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
+        _grouped_product_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
             x_MI,
             weight,
             out_MO,
@@ -64,7 +64,7 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
 
 
 @triton.jit
-def _product_kernel(
+def _grouped_product_kernel(
     x_ptr,
     weight_ptr,
     out_ptr,
@@ -121,7 +121,7 @@ def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Ten
     few = len(a_MO) <= 32 * n_experts
     outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
     grid = (triton.cdiv(n_outputs, outputs), triton.cdiv(n_inputs, inputs), n_experts)
-    _add_kernel[grid](
+    _add_grouped_kernel[grid](
         out_EOI,
         a_MO.contiguous(),
         b_MI.contiguous(),
@@ -139,7 +139,7 @@ def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Ten
 
 
 @triton.jit
-def _add_kernel(
+def _add_grouped_kernel(
     out_ptr,
     a_ptr,
     b_ptr,
@@ -235,7 +235,7 @@ def weighted_swiglu_backward(
     act_MI = torch.empty_like(grad_MI)
     grad_weights_M = torch.empty(n_rows, dtype=torch.float32, device=grad_MI.device)
     if n_rows:
-        _swiglu_backward_kernel[(n_rows,)](
+        _weighted_swiglu_kernel[(n_rows,)](
             grad_MI.contiguous(),
             gate_up_M2I.contiguous(),
             weights_M.float().contiguous(),
@@ -250,7 +250,7 @@ def weighted_swiglu_backward(
 
 
 @triton.jit
-def _swiglu_backward_kernel(
+def _weighted_swiglu_kernel(
     grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
