@@ -123,6 +123,27 @@ def compare_layers() -> None:
     compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": loose})
 
 
+def compare_told_layers() -> None:
+    """The same with experts that are given, an auxiliary loss, padding, and statistics."""
+    given = torch.tensor([[5, 0], [255, 255], [2, 4], [1, 3]], dtype=torch.uint8)[:, None]
+    balance, found = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.5]), []
+    for is_fused in (False, True):
+        with contextlib.nullcontext() if is_fused else plain():
+            model = build(torch.float32, "cpu", **EXPERTS)
+            assert model.routing is not None
+            model.routing.begin(given, balance, 5, observes=True, records=True)
+            how = {"recompute": True} if is_fused else {}
+            numbers = run(model, "sdpa", is_fused, **how)
+            [load] = model.routing.loads.values()
+            found.append((*numbers, model.routing.recorded(), *vars(load).values()))
+            model.routing.begin(given, None, 5)
+            without = run(model, "sdpa", is_fused, **how)[2]
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert (found[1][2] - without).abs().max() > 0.1  # the auxiliary loss counts
+    assert torch.equal(found[1][3][[0, 2, 3]], given[[0, 2, 3]])
+
+
 def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks: hidden states and the gradients of the router and of the rank's experts, as of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -174,7 +195,7 @@ def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["compare_layers", "compare_two_ranks", "decode_with_experts"])
+@pytest.mark.parametrize("what", ["compare_layers", "compare_told_layers", "compare_two_ranks", "decode_with_experts"])
 def test_interpreted_layers_with_experts_are_the_plain_ones(what: str) -> None:
     run_interpreted(f"from tests.test_experts_kernels import {what}; {what}()", timeout=200)
 

@@ -80,6 +80,7 @@ def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
         assert torch.equal(again(row).logits, reference(row).logits)
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients (after gathering), initialisation and saving, each rank with half of the experts."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -230,10 +230,11 @@ def test_settings_without_experts_or_that_experts_cannot_have(folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_two_ranks_sample_and_train_as_one(folder: Path, tmp_path: Path) -> None:
-    """Each with half of the experts: the same tokens, routes, statistics and weights."""
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"zero_stage": 2}, {"cp_size": 2}], ids=["tp", "dp", "cp"])
+def test_two_ranks_sample_and_train_as_one(layout: dict[str, int], folder: Path, tmp_path: Path) -> None:
+    """With half of the experts, rows, or tokens each: the same tokens, routes, statistics, weights and state."""
     how: dict[str, Any] = {"routing_replay": True, "router_aux_loss_coef": 0.1}
-    with Engine(spec(folder, devices=2, tp_size=2, **how)) as two:
+    with Engine(spec(folder, devices=2, **layout, **how)) as two:
         two.save(str(tmp_path / "start"))
         with Engine(spec(tmp_path / "start", random_init=False, **how), "inline") as one:
             outputs, expected = sampled(two), sampled(one)
@@ -248,9 +249,15 @@ def test_two_ranks_sample_and_train_as_one(folder: Path, tmp_path: Path) -> None
                     assert stats[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-4), name
             for engine, name in ((one, "one"), (two, "two")):
                 engine.save(str(tmp_path / name))
+            two.save_state(tmp_path / "state")
+            two.state_written(wait=True)
+            one.load_state(tmp_path / "state")
+            one.save(str(tmp_path / "loaded"))
             greedy = [request(i, greedy=True, ignore_eos=True) for i in range(4)]
             assert tokens_of(sampled(two, requests=greedy)) == tokens_of(sampled(one, requests=greedy))
     start, *saved = (saved_tensors(tmp_path / name) for name in ("start", "one", "two"))
+    loaded = saved_tensors(tmp_path / "loaded")
     for name, weight in saved[0].items():
         torch.testing.assert_close(saved[1][name], weight, atol=1e-3, rtol=0.0)
+        assert torch.equal(loaded[name], saved[1][name])
         assert not torch.equal(start[name], weight)
