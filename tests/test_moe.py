@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from moe_models import CASES, random_reference
+from moe_models import CASES, SHAPE, random_reference
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from two_ranks import compare_models, load, on_two_ranks, packed, random_rows
 
@@ -136,7 +136,7 @@ def test_fields_that_are_not_supported_are_named(
     case: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     kind, extra = CASES[case]
-    config = transformers.AutoConfig.for_model(kind, **{**_shape(), **extra})
+    config = transformers.AutoConfig.for_model(kind, **SHAPE, **extra)
     config.architectures = ["Qwen3MoeForCausalLM" if kind == "qwen3_moe" else "MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
@@ -144,12 +144,6 @@ def test_fields_that_are_not_supported_are_named(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         load_config(tmp_path)
-
-
-def _shape() -> dict[str, Any]:
-    from moe_models import SHAPE
-
-    return SHAPE
 
 
 # --- the auxiliary loss ---
@@ -240,3 +234,23 @@ def test_statistics_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
     entropies = [-(each * each.log()).sum(-1).mean() / torch.tensor(8.0).log() for each in probs]
     assert found["router_entropy"] == pytest.approx(float(sum(entropies)) / 2, rel=1e-4)
     assert found["router_changed"] == 0.0
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize("case", ["qwen3", "mixtral"])
+def test_a_reward_model_gives_the_scores_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, extra = CASES[case]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SHAPE, **extra, num_labels=1, pad_token_id=0)
+    reference = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path, head="value")
+    rows = [row.clamp(min=1) for row in random_rows(101)]
+    with torch.no_grad():
+        found = model.values(model(*packed(rows))).split([len(row) for row in rows])
+        expected = [reference(row[None]).logits[0, 0] for row in rows]
+    assert torch.stack(expected).std() > 0.1
+    for values, score in zip(found, expected, strict=True):
+        torch.testing.assert_close(values[-1], score, atol=1e-4, rtol=0)
