@@ -135,7 +135,8 @@ class GenerationOutput:
     whose lists start after the partial output before. A finished output always has the whole completion.
     cached_tokens: of the prompt, whose keys and values were in the cache. top_logprobs: for each token, as many as the
     request wanted. prompt_logprobs: of a finished output, for each prompt token after the first, (log-probability, the
-    most likely tokens).
+    most likely tokens). routes: of a finished output, where the engine keeps them: the experts of the prompt's and the
+    completion's tokens but the last, which is never computed; see areno/engine/routing/rows.py.
     """
 
     request_id: int
@@ -147,6 +148,7 @@ class GenerationOutput:
     cached_tokens: int = 0
     top_logprobs: list[TokenScores] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
 
 @dataclass
@@ -159,6 +161,8 @@ class TrainSequence:
     reward: of the whole row. eos_token_id: for scripts that pad rows themselves; areno packs rows and does not read it.
     weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.
     staleness: optimizer steps between the policy that sampled the row and the policy as it is; 0 is on-policy.
+    routes: (n, layers, experts of a token) whole numbers: the experts of the first n tokens, which training then uses
+    (RolloutSequence.routes). None where the router chooses.
     """
 
     prompt_mask: list[bool] | np.ndarray | None = None
@@ -172,6 +176,7 @@ class TrainSequence:
     eos_token_id: int = 0
     weights: list[float] | np.ndarray | None = None
     staleness: int = 0
+    routes: np.ndarray | None = None
 
 
 Message = dict[str, Any]
@@ -295,12 +300,14 @@ class RolloutSequence:
     """One sampled completion: its tokens, with the stop token.
 
     resp_logprobs, resp_versions: for each token, its log-probability and the weights' version when it was sampled.
+    routes: with actor.routing_replay, the experts of the prompt's tokens and its own but the last, for TrainSequence.
     """
 
     resp_tokens: list[int]
     resp_logprobs: list[float]
     finish_reason: FinishReason = "stop"
     resp_versions: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
 
 @dataclass(slots=True, kw_only=True)

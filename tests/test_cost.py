@@ -16,6 +16,7 @@ from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
+from areno.layers.experts_config import Experts
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
@@ -30,6 +31,10 @@ CONFIG = TransformerConfig(
     head_dim=12, rms_norm_eps=1e-6, rope=Rope(100.0), max_position_embeddings=64, tie_word_embeddings=True,
     qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, eos_token_ids=(1,), initializer_range=0.1, hf={},
 )  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "experts": Experts(n_experts=8, top_k=3, inner_size=20, normalised=True, dense_layers=frozenset({1})),
+    "mlp_bias": False,
+}
 
 
 def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -38,7 +43,7 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("changes", [{}, BARE, {"tie_word_embeddings": False}, {"head": "value"}])
+@pytest.mark.parametrize("changes", [{}, BARE, {"tie_word_embeddings": False}, {"head": "value"}, SPARSE])
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
     model = build(config, tp_size)
@@ -69,7 +74,7 @@ def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"head": "value"}])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"head": "value"}, SPARSE])
 def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,8 +97,8 @@ def count_activations() -> None:
     """What a layer saves for its backward pass. Run in a process of its own, where Triton interprets."""
     n = 7
     attend = PackedAttend(torch.tensor([0, n], dtype=torch.int32), n, "sdpa")
-    for dtype in (torch.float32, torch.float16):
-        model = build(CONFIG, dtype=dtype)
+    for dtype, config in ((torch.float32, CONFIG), (torch.float16, CONFIG), (torch.float32, replace(CONFIG, **SPARSE))):
+        model = build(config, dtype=dtype)
         model.init_weights(1)
         for parameter in model.parameters():
             parameter.grad_dtype = torch.float32
@@ -104,7 +109,7 @@ def count_activations() -> None:
             node = out.grad_fn.next_functions[0][0]  # the last layer
             cos_and_sin = 2 * n * CONFIG.head_dim // 2 * 4
             found.append(sum(saved.nbytes for saved in node.saved_tensors if saved is not None) - cos_and_sin)
-        expected = cost.activation_bytes(CONFIG, dtype.itemsize)
+        expected = cost.activation_bytes(config, dtype.itemsize)
         assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
 
 
@@ -119,6 +124,22 @@ def test_logits_and_flops_worked_by_hand() -> None:
     products = 2.0 * (token.body_params + 51 * 24) * 5
     assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
     assert cost.train_flops(token, [2, 3], head_tokens=0) == 3 * (cost.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5)
+
+
+def test_what_experts_cost_worked_by_hand() -> None:
+    config = replace(CONFIG, **SPARSE)
+    model, token = build(config), cost.Cost.of(config, 2)
+    expert, n_layers = 3 * 20 * 24, 2
+    assert token.expert_params == n_layers * expert
+    body = sum(parameter.numel() for parameter in [*model.layers.parameters(), *model.final_norm.parameters()])
+    assert token.body_params == body - n_layers * 5 * expert  # a token goes through 3 of 8
+    assert token.moved_params(1) == pytest.approx(token.active_params)
+    draws = torch.stack([torch.rand(5000, 8).argsort(-1)[:, :3] for _ in range(4)], 1)  # 4 tokens, each of its own
+    met = torch.zeros(5000, 8).scatter_(1, draws.flatten(1), 1.0).sum(1).mean().item()
+    assert token.moved_params(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
+    assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
+    dense = cost.Cost.of(CONFIG, 2)
+    assert dense.moved_params(5) == dense.active_params == cost.body_parameters(CONFIG) + 51 * 24
 
 
 def test_config_and_cost_load_without_torch() -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moe_models import quickstart_with_experts
 from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm
@@ -177,8 +178,11 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
     answers = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
     decoupled = ["variant=decoupled", "actor.prox_logp_method=metrics", "actor.m2_threshold=0.04"]
+    sparse = quickstart_with_experts(tmp_path / "sparse")
+    replayed = ["actor.init_from_scratch=true", "actor.routing_replay=true"]
     runs = {
         "gspo": ("gspo", "quickstart", []),
+        "experts": ("gspo", "quickstart", [f"actor.path={sparse}", *replayed]),
         "sapo": ("grpo", "quickstart", ["variant=sapo"]),
         "dapo": ("grpo", "quickstart", ["variant=dapo", "eval_gconfig.greedy=false", "eval_gconfig.n_samples=4"]),
         "ppo": ("ppo", "quickstart_ppo", ["critic.warmup_steps=0", *decoupled]),

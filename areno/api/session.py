@@ -256,4 +256,5 @@ def sequence_of(output: GenerationOutput) -> RolloutSequence:
         resp_logprobs=output.logprobs,
         resp_versions=output.versions,
         finish_reason=output.finish_reason,
+        routes=output.routes,
     )

@@ -33,8 +33,8 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
+from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
-from areno.models.companions import is_replaceable
 from areno.tracking.display.progress import RolloutProgress
 from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.run_log import RunLog
@@ -370,14 +370,17 @@ class Trainer:
         temperature: float | None = None,
         *,
         mb_spec: MicroBatchSpec | None = None,
+        routes: Sequence[Any] | None = None,
     ) -> list[list[float]]:
         """Log-probability of every token given those before it, under a role ("actor", "ref"); the first has 0.0.
 
-        temperature: that of softmax(logits / temperature); None is the one of this Trainer's last rollout.
+        temperature: that of softmax(logits / temperature); None is the one of this Trainer's last rollout. routes: for
+        the actor, RolloutSequence.routes of each row.
         """
         temperature = self.temperature if temperature is None else temperature
         check_positive("temperature", temperature)
-        scored = self._score("score_logprobs", self.engine.logprobs, role, token_rows, temperature, mb_spec)
+        score = partial(self.engine.logprobs, routes=routes)
+        scored = self._score("score_logprobs", score, role, token_rows, temperature, mb_spec)
         return [row.tolist() for row in scored]
 
     def score_values(

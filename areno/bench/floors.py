@@ -1,8 +1,9 @@
 """The least time that a piece of work can take on a device: what must be moved and multiplied, at measured rates.
 
 Rollout: a decode step moves the weights once, and the keys and values of every live sequence once ("ordinary" floor);
-where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). A prompt is
-prefilled once. Training: 6 FLOPs for each parameter and token, plus causal attention; nothing is computed twice.
+where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). Of experts,
+those move that the tokens go through, if these choose evenly. A prompt is prefilled once. Training: 6 FLOPs for each
+parameter and token, plus causal attention; nothing is computed twice.
 A table that is only looked up into (an input embedding that is not the head as well) is neither moved nor multiplied.
 """
 
@@ -35,13 +36,14 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool) -> float:
     its next one; it reads the prompt and j tokens.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
-    n_samples, weights = work.n_samples, cost.active_params * cost.itemsize
+    n_samples = work.n_samples
     total = 0.0
     for j in range(1, max(work.new_lens)):
         prompt_L = prompt_P[new_P > j]
         seen = n_samples * float((prompt_L + j).sum())
         moved = float((prompt_L + n_samples * j).sum()) if shared else seen
         flops = 2.0 * cost.active_params * n_samples * len(prompt_L) + cost.attn_flops * seen
+        weights = cost.moved_params(n_samples * len(prompt_L)) * cost.itemsize
         total += rates.seconds(weights + cost.kv_bytes * moved, flops)
     return total
 
@@ -51,7 +53,7 @@ def prefill_s(cost: Cost, work: Work, rates: Rates) -> float:
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * pairs(work.prompt_lens)
-    return rates.seconds(cost.active_params * cost.itemsize + cost.kv_bytes * n_tokens, flops)
+    return rates.seconds(cost.moved_params(n_tokens) * cost.itemsize + cost.kv_bytes * n_tokens, flops)
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str) -> dict[str, float]:

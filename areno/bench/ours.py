@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.errors import ConfigError, Problem
 from areno.loss_fns import gspo_loss_fn
 from areno.models.cost import Cost
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
@@ -44,11 +46,15 @@ class Ours:
                 gradient_checkpointing=settings.recompute,
                 attn_backend=settings.attn_backend,
                 exact=settings.exact,
+                routing_replay=settings.routing_replay,
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )
         self.start_s = time.perf_counter() - self._created
         self.vocab_size = self.engine.info.vocab_size
+        if settings.routing_replay and self.engine.info.routes is None:
+            self.engine.close()
+            raise ConfigError([Problem("--routing-replay", f"is for models with experts; {settings.shape} has none")])
         self.kv_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
@@ -75,7 +81,7 @@ class Ours:
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
         return [
-            row(prompts[request_id], output.tokens, output.logprobs, output.sample)
+            replace(row(prompts[request_id], output.tokens, output.logprobs, output.sample), routes=output.routes)
             for request_id, samples in outputs.items()
             for output in samples
         ]
@@ -88,7 +94,8 @@ class Ours:
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
         """Under the actor."""
-        return [row.tolist() for row in self.engine.logprobs("actor", [item.tokens or [] for item in rows])]
+        tokens, routes = [item.tokens or [] for item in rows], [item.routes for item in rows]
+        return [row.tolist() for row in self.engine.logprobs("actor", tokens, routes=routes)]
 
 
 def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:

@@ -24,6 +24,7 @@ OWN_FOLDERS = {
     "paged": "attention",
     "spans": "attention",
     "products": "gemm",
+    "experts": "gemm",
     "elementwise": "norm/rope/activation",
     "logprobs": "head",
     "sampling": "sampling",

@@ -18,6 +18,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, True),
     "qwen3-4b": (36, 2560, 9728, 32, 8, 128, True),
     "qwen3-8b": (36, 4096, 12288, 32, 8, 128, False),
+    "qwen3-30b-a3b": (48, 2048, 6144, 32, 4, 128, False),
     "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, True),
     "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, True),
     "qwen2.5-7b": (28, 3584, 18944, 28, 4, 128, False),
@@ -25,6 +26,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, True),
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "tiny": (2, 64, 192, 4, 2, 16, True),
+    "tiny-moe": (2, 64, 192, 4, 2, 16, True),
 }
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -35,6 +37,16 @@ _QWEN3: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "eos_token_id": 151645,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+_TINY: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "eos_token_id": 0}
 _QWEN2 = {**_QWEN3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,7 +70,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2.5": _QWEN2,
     "qwen2.5-7b": {**_QWEN2, "vocab_size": 152064},
     "llama": _LLAMA,
-    "tiny": {**_QWEN3, "vocab_size": 512, "max_position_embeddings": 2048, "eos_token_id": 0},
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    "tiny": {**_QWEN3, **_TINY},
+    "tiny-moe": {**_QWEN3_MOE, **_TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 
 

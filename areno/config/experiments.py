@@ -231,6 +231,13 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.gconfig.n_samples < 2 and any("group" in (norm.mean_level, norm.std_level) for norm in norms)
 
     @forbid(
+        "actor.routing_replay",
+        "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
+    )
+    def routes_of_agents(self) -> bool:
+        return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
+
+    @forbid(
         "rollout.dynamic_sampling",
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )

@@ -123,6 +123,12 @@ class ModelConfig(Section):
         gt=0,
         flag="--gradient-accumulation-steps",
     )
+    router_aux_loss_coef: float = setting(
+        0.0,
+        help="For models with experts: coefficient of the loss that spreads tokens over them (Switch 2101.03961). "
+        "0: no such loss. Otherwise each optimizer step has one more forward pass",
+        ge=0,
+    )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and its schedule")
 
@@ -203,6 +209,11 @@ class PolicyConfig(ModelConfig):
         False,
         help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
         "rollout. The ratio is then free of bf16 differences between the two, which matters for GSPO",
+    )
+    routing_replay: bool = setting(
+        False,
+        help="For models with experts: train each token with the experts that it went through in the rollout, so that "
+        "both agree. Costs a byte for each expert of a token and layer (two with 256 or more experts) of a sample",
     )
     use_decoupled_loss: bool = setting(
         False,

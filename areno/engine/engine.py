@@ -18,11 +18,12 @@ from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests.dispatch import Dispatcher
 from areno.engine.requests.streams import FairLock, Streams
+from areno.engine.routing.rows import add_routes, routes_of_rows
+from areno.engine.scoring import share_rows
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.train.micro_batches import share_steps, split_balanced
+from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError
-from areno.models.cost import forward_flops
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
@@ -301,16 +302,25 @@ class Engine(AbstractContextManager["Engine"]):
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
+        add_routes(checked, rows, self.info.routes, row_name)
         shares = share_steps(checked, update, self.spec.data_size, spec.section, self.info.cost, self.spec.cp_size)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
         with self._turn:
             return self._workers.call_each("train", args)[0]
 
     def logprobs(
-        self, role: str, token_rows: TokenRows, temperature: float = 1.0, mb_spec: MicroBatchSpec | None = None
+        self,
+        role: str,
+        token_rows: TokenRows,
+        temperature: float = 1.0,
+        mb_spec: MicroBatchSpec | None = None,
+        routes: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0."""
-        return self._scored("logprobs", role, token_rows, mb_spec, temperature)
+        """Log-probability of every token of every row under a role's model, each row float32; the first token has 0.
+
+        routes: for the actor, those of each row (TrainSequence.routes)."""
+        read = routes_of_rows(routes, token_rows, self.info.routes, role)
+        return self._scored("logprobs", role, token_rows, mb_spec, temperature, routes=read)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Values of every row, float32: entry t is that of the state before token t, so the first token has 0."""
@@ -320,22 +330,18 @@ class Engine(AbstractContextManager["Engine"]):
         """One score for each row: what the value head gives at its last token."""
         return self._scored("rewards", role, token_rows, mb_spec)
 
-    def _scored(self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any) -> list[Any]:
+    def _scored(
+        self, what: str, role: str, rows: TokenRows, mb_spec: MicroBatchSpec | None, *more: Any, routes: Any = None
+    ) -> list[Any]:
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
-        info, n_together = self.info, self.spec.cp_size
-        checked = [
-            read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
-            for index, tokens in enumerate(rows)
-        ]
-        mb_spec = mb_spec or self.spec.mb_spec
-        flops = [forward_flops(info.cost, [len(tokens)]) for tokens in checked]
-        shares = split_balanced(flops, self.spec.data_size)
-        args = [(role, what, [checked[index] for index in share], *more, mb_spec) for share in shares]
+        shares, given = share_rows(rows, routes, self.spec.data_size, self.info)
+        n_together = self.spec.cp_size
+        args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
         with self._turn:
             scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
-        found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
-        return [found[index] for index in range(len(checked))]
+        pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
+        return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
     def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.

@@ -18,6 +18,7 @@ from areno.kernels.backend import use_triton
 from areno.kernels.products import UnsplitProduct
 from areno.kernels.spans import row_multiple
 from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.experts import ExpertMLP
 from areno.layers.linear import Linear
 from areno.models.transformer import Transformer
 
@@ -33,11 +34,21 @@ def make_exact(model: Transformer) -> str:
 
     EngineError where no way gives the same bits for any number of rows.
     """
+    if model.routing is not None and model.device.type != "cpu":
+        raise EngineError(
+            "{} is not supported on {} for a model with experts, whose products have no fixed order there; set it to "
+            "false", Key("engine.exact"), model.device.type,
+        )  # fmt: skip
     modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
     if model.device.type == "cpu":
         model.row_multiple = row_multiple()
         for module in modules.values():
             _try_on_cpu(module.weight, model.row_multiple)
+        mixtures = [module for module in model.modules() if isinstance(module, ExpertMLP)]
+        for mixture in mixtures:
+            mixture.row_multiple = model.row_multiple
+        for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
+            _try_on_cpu(matrices.stack_EOI[0], model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
     found = {shape: _unsplit(module) for shape, module in modules.items()}
     for module in model.modules():

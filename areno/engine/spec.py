@@ -9,6 +9,7 @@ from typing import Literal
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.config.schema.values import flat
+from areno.engine.routing.rows import RouteShape
 from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
@@ -30,6 +31,7 @@ class RoleSpec:
     gradient_checkpointing: bool = True
     offload: bool = False
     needs_head: bool = False
+    router_aux_loss_coef: float = 0.0  # of the loss that balances a model's experts
 
     @property
     def section(self) -> str:
@@ -81,6 +83,8 @@ class EngineSpec:
     dummy_load: bool = False
     seed: int = 1
     attn_backend: Literal["auto", "flash", "native"] = "auto"
+    routing_replay: bool = False  # the decoder tells which experts each token went through
+    router_aux_loss_coef: float = 0.0
     exact: bool = False  # each token by itself: rows of staleness 0 must have the model's very log-probabilities
     gradient_checkpointing: bool = True
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
@@ -104,6 +108,7 @@ class EngineSpec:
             key="actor.path",
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
+            router_aux_loss_coef=self.router_aux_loss_coef,
         )
 
     @property
@@ -173,6 +178,7 @@ class EngineInfo:
     attn_backend: str
     memory_gib: float
     cost: Cost  # of a token in the actor
+    routes: RouteShape | None = None  # of its tokens; None where it has no experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
+from areno.engine.routing.rows import RouteShape
 from areno.engine.sampling.grammar import GrammarCompiler
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.keeper import StateKeeper
@@ -72,7 +73,15 @@ class Worker:
             attn_backend=self.attn_backend,
             memory_gib=self.memory_gib(),
             cost=Cost.of(config, self.dtype.itemsize),
+            routes=self._route_shape,
         )
+
+    @property
+    def _route_shape(self) -> RouteShape | None:
+        routing = self.actor.routing
+        if routing is None:
+            return None
+        return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
         """See Roles."""
@@ -109,12 +118,16 @@ class Worker:
                 detokenize=lambda tokens: self._tokenizer.decode(tokens),
                 compile_grammar=lambda text: self._grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
+                keeps_routes=self.spec.routing_replay,
             )
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
         """Number of KV blocks: what `max_running` sequences of full length need, or fewer where memory is short."""
         tp = self.context.tp
-        block_bytes = self._block_size * kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        token_bytes = kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        if self.spec.routing_replay and (shape := self._route_shape) is not None:
+            token_bytes += shape.bytes_per_token
+        block_bytes = self._block_size * token_bytes
         per_sequence = -(-spec.max_len // self._block_size) + 1
         blocks = max_running * per_sequence + 1
         if spec.decoder.max_kv_tokens is not None:

@@ -24,14 +24,16 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up(x_ND).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
-    def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and the intermediate result that `fused_backward` takes if it is kept."""
+    def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         gate_up_N2I = self.gate_up(x_ND)
-        return self.down(swiglu(gate_up_N2I)), gate_up_N2I
+        return self.down(swiglu(gate_up_N2I)), gate_up_N2I, ()
 
-    def fused_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None) -> Tensor:
+    def fused_backward(
+        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...] = ()
+    ) -> Tensor:
         """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from areno.layers.experts_config import Experts
 from areno.layers.rope_config import Rope
 from areno.models.raw_config import RawConfig
 from areno.models.rope import read_rope
 
-FamilyName = Literal["qwen3", "llama", "qwen2"]
+FamilyName = Literal["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"]
 HeadName = Literal["lm", "value"]
 MOST_LAYERS = 10_000  # each is built before the weights are read
 
@@ -43,8 +44,22 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
+    experts: Experts | None = None  # of the layers that have them in place of the plain MLP
     head: HeadName = "lm"
     has_head: bool = True
+
+    @property
+    def divided(self) -> list[tuple[str, str, int]]:
+        """(what, field of config.json, number) of what tensor-parallel ranks divide into whole numbers."""
+        sizes = [
+            ("attention heads", "num_attention_heads", self.num_heads),
+            ("key-value heads", "num_key_value_heads", self.num_kv_heads),
+        ]
+        if self.experts is None or self.experts.dense_layers:
+            sizes.append(("intermediate size", "intermediate_size", self.intermediate_size))
+        if self.experts is not None:
+            sizes.append(("experts", self.experts.field, self.experts.n_experts))
+        return sizes
 
 
 class Family(NamedTuple):

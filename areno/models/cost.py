@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.layers.experts_config import Experts
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
@@ -24,17 +25,43 @@ def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
 
 
 def body_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
-    """Elements of the layers and the final norm: what every token is multiplied with."""
-    return config.num_layers * layer_parameters(config, tp_size) + config.hidden_size
+    """Elements of the layers and the final norm."""
+    experts = 0 if config.experts is None else config.experts.n_experts // tp_size
+    return _body(config, tp_size, experts)
+
+
+def active_body_parameters(config: TransformerConfig) -> int:
+    """Those that a token is multiplied with: all but the experts that it does not go through."""
+    return _body(config, 1, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
-    """Elements of one layer."""
-    size, inner = config.hidden_size, config.intermediate_size // tp_size
+    """Elements of the largest layer."""
+    size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, tp_size)
+    if experts is None:
+        return layer
+    sparse = layer - _plain_mlp(config, tp_size) + experts.parameters(size, experts.n_experts // tp_size)
+    return max(layer, sparse) if experts.dense_layers else sparse
+
+
+def _body(config: TransformerConfig, tp_size: int, n_experts: int) -> int:
+    """With so many experts in a layer that has some."""
+    body = config.num_layers * _plain_layer(config, tp_size) + config.hidden_size
+    if config.experts is not None:
+        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, tp_size)
+        body += len(config.experts.layers(config.num_layers)) * of_layer
+    return body
+
+
+def _plain_layer(config: TransformerConfig, tp_size: int) -> int:
     qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
-    layer = size * (qkv + heads + 3 * inner + 2)
-    layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
-    return layer + 2 * config.head_dim * config.qk_norm
+    layer = config.hidden_size * (qkv + heads + 2) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
+    return layer + 2 * config.head_dim * config.qk_norm + _plain_mlp(config, tp_size)
+
+
+def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
+    size, inner = config.hidden_size, config.intermediate_size // tp_size
+    return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
@@ -77,9 +104,9 @@ def model_bytes(
     n_grads = n
     if zero_stage == 2 and dp_size > 1:
         layer = layer_parameters(config, tp_size)
-        of_layers = config.num_layers * layer
+        of_layers = body_parameters(config, tp_size) - config.hidden_size
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
-        n_grads = n - of_layers + of_layers // dp_size + 2 * at_once  # see ReducedGradients
+        n_grads = n - of_layers + of_layers // dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
     return ModelBytes(
         weights=n * itemsize,
@@ -104,13 +131,23 @@ class ActivationBytes:
 
 
 def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> ActivationBytes:
-    """Of one fused layer and one token."""
-    products = _qkv_size(config, tp_size) + 2 * config.intermediate_size // tp_size
+    """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies."""
+    experts, inner = config.experts, 2 * config.intermediate_size // tp_size
+    ids = copies = scores = 0
+    if experts is not None:
+        ids, copies, scores = (
+            experts.top_k * experts.id_bytes,
+            3 * experts.top_k * config.hidden_size,
+            experts.n_experts,
+        )
+        of_experts = 2 * experts.inner_size * experts.top_k
+        inner = max(inner, of_experts) if experts.dense_layers else of_experts
+    products = _qkv_size(config, tp_size) + inner
     return ActivationBytes(
-        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize,
+        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize + ids,
         kept=products * itemsize,
-        # Products and their gradients, and both halves of the layer at once.
-        at_work=(3 * products + 12 * config.hidden_size) * itemsize,
+        # Products and their gradients, and both halves of the layer at once; copies of inputs and of their gradients.
+        at_work=(3 * products + 12 * config.hidden_size + copies) * itemsize + 24 * scores,
     )
 
 
@@ -131,18 +168,25 @@ class Cost:
     """What one token costs in a model. itemsize: bytes of a weight, and of a cached key or value."""
 
     n_params: int
-    body_params: int  # multiplied with every token
+    body_params: int  # multiplied with every token; of experts, those that it goes through
     head_params: int  # multiplied with tokens whose successor matters
     kv_bytes: int  # of one token, all layers
     attn_flops: int  # of one query with one key, all layers and heads, forward
     itemsize: int
+    experts: Experts | None = None
+    expert_params: int = 0  # of one expert, in all layers that have experts
 
     @staticmethod
     def of(config: TransformerConfig, itemsize: int) -> Cost:
         """From the shape alone, of all ranks together."""
+        experts, of_experts = config.experts, 0
+        if experts is not None:
+            of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
         return Cost(
+            experts=experts,
+            expert_params=of_experts,
             n_params=parameters(config),
-            body_params=body_parameters(config),
+            body_params=active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
             kv_bytes=kv_bytes(config, itemsize),
             attn_flops=4 * config.num_layers * _q_size(config, 1),
@@ -151,7 +195,14 @@ class Cost:
 
     @property
     def active_params(self) -> int:
+        """What one token is multiplied with."""
         return self.body_params + self.head_params
+
+    def moved_params(self, n_tokens: int) -> float:
+        """What is read to compute so many tokens: of the experts, those that some token goes through, on average."""
+        if self.experts is None:
+            return self.active_params
+        return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
 
 
 def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:

@@ -18,10 +18,13 @@ _SAMPLING = (  # older versions of transformers kept them here
 _TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
 _EVERYWHERE = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
 _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_window
+_ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
 
 HARMLESS: dict[str, frozenset[str]] = {
     "llama": _EVERYWHERE | {"pretraining_tp"},
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
+    "qwen3_moe": _EVERYWHERE | _UNUSED_WINDOW | _ROUTER_LOSS,
+    "mixtral": _EVERYWHERE | _ROUTER_LOSS,
 }
 HARMLESS_IN_ROPE = frozenset({"original_max_position_embeddings", "finetuned"})

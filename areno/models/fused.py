@@ -91,21 +91,22 @@ class _FusedLayer(torch.autograd.Function):
         del heads
         added_ND = attention.out(out_NHC.flatten(-2))
         middle_ND, normed_ND = layer.post_norm.add_and_norm(stream_ND, added_ND)
-        down_ND, inner = layer.mlp.fused_forward(normed_ND)
+        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND)
         kept = (qkv_NX, inner) if keep else (None, None)
-        ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *saved)
-        ctx.layer, ctx.attend, ctx.has_delta = layer, attend, delta_ND is not None
+        ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *needed, *saved)
+        ctx.layer, ctx.attend, ctx.has_delta, ctx.n_needed = layer, attend, delta_ND is not None, len(needed)
         return middle_ND, down_ND
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         stream_ND, middle_ND, out_NHC, cos, sin, qkv_NX, inner, *saved = ctx.saved_tensors
+        needed, saved = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
         attention = layer.attention
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
         _, normed_ND = layer.post_norm.add_and_norm(middle_ND, None)
-        grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner)
+        grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed)
         grad_ND, grad_added_ND = layer.post_norm.sum_gradient(grad_normed_ND, grad_middle_ND, middle_ND)
 
         attention.out.accumulate(grad_added_ND, out_NHC.flatten(-2))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from areno.layers.attention import Attend
+from areno.layers.experts import ExpertMLP
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.mlp import GatedMLP
 from areno.layers.norm import RMSNorm
 from areno.layers.rotary import rotate
+from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
 
@@ -37,21 +39,25 @@ class Attention(nn.Module):
         return self.out(out_NHC.flatten(-2))
 
 
-def make_mlp(config: TransformerConfig, spec: WeightSpec) -> GatedMLP:
+def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
     """The MLP of a layer; the one place that knows which kinds there are."""
+    experts = config.experts
+    if experts is not None and routing is not None and index not in experts.dense_layers:
+        place = experts.layers(config.num_layers).index(index)
+        return ExpertMLP(config.hidden_size, experts, place, routing, spec)
     return GatedMLP(config.hidden_size, config.intermediate_size, spec, bias=config.mlp_bias)
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
+    def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(size, eps, spec)
         self.attention = Attention(config, index, spec)
         self.post_norm = RMSNorm(size, eps, spec)
-        self.mlp = make_mlp(config, spec)
+        self.mlp = make_mlp(config, index, spec, routing)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)

@@ -12,6 +12,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
 from areno.models.cost import parameters
+from areno.models.experts.families import MIXTRAL, QWEN3_MOE
 from areno.models.fields import HARMLESS
 from areno.models.hub import MODEL, resolve
 from areno.models.llama import LLAMA
@@ -20,7 +21,7 @@ from areno.models.qwen3 import QWEN3
 from areno.models.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2, QWEN3_MOE, MIXTRAL)}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
@@ -65,11 +66,7 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
 
     cp_size: ranks of a context, which divide the heads of each of these.
     """
-    sizes = [
-        ("attention heads", "num_attention_heads", config.num_heads),
-        ("key-value heads", "num_key_value_heads", config.num_kv_heads),
-        ("intermediate size", "intermediate_size", config.intermediate_size),
-    ]
+    sizes = config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)

@@ -21,6 +21,7 @@ from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm
 from areno.layers.rotary import Rotary
+from areno.layers.routing import Routing
 from areno.layers.shard import Part, WeightSpec
 from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
@@ -42,7 +43,9 @@ class Transformer(nn.Module):
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
         self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
-        self.layers = nn.ModuleList(Layer(config, index, spec) for index in range(config.num_layers))
+        experts = config.experts
+        self.routing = None if experts is None else Routing(experts, len(experts.layers(config.num_layers)))
+        self.layers = nn.ModuleList(Layer(config, index, spec, self.routing) for index in range(config.num_layers))
         self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
         self.head = self.score = None
         if config.head == "value":

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.errors import CheckpointError, Key
+from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
-from areno.models.companions import copy_companions
+from areno.models.experts.names import expert_modules
 from areno.models.hub import resolve
 from areno.models.raw_config import read_json
 from areno.models.registry import FAMILIES
@@ -62,17 +63,18 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
     return [
         Entry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
-        for name, part in zip(_checkpoint_names(own_name), model.layout(own_name), strict=True)
+        for name, part in zip(_checkpoint_names(own_name, model), model.layout(own_name), strict=True)
     ]
 
 
-def _checkpoint_names(parameter: str) -> tuple[str, ...]:
+def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
     module, kind = parameter.rsplit(".", 1)
     if module in NAMES:
         return tuple(f"{name}.{kind}" for name in NAMES[module])
     _, index, inner = module.split(".", 2)
-    return tuple(f"model.layers.{index}.{name}.{kind}" for name in LAYER_NAMES[inner])
+    names = expert_modules(model.config.family, model.config.experts, inner) or LAYER_NAMES[inner]
+    return tuple(f"model.layers.{index}.{name}.{kind}" for name in names)
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from areno.api.inputs.devices import find_devices
 from areno.api.inputs.plan import TrainerPlan, open_actor
-from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
 from areno.config.schema.build import build
 from areno.config.schema.fields import Section, check, forbid, setting, settings
@@ -64,6 +64,8 @@ class RuntimeConfig(DecoderConfig):
     stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
     dtype: Literal["auto", "bfloat16", "float32"] = _as_in(ModelConfig, "dtype")
     gradient_checkpointing: bool = _as_in(ModelConfig, "gradient_checkpointing")
+    router_aux_loss_coef: float = _as_in(ModelConfig, "router_aux_loss_coef")
+    routing_replay: bool = _as_in(PolicyConfig, "routing_replay")
     max_tokens_per_mb: int | None = _as_in(MicroBatchSpec, "max_tokens_per_mb")
     drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
     enable_thinking: bool | None = _as_in(RolloutConfig, "enable_thinking")
@@ -145,6 +147,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         path=config.model_path or settings.model_path,
         dtype=runtime.dtype,
         gradient_checkpointing=runtime.gradient_checkpointing,
+        router_aux_loss_coef=runtime.router_aux_loss_coef,
         mb_spec=MicroBatchSpec(max_tokens_per_mb=runtime.max_tokens_per_mb),
         optimizer=config.optimizer,
     )
@@ -168,6 +171,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
             lambda: find_devices(engine, config.devices),
             tokenizer_path=tokenizer_path,
             seed=runtime.seed,
+            routing_replay=runtime.routing_replay,
         ),
         decoder=runtime.decoder(),
         max_running=config.max_running_prompts,

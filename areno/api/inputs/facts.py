@@ -47,8 +47,9 @@ def tell_model(engine: Engine) -> None:
     from areno.kernels.attention import BACKENDS  # imports torch
 
     info = engine.info
+    active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
     logger.info(
-        "model: %.1fM parameters, %s on %s, attention by %s", info.n_params / 1e6, info.dtype,
+        "model: %.1fM parameters%s, %s on %s, attention by %s", info.n_params / 1e6, active, info.dtype,
         ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend],
     )  # fmt: skip
     _tell_memory(engine)

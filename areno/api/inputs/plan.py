@@ -56,6 +56,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         lambda: devices_of(config.engine, config.cluster, config.scheduler),
         tokenizer_path=config.tokenizer_path,
         seed=config.seed,
+        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
         more_problems=lambda model: model_problems(config, model),
     )
     if config.scheduler.type == "ray":
@@ -93,6 +94,7 @@ def open_actor(
     *,
     tokenizer_path: str | None = None,
     seed: int = 1,
+    routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
     """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
@@ -115,14 +117,12 @@ def open_actor(
     problems: list[Problem] = []
     problems += [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
+    problems += expert_problems(model, actor, engine, routing_replay, devices[0])
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
     if problems:
         raise ConfigError(problems)
-    dtype = actor.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if devices[0].startswith("cuda") else "float32"
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     spec = EngineSpec(
         model_path=path,
@@ -130,13 +130,15 @@ def open_actor(
         tp_size=engine.tp_size,
         cp_size=engine.cp_size,
         zero_stage=engine.zero_stage,
-        dtype=dtype,
+        dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,
         seed=seed,
         attn_backend=engine.attn_backend,
         exact=engine.exact,
         gradient_checkpointing=actor.gradient_checkpointing,
+        routing_replay=routing_replay,
+        router_aux_loss_coef=actor.router_aux_loss_coef,
         optimizer=actor.optimizer,
         mb_spec=actor.mb_spec,
         tokenizer_path=tokenizer_folder,
@@ -145,6 +147,10 @@ def open_actor(
         stall_timeout_s=engine.stall_timeout_s,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
+
+
+def _dtype_on(device: str) -> str:
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
@@ -181,6 +187,21 @@ def load_tokenizer(folder: str) -> Any:
         raise ConfigError([Problem("tokenizer_path", message)]) from error
     tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
     return tokenizer
+
+
+def expert_problems(
+    model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
+) -> Iterator[Problem]:
+    """Settings that are for models with experts, or that these cannot have."""
+    if model.experts is None:
+        text = "but the model has no experts, so it has no effect; "
+        if routing_replay:
+            yield Problem("actor.routing_replay", f"is true, {text}set it to false")
+        if actor.router_aux_loss_coef:
+            yield Problem("actor.router_aux_loss_coef", f"is {actor.router_aux_loss_coef}, {text}set it to 0")
+    elif engine.exact and device.startswith("cuda"):
+        text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
+        yield Problem("engine.exact", text)
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:

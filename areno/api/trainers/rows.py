@@ -88,6 +88,7 @@ def policy_rows(
                 reward=float(reward),
                 eos_token_id=eos_token_id,
                 staleness=weights_version - oldest,
+                routes=sequence.routes,
             )
         )
     return rows

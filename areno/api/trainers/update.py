@@ -35,7 +35,8 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
 
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
     """Of every token of the rows, under the model of a role, at the temperature of the rollout."""
-    return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature)
+    routes = [row.routes for row in rows] if role == "actor" else None
+    return setup.trainer.score_logprobs(role, token_rows(rows), setup.config.gconfig.temperature, routes=routes)
 
 
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:

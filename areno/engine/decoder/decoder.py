@@ -12,6 +12,7 @@ from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.stop_strings import Detokenize, StopStrings
 from areno.engine.limits import RequestLimits
+from areno.engine.routing.decoded import PendingRoutes
 from areno.engine.sampling.grammar import Grammar
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError
@@ -34,7 +35,7 @@ class Decoder:
     attn_backend: of the prefill, as returned by `choose_backend`. detokenize: turns completion tokens into text; stop
     strings need it. weights_version: the caller sets it between steps, when the weights have changed. Each token gets
     the version that was set when the step that sampled it was started. stream_every_s: least seconds between partial
-    outputs, except for the first token of a sample.
+    outputs, except for the first token of a sample. keeps_routes: finished outputs have the experts of their tokens.
     """
 
     def __init__(
@@ -52,14 +53,16 @@ class Decoder:
         detokenize: Detokenize | None = None,
         compile_grammar: Callable[[str], Grammar] | None = None,
         stream_every_s: float = 0.0,
+        keeps_routes: bool = False,
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
         self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
         self._runner = Runner(
-            model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact
-        )
+            model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
+            keeps_routes=keeps_routes,
+        )  # fmt: skip
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=model.config.max_position_embeddings,
@@ -71,6 +74,7 @@ class Decoder:
         self._in_flight: list[PendingTokens] = []
         self._in_flight_version = 0
         self._outputs: list[GenerationOutput] = []
+        self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
         self._unfinished: dict[int, int] = {}  # request id -> samples
         self._n_generated = 0
         self._stream_every_s, self._streamed_at = stream_every_s, 0.0
@@ -78,7 +82,7 @@ class Decoder:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return self._scheduler.has_work or bool(self._outputs)
+        return self._scheduler.has_work or bool(self._outputs) or bool(self._awaiting)
 
     @property
     def stats(self) -> RolloutStats:
@@ -150,19 +154,23 @@ class Decoder:
         """Drop all requests without returning anything for them."""
         for request_id in list(self._unfinished):
             self.abort(request_id)
-        self._outputs = []
+        self._outputs, self._awaiting = [], []
 
     def step(self) -> list[GenerationOutput]:
         """Start one step on the device, then read the tokens of the step before.
 
         Returns the samples that finished, whole, and partial outputs of the requests that stream.
         """
+        awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
             self._collect()
         launched = self._runner.launch(self._scheduler.schedule())
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
         outputs, self._outputs = self._outputs, []
+        for output, routes in awaiting:  # copied behind a step that has ended by now
+            output.routes = routes.wait()
+            outputs.append(output)
         return outputs
 
     def reset_cache(self) -> None:
@@ -201,12 +209,18 @@ class Decoder:
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)
         if finished:
+            cache = self._runner.routes
+            # While the blocks are theirs: what comes to the device later may write over them.
+            routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
-            self._finish(finished)
+            self._finish(finished, routes)
 
-    def _finish(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            self._outputs.append(sequence.output())
+    def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
+        for index, sequence in enumerate(sequences):
+            if routes is None:
+                self._outputs.append(sequence.output())
+            else:
+                self._awaiting.append((sequence.output(), routes[index]))
             request_id = sequence.request.request_id
             self._unfinished[request_id] -= 1
             if not self._unfinished[request_id]:

@@ -21,6 +21,7 @@ from areno.engine.decoder.graphs import DecodeGraphs
 from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.routing.decoded import RouteCache
 from areno.engine.sampling.logit_edits import LogitEdits, sample_edited, scores_of, token_scores
 from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.attention import varlen_attention
@@ -28,6 +29,7 @@ from areno.kernels.backend import use_triton
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
 from areno.kernels.sampling import SamplingFlags
+from areno.layers.attention import Attend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
 
@@ -68,6 +70,7 @@ class Runner:
         use_graphs: bool,
         attn_backend: str,
         exact: bool,
+        keeps_routes: bool = False,
     ):
         self.model, self.attn_backend, self.is_exact = model, attn_backend, exact
         self.by_spans = attn_backend == "spans"
@@ -75,6 +78,9 @@ class Runner:
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.n_slots = n_slots
         self.cache = KVCache(model, n_blocks, blocks.block_size)
+        self.routes: RouteCache | None = None
+        if keeps_routes and model.routing is not None:
+            self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         max_blocks = min(n_blocks, blocks.blocks_for(model.config.max_position_embeddings))
         self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
@@ -213,12 +219,14 @@ class Runner:
             return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend)
 
         tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
-        hidden_ND = self.model(tokens_N, positions_N, attend)
+        hidden_ND = self._forward(tokens_N, positions_N, attend, stored_N)
         self._score_prompts(chunks, hidden_ND)
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
         if copies:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
+            if self.routes is not None:
+                self.routes.copy(sources, targets)
         if not prefilled:
             return hidden_ND
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
@@ -229,6 +237,15 @@ class Runner:
         )
         edits = LogitEdits.of(prefilled, self._upload)
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
+
+    def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
+        """Hidden states. places_N: of the tokens in the cache, for a runner that keeps routes."""
+        if self.model.routing is not None:
+            self.model.routing.begin(records=self.routes is not None)
+        hidden_ND = self.model(tokens_N, positions_N, attend)
+        if self.routes is not None and places_N is not None:
+            self.routes.store(places_N)
+        return hidden_ND
 
     def _score_prompts(self, chunks: list[Chunk], hidden_ND: Tensor) -> None:
         """Log-probabilities of the prompt tokens that a pass has computed, for the requests that want them."""
@@ -291,7 +308,8 @@ class Runner:
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
             return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
 
-        hidden_BD = self.model(self.sampler.tensors.last_token[slots_B], positions_B, attend)
+        places_B = None if self.routes is None else self.routes.places(self.table, slots_B, positions_B)
+        hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, attend, places_B)
         if self.model.tp.size > 1 and edits is None:
             return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)
         return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)

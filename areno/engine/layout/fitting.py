@@ -83,7 +83,7 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
 def _divides(footprint: Footprint, tp_size: int) -> bool:
     sizes = [footprint.world_size]
     for model in footprint.models:
-        sizes += [model.config.num_heads, model.config.num_kv_heads, model.config.intermediate_size]
+        sizes += [size for _, _, size in model.config.divided]
     return not any(size % tp_size for size in sizes)
 
 

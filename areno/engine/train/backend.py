@@ -16,6 +16,7 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
+from areno.engine.routing.trained import StepRouting
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.context import TokenShare
@@ -44,6 +45,7 @@ class TrainBackend:
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact: see EngineSpec. section: the configuration section that messages name.
+    router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -61,6 +63,7 @@ class TrainBackend:
         zero_stage: int = 0,
         exact: bool = False,
         section: str = "actor",
+        router_aux_loss_coef: float = 0.0,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
@@ -68,6 +71,8 @@ class TrainBackend:
         on_cuda = self.device.type == "cuda"
         alone = model.tp.size == context.size == 1
         self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone)
+        routing = model.routing
+        self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
         self.flat: FlatParameters | None = None
         self.optimizer: AdamW | None = None
         if optimizer is None:
@@ -98,9 +103,18 @@ class TrainBackend:
             done = [self._step(steps[0], loss_fn, update, must_agree=self.exact)]
             return over_steps(done + [self._step(step, loss_fn, update) for step in steps[1:]])
 
-    def logprobs(self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
-        """log p(token | tokens before it) for each token of each row, float32; 0 for the first one."""
-        return self._score(token_rows, mb_spec, lambda packed: self._logprobs(packed, _later(packed), temperature)[0])
+    def logprobs(
+        self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
+    ) -> list[np.ndarray]:
+        """log p(token | tokens before it) for each token of each row, float32; 0 for the first one.
+
+        routes: of each row, see areno/engine/routing/rows.py.
+        """
+
+        def score(packed: PackedTokens) -> Tensor:
+            return self._logprobs(packed, _later(packed), temperature)[0]
+
+        return self._score(token_rows, mb_spec, score, routes)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec) -> list[np.ndarray]:
         """The value of the state before each token of each row, float32; 0 for the first one."""
@@ -123,7 +137,11 @@ class TrainBackend:
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, rewards_of)]
 
     def _score(
-        self, rows: TokenRows, mb_spec: MicroBatchSpec, score: Callable[[PackedTokens], Tensor]
+        self,
+        rows: TokenRows,
+        mb_spec: MicroBatchSpec,
+        score: Callable[[PackedTokens], Tensor],
+        routes: TokenRows | None = None,
     ) -> list[np.ndarray]:
         """What `score` gives for each token, (N,) of a micro-batch, put back into rows."""
         if not rows:
@@ -132,9 +150,12 @@ class TrainBackend:
         with torch.no_grad(), self._out_of_memory_hint(mb_spec):
             scored = []
             for batch in batches:
-                scored.append(score(pack_tokens([rows[i] for i in batch], self.device)))
+                given = None if routes is None else [routes[i] for i in batch]
+                scored.append(score(pack_tokens([rows[i] for i in batch], self.device, given)))
                 heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
+        if self._routing is not None:
+            self._routing.end()
         order = [i for batch in batches for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
@@ -142,6 +163,8 @@ class TrainBackend:
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
         """The hidden states (n, D) of this rank's share of the tokens."""
         share = TokenShare.of(packed, self.context, self.attn_backend)
+        if self._routing is not None:
+            self._routing.begin(packed, share)
         n_kept = self._kept_layers.count(len(share.tokens_n)) if self.recompute else 0
         how = {"recompute": self.recompute, "n_kept": n_kept}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
@@ -176,9 +199,15 @@ class TrainBackend:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
         batches = [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
+        if self._routing is not None:
+            self._routing.begin_step([packed for packed, _ in batches], self._hidden)
         stats = self._accumulate(step, batches, loss_fn, update.temperature)
 
         numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
+        if self._routing is not None:
+            self._routing.end()
+            numbers |= self._routing.finish()
+            numbers["total_loss"] += self._routing.weighed(numbers["router_aux_loss"])
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
         if must_agree and apart:
             raise EngineError(
@@ -225,6 +254,8 @@ class TrainBackend:
         self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
     ) -> StepStats:
         stats = StepStats(self.device)
+        if self._routing is not None:
+            self._routing.restart()
         for packed, pack in batches:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
@@ -232,6 +263,8 @@ class TrainBackend:
                 logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
                 _compare_with_rollout(stats, pack, logprobs_N.detach())
+            if self._routing is not None:
+                self._routing.add()
             self._gradients.backward(loss)
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})

@@ -22,16 +22,20 @@ class PackedTokens:
     positions_N: Tensor  # int64, from 0 in each row
     cu_seqlens: Tensor  # (R + 1,) int32
     max_len: int
+    routes_NLk: Tensor | None = None  # of the tokens, where they are known: see areno/engine/routing/rows.py
 
 
-def pack_tokens(token_rows: Sequence[np.ndarray], device: torch.device) -> PackedTokens:
-    """Rows of int64 token ids, end to end."""
+def pack_tokens(
+    token_rows: Sequence[np.ndarray], device: torch.device, routes: Sequence[np.ndarray] | None = None
+) -> PackedTokens:
+    """Rows of int64 token ids, end to end, with the routes of each."""
     lengths = np.array([len(row) for row in token_rows])
     starts = np.concatenate([[0], lengths.cumsum()])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     arrays = np.concatenate(token_rows), positions, starts.astype(np.int32)
     tokens_N, positions_N, cu_seqlens = (torch.as_tensor(array, device=device) for array in arrays)
-    return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()))
+    routes_NLk = None if routes is None else torch.as_tensor(np.concatenate(routes), device=device)
+    return PackedTokens(tokens_N, positions_N, cu_seqlens, int(lengths.max()), routes_NLk)
 
 
 def pack_rows(
@@ -45,9 +49,10 @@ def pack_rows(
         "trained_T": np.flatnonzero(trained),
         "rewards": np.array([row.reward for row in rows], dtype=np.float32),
         "staleness": np.array([row.staleness for row in rows], dtype=np.float32),
-        **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields},
+        **{name: np.concatenate([row.fields[name] for row in rows]) for name in rows[0].fields if name != "routes"},
     }
-    packed = pack_tokens([row.tokens for row in rows], device)
+    routes = [row.fields["routes"] for row in rows] if "routes" in rows[0].fields else None
+    packed = pack_tokens([row.tokens for row in rows], device, routes)
     pack = DataPack(
         tokens=packed.tokens_N,
         n_rows=len(rows),

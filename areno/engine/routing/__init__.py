@@ -1,0 +1,1 @@
+"""The experts that a model chooses: kept while it decodes, used again and counted while it trains."""

@@ -1,0 +1,71 @@
+"""The plain form: a loop over the experts. The first two functions are differentiable in all but places and ends.
+
+The host reads the sizes of the groups, so on CUDA this form waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from areno.kernels.products import add_product, fill_rows
+
+
+def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
+    ends = ends_E.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """See the package."""
+    chosen_Nk = logits_NE.topk(top_k, dim=-1).indices
+    weights_Nk = logits_NE.softmax(-1).gather(1, chosen_Nk)
+    return chosen_Nk, weights_Nk / weights_Nk.sum(-1, keepdim=True) if normalised else weights_Nk
+
+
+def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+    """See the package. Rows behind the last group are 0."""
+    pieces = []
+    for (start, end), matrix in zip(_groups(ends_E), weight.unbind(0), strict=True):
+        rows = fill_rows(x_MI[start:end], row_multiple)
+        product = rows @ matrix if transposed else F.linear(rows, matrix)
+        pieces.append(product[: end - start])
+    done = torch.cat(pieces)
+    return F.pad(done, (0, 0, 0, len(x_MI) - len(done)))
+
+
+def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+    """See the package."""
+    is_here_Nk = places_Nk < ends_E[-1]
+    total: Tensor | None = None
+    for choice, places_N in enumerate(places_Nk.unbind(1)):
+        rows_ND = y_MD[places_N].to(torch.promote_types(y_MD.dtype, torch.float32))
+        rows_ND = rows_ND.masked_fill(~is_here_Nk[:, choice, None], 0)
+        if weights_Nk is not None:
+            rows_ND = rows_ND * weights_Nk[:, choice, None]
+        total = rows_ND if total is None else total + rows_ND
+    assert total is not None, "tokens without experts"
+    return total.to(y_MD.dtype)
+
+
+def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+    """See the package."""
+    for (start, end), out_OI in zip(_groups(ends_E), out_EOI, strict=True):
+        add_product(out_OI, a_MO[start:end].t(), b_MI[start:end])
+
+
+def weighted_swiglu_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package. It rounds where the kernel does."""
+    gate, up = gate_up_M2I.float().chunk(2, dim=-1)
+    weight = weights_M.float().unsqueeze(-1)
+    grad, sigmoid = grad_MI.float(), gate.sigmoid()
+    silu = (gate * sigmoid).to(grad_MI.dtype).float()
+    act = silu * up
+    grad_gate = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    grad_gate_up = torch.cat([grad_gate, grad * weight * silu], dim=-1).to(grad_MI.dtype)
+    is_here_M = torch.arange(len(grad_MI), device=grad_MI.device) < ends_E[-1]
+    grad_weight = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
+    return grad_gate_up, (act * weight).to(grad_MI.dtype), grad_weight

@@ -1,0 +1,278 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The Triton form. Letters as in the package.
+
+Which rows a program works on depends on the sizes of the groups, which only the device knows. So there are as many
+programs as the shapes may need. Each finds its group from the ends of all of them, and those that are left over return.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.experts.library import library_product
+from areno.kernels.experts.triton_routing import choose_experts as choose_experts
+
+# Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has on average.
+_FEW, _SOME, _MANY = (16, 64, 128, 4, 4), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3)
+_LIBRARY_ROWS = 64  # of an expert, on average, from which on the library's product is tried
+
+
+def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
+    mean = n_rows / max(1, n_experts)
+    return _FEW if mean <= 16 else _SOME if mean <= 64 else _MANY
+
+
+def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
+    """See the package. One program walks all inputs for a tile of the rows of one group."""
+    assert row_multiple == 1, "rows are computed by themselves"
+    x_MI, n_experts = x_MI.contiguous(), len(weight)
+    n_rows, n_inputs = x_MI.shape
+    if n_rows >= _LIBRARY_ROWS * n_experts:
+        done = library_product(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
+        if done is not None:
+            return done
+    n_columns = weight.shape[2] if transposed else weight.shape[1]
+    out_MO = x_MI.new_empty((n_rows, n_columns))
+    rows, columns, inputs, n_warps, n_stages = _tiles(n_rows, n_experts)
+    # Each group with rows may leave a tile that is not full.
+    n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
+    by_output, by_input = (1, 2) if not transposed else (2, 1)
+    if n_rows:
+        # Programs that share a tile of a matrix come one after another, while it is in the cache.
+        _grouped_product_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
+            x_MI,
+            weight,
+            out_MO,
+            ends_E,
+            n_experts,
+            n_columns,
+            n_inputs,
+            weight.stride(0),
+            weight.stride(by_output),
+            weight.stride(by_input),
+            EXPERTS=triton.next_power_of_2(n_experts),
+            ROWS=rows,
+            COLUMNS=columns,
+            INPUTS=inputs,
+            num_warps=n_warps,
+            num_stages=n_stages,
+        )
+    return out_MO
+
+
+@triton.jit
+def _grouped_product_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    ends_ptr,
+    n_experts,
+    n_columns,
+    n_inputs,
+    expert_stride,
+    output_stride,
+    input_stride,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    each = tl.arange(0, EXPERTS)
+    real = each < n_experts
+    end_E = tl.load(ends_ptr + each, mask=real, other=0)
+    begin_E = tl.load(ends_ptr + each - 1, mask=real & (each > 0), other=0)
+    n_tiles_E = tl.where(real, (end_E - begin_E + ROWS - 1) // ROWS, 0)
+    last_tile_E = tl.cumsum(n_tiles_E, 0)
+    mine = (tile < last_tile_E) & (tile >= last_tile_E - n_tiles_E)
+    if tile >= tl.sum(n_tiles_E, 0):
+        return
+    expert = tl.sum(tl.where(mine, each, 0), 0)
+    begin = tl.sum(tl.where(mine, begin_E, 0), 0)
+    end = tl.sum(tl.where(mine, end_E, 0), 0)
+    before = tl.sum(tl.where(mine, last_tile_E - n_tiles_E, 0), 0)
+
+    row = begin + (tile - before) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real_row, real_column = row < end, column < n_columns
+    x_place = x_ptr + row.to(tl.int64)[:, None] * n_inputs
+    weight_place = weight_ptr + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[None, :] * output_stride
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < n_inputs
+        x = tl.load(x_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(
+            weight_place + at.to(tl.int64)[:, None] * input_stride,
+            mask=inside[:, None] & real_column[None, :],
+            other=0.0,
+        )
+        total = tl.dot(x, weight, acc=total, input_precision="ieee")
+    place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
+    tl.store(place, total.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_column[None, :])
+
+
+def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
+    """See the package. One program walks the rows of a group for a tile of its sum, and adds it in fp32."""
+    n_experts, n_outputs, n_inputs = out_EOI.shape
+    few = len(a_MO) <= 32 * n_experts
+    outputs, inputs, rows, n_warps = (64, 64, 32, 4) if few else (128, 128, 64, 8)
+    grid = (triton.cdiv(n_outputs, outputs), triton.cdiv(n_inputs, inputs), n_experts)
+    _add_grouped_kernel[grid](
+        out_EOI,
+        a_MO.contiguous(),
+        b_MI.contiguous(),
+        ends_E,
+        n_outputs,
+        n_inputs,
+        out_EOI.stride(0),
+        out_EOI.stride(1),
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        ROWS=rows,
+        num_warps=n_warps,
+        num_stages=3,
+    )
+
+
+@triton.jit
+def _add_grouped_kernel(
+    out_ptr,
+    a_ptr,
+    b_ptr,
+    ends_ptr,
+    n_outputs,
+    n_inputs,
+    expert_stride,
+    output_stride,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    expert = tl.program_id(2)
+    begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends_ptr + expert)
+    if end <= begin:
+        return
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
+    real_output, real_column = output < n_outputs, column < n_inputs
+    total = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in range(begin, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        real_row = row < end
+        at = row.to(tl.int64)
+        a = tl.load(
+            a_ptr + at[None, :] * n_outputs + output[:, None], mask=real_row[None, :] & real_output[:, None], other=0.0
+        )
+        b = tl.load(
+            b_ptr + at[:, None] * n_inputs + column[None, :], mask=real_row[:, None] & real_column[None, :], other=0.0
+        )
+        total = tl.dot(a, b, acc=total, input_precision="ieee")
+    place = (
+        out_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[:, None] * output_stride + column[None, :]
+    )
+    inside = real_output[:, None] & real_column[None, :]
+    tl.store(place, tl.load(place, mask=inside, other=0.0) + total, mask=inside)
+
+
+def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+    """See the package. A program has a token and a part of its columns."""
+    n_tokens, top_k = places_Nk.shape
+    size = y_MD.shape[1]
+    out_ND = y_MD.new_empty((n_tokens, size))
+    if n_tokens:
+        _combine_kernel[(n_tokens, triton.cdiv(size, 1024))](
+            y_MD.contiguous(),
+            places_Nk.contiguous(),
+            weights_Nk if weights_Nk is None else weights_Nk.float().contiguous(),
+            ends_E[-1:],
+            out_ND,
+            size,
+            CHOICES=top_k,
+            HAS_WEIGHTS=weights_Nk is not None,
+            BLOCK=1024,
+        )
+    return out_ND
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr,
+    places_ptr,
+    weights_ptr,
+    end_ptr,
+    out_ptr,
+    size,
+    CHOICES: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    end = tl.load(end_ptr)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in range(CHOICES):
+        place = tl.load(places_ptr + token * CHOICES + choice)
+        n_columns = tl.where(place < end, size, 0)
+        row = tl.load(y_ptr + place * size + column, mask=column < n_columns, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            row *= tl.load(weights_ptr + token * CHOICES + choice)
+        total += row
+    tl.store(out_ptr + token * size + column, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def weighted_swiglu_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the package. A program has a row."""
+    n_rows, inner = grad_MI.shape
+    grad_gate_up_M2I = torch.empty_like(gate_up_M2I)
+    act_MI = torch.empty_like(grad_MI)
+    grad_weights_M = torch.empty(n_rows, dtype=torch.float32, device=grad_MI.device)
+    if n_rows:
+        _weighted_swiglu_kernel[(n_rows,)](
+            grad_MI.contiguous(),
+            gate_up_M2I.contiguous(),
+            weights_M.float().contiguous(),
+            ends_E[-1:],
+            grad_gate_up_M2I,
+            act_MI,
+            grad_weights_M,
+            inner,
+            BLOCK=min(1024, triton.next_power_of_2(inner)),
+        )
+    return grad_gate_up_M2I, act_MI, grad_weights_M
+
+
+@triton.jit
+def _weighted_swiglu_kernel(
+    grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype = act_ptr.dtype.element_ty
+    if row >= tl.load(end_ptr):
+        tl.store(grad_weights_ptr + row, 0.0)
+        return
+    weight = tl.load(weights_ptr + row)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, inner, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < inner
+        place = row * (2 * inner) + column
+        gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = (gate * sigmoid).to(dtype).to(tl.float32)
+        act = silu * up
+        total += grad * act
+        gate_grad = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        tl.store(grad_gate_up_ptr + place, gate_grad.to(dtype), mask=inside)
+        tl.store(grad_gate_up_ptr + place + inner, (grad * weight * silu).to(dtype), mask=inside)
+        tl.store(act_ptr + row * inner + column, (act * weight).to(dtype), mask=inside)
+    tl.store(grad_weights_ptr + row, tl.sum(total, 0))

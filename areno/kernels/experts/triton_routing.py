@@ -1,0 +1,118 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""From the scores of a router to sorted copies, in two kernels. A step of decoding would otherwise launch some twenty
+small ones in each layer. Letters as in the package.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_COPIES = 8192  # each expert's program reads all of them; a sort is better for more
+_BLOCK = 1024
+
+
+def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """See the package. A program has a token. Of equal logits, the one of the first expert counts."""
+    n_tokens, n_experts = logits_NE.shape
+    chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NE.device)
+    weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NE.device)
+    if n_tokens:
+        _choose_kernel[(n_tokens,)](
+            logits_NE.contiguous(),
+            chosen_Nk,
+            weights_Nk,
+            n_experts,
+            EXPERTS=triton.next_power_of_2(n_experts),
+            TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k),
+            NORMALISED=normalised,
+            num_warps=1 if n_experts <= 128 else 4,
+        )
+    return chosen_Nk, weights_Nk
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    chosen_ptr,
+    weights_ptr,
+    n_experts,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NORMALISED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    each = tl.arange(0, EXPERTS)
+    left = tl.load(logits_ptr + token * n_experts + each, mask=each < n_experts, other=-float("inf"))
+    most = tl.max(left, 0)
+    total = tl.sum(tl.exp(left - most), 0)
+    choices = tl.arange(0, CHOICES)
+    weights = tl.zeros([CHOICES], tl.float32)
+    chosen = tl.zeros([CHOICES], tl.int64)
+    for choice in range(TOP_K):
+        best = tl.argmax(left, 0)
+        weight = tl.exp(tl.max(left, 0) - most) / total
+        weights = tl.where(choices == choice, weight, weights)
+        # Of logits that are nan, any expert will do: the pass is refused by its log-probabilities.
+        chosen = tl.where(choices == choice, tl.minimum(best, n_experts - 1).to(tl.int64), chosen)
+        left = tl.where(each == best, -float("inf"), left)
+    if NORMALISED:
+        weights = weights / tl.sum(weights, 0)
+    place = token * TOP_K + choices
+    tl.store(chosen_ptr + place, chosen, mask=choices < TOP_K)
+    tl.store(weights_ptr + place, weights, mask=choices < TOP_K)
+
+
+def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Groups`. A program has an expert, and the last one the copies for experts that are elsewhere."""
+    chosen_Nk = chosen_Nk.contiguous()
+    n_copies, device = chosen_Nk.numel(), chosen_Nk.device
+    tokens_M, choices_M = (torch.empty(n_copies, dtype=torch.int64, device=device) for _ in range(2))
+    places_Nk = torch.empty_like(chosen_Nk)
+    ends_E = torch.empty(n_experts, dtype=torch.int32, device=device)
+    _sort_kernel[(n_experts + 1,)](
+        chosen_Nk, tokens_M, choices_M, places_Nk, ends_E, n_copies, first, n_experts, chosen_Nk.shape[1], BLOCK=_BLOCK
+    )
+    return tokens_M, choices_M, places_Nk, ends_E
+
+
+@triton.jit
+def _local(chosen_ptr, copy, n_copies, first, n_experts):
+    """The number of each copy's expert on this rank; n_experts where it is elsewhere, and beyond all at the end."""
+    expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
+    expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)
+    return tl.where(copy < n_copies, expert, n_experts + 1)
+
+
+@triton.jit(do_not_specialize=["n_copies", "first"])
+def _sort_kernel(
+    chosen_ptr,
+    tokens_ptr,
+    choices_ptr,
+    places_ptr,
+    ends_ptr,
+    n_copies,
+    first,
+    n_experts,
+    top_k,
+    BLOCK: tl.constexpr,
+):
+    mine = tl.program_id(0)
+    at = 0
+    for start in range(0, n_copies, BLOCK):
+        expert = _local(chosen_ptr, start + tl.arange(0, BLOCK), n_copies, first, n_experts)
+        at += tl.sum((expert < mine).to(tl.int32), 0)
+    for start in range(0, n_copies, BLOCK):
+        copy = start + tl.arange(0, BLOCK)
+        is_mine = _local(chosen_ptr, copy, n_copies, first, n_experts) == mine
+        count = is_mine.to(tl.int32)
+        place = (at + tl.cumsum(count, 0) - 1).to(tl.int64)
+        tl.store(tokens_ptr + place, (copy // top_k).to(tl.int64), mask=is_mine)
+        tl.store(choices_ptr + place, copy.to(tl.int64), mask=is_mine)
+        tl.store(places_ptr + copy, place, mask=is_mine)
+        at += tl.sum(count, 0)
+    tl.store(ends_ptr + mine, at, mask=mine < n_experts)

@@ -1,0 +1,1 @@
+"""Families whose layers have experts."""
