@@ -1,6 +1,6 @@
 """Makes a model compute each token by itself, bit for bit: what `engine.exact` asks of products.
 
-Attention has one order of operations by its backend "exact". Elementwise operations and norms are computed row by row
+Attention has one order of operations by its backend "spans". Elementwise operations and norms are computed row by row
 anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels divide the sum
 over the inputs. What the library at hand does is looked at once, when a model is loaded.
 """
