@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
@@ -175,7 +176,7 @@ def compare_rank(rank: int, rendezvous: str) -> None:
 def compare_two_ranks() -> None:
     """Two processes of an interpreting one."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
+        warm.on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
 @pytest.mark.parametrize(
