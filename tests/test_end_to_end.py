@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import warm_python
 
 from areno.api.rollout import collect
 from areno.launch.command import run
@@ -95,10 +95,7 @@ def command(recipe: str, cwd: Path, *arguments: str) -> tuple[str, float]:
     """`python -m areno.recipes.<recipe>` from another folder: what it says, and the seconds it took."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", f"areno.recipes.{recipe}", *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = warm_python.commands().run(["-m", f"areno.recipes.{recipe}", *arguments], cwd, environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr, time.perf_counter() - started
 
