@@ -22,8 +22,28 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
+class Started:
+    """A command under way, the leader of a process group. What it has of subprocess.Popen is the same there."""
+
+    def __init__(self, pipe: Connection, words: Sequence[str]):
+        self._pipe, self.args, self.returncode = pipe, list(words), None
+        self.pid: int = pipe.recv()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._pipe.poll(0):
+            self.returncode = self._pipe.recv()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self._pipe.poll(timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._pipe.recv()
+        return self.returncode
+
+
 class WarmPython:
-    """A process that forks for each command; it ends with this one.
+    """A process that forks for each command; it ends with this one. One command at a time.
 
     imports: what it imports, before it knows of the environment of a command. environment: when it imports these.
     """
@@ -40,20 +60,27 @@ class WarmPython:
         )
         theirs.close()
 
+    def start(
+        self, words: Sequence[str], cwd: Path | str, environment: Mapping[str, str], out: Path | str, err: Path | str
+    ) -> Started:
+        """`python WORDS`, which begin with a script, -c or -m. What it says is appended to these files."""
+        self._pipe.send(([str(word) for word in words], str(cwd), dict(environment), [str(out), str(err)]))
+        return Started(self._pipe, words)
+
     def run(
         self, words: Sequence[str], cwd: Path | str, environment: Mapping[str, str], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        """As subprocess.run does it for `python WORDS`, which begin with a script, -c or -m."""
+        """As subprocess.run does it."""
         with tempfile.TemporaryDirectory() as folder:
-            files = [f"{folder}/out", f"{folder}/err"]
-            self._pipe.send(([str(word) for word in words], str(cwd), dict(environment), files))
-            pid = self._pipe.recv()
-            if not self._pipe.poll(timeout):
-                os.killpg(pid, signal.SIGKILL)
-                self._pipe.recv()
-                raise subprocess.TimeoutExpired(list(words), timeout, *(Path(file).read_bytes() for file in files))
-            code = self._pipe.recv()
-            return subprocess.CompletedProcess(list(words), code, *(Path(file).read_text() for file in files))
+            files = [Path(folder, "out"), Path(folder, "err")]
+            started = self.start(words, cwd, environment, *files)
+            try:
+                code = started.wait(timeout)
+            finally:
+                if started.returncode is None:
+                    os.killpg(started.pid, signal.SIGKILL)
+                    started.wait()
+            return subprocess.CompletedProcess(started.args, code, *(file.read_text() for file in files))
 
 
 @cache
@@ -91,7 +118,7 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], files: list
     """Run the command in this process, and end it."""
     os.setsid()
     for descriptor, (path, flags) in enumerate(
-        [(os.devnull, os.O_RDONLY), *((file, os.O_WRONLY | os.O_CREAT) for file in files)]
+        [(os.devnull, os.O_RDONLY), *((file, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for file in files)]
     ):
         os.dup2(os.open(path, flags), descriptor)
     os.chdir(cwd)
