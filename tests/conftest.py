@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_hydra
 import warm
 
 _SHIPPED = Path(__file__).parent / "tokenizers"
@@ -57,6 +58,14 @@ def warm_workers() -> Iterator[None]:
     """Workers start at once; see warm.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("areno.engine.processes.local.multiprocessing", warm.workers())
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_compositions() -> Iterator[None]:
+    """Hydra does not parse the same texts again; see quick_hydra.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick_hydra.quicken(patch)
         yield
 
 
