@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_hydra
+import warm
 
 _SHIPPED = Path(__file__).parent / "tokenizers"
 _REAL = Path(__file__).parents[2] / "shared/data/tokenizers"
@@ -48,6 +51,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_workers() -> Iterator[None]:
+    """Workers start at once; see warm.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("areno.engine.processes.local.multiprocessing", warm.workers())
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_compositions() -> Iterator[None]:
+    """Hydra does not parse the same texts again; see quick_hydra.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick_hydra.quicken(patch)
+        yield
+
+
+@pytest.fixture
+def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start as they do for users."""
+    monkeypatch.setattr("areno.engine.processes.local.multiprocessing", multiprocessing)
 
 
 def load_tokenizer(name: str) -> Any:

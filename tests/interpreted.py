@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 
 
 def run_interpreted(code: str, timeout: float = 300) -> None:
     """Whether Triton interprets is decided when it is imported; a comparison on the CPU has no other way to be run."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    command = [sys.executable, "-c", f"from tests.interpreted import prepare_once; prepare_once(); {code}"]
-    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=timeout)
+    words = ["-c", f"from tests.interpreted import prepare_once; prepare_once(); {code}"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = warm_python.interpreting().run(words, Path(__file__).parents[1], environment, timeout)
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
     assert done.returncode == 0, done.stderr
@@ -30,11 +29,14 @@ def prepare_once() -> None:
     from triton.runtime import interpreter
 
     modules = {id(interpreter.tl), id(interpreter.tl.core)}
-    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    prepare, launch, numpy_type = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
     prepared: set[frozenset[int]] = set()  # in this launch: which of the modules
+    used: dict[int, frozenset[int]] = {}  # by the globals of a function
 
     def prepare_if_new(fn: Any) -> Any:
-        found = frozenset(id(value) for value in fn.__globals__.values()) & modules
+        found = used.get(id(fn.__globals__))
+        if found is None:
+            found = used[id(fn.__globals__)] = frozenset(id(value) for value in fn.__globals__.values()) & modules
         if found in prepared:
             return None  # only a launch takes the result, and it is the first
         prepared.add(found)
@@ -44,4 +46,13 @@ def prepare_once() -> None:
         prepared.clear()
         launch(self, *args, **kwargs)
 
+    numpy_types: dict[str, Any] = {}  # the interpreter makes this table for each operation
+
+    def known_numpy_type(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(type)
+        return numpy_types[name]
+
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_if_new, launch_anew
+    interpreter._get_np_dtype = known_numpy_type

@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import warm_python
+from warm_python import Started
+
 ROOT = Path(__file__).parents[1]
 TIMES = re.compile(r"time|tokens_per_second|memory")
 LIMIT_S = 300
@@ -83,18 +86,15 @@ class Run:
         self.folder.mkdir()
         write_rows(self.recipe, self.folder)
 
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, *more: str) -> Started:
         """Start it in a process group of its own; what it says goes to a file."""
-        command = [sys.executable, "-m", f"areno.recipes.{self.recipe}", *arguments(self.recipe)]
+        words = ["-m", f"areno.recipes.{self.recipe}", *arguments(self.recipe), *self.settings, *more]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        with (self.folder / "said.txt").open("ab") as said:
-            return subprocess.Popen(
-                [*command, *self.settings, *more], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
-                stdout=said, stderr=said, start_new_session=True,
-            )  # fmt: skip
+        said = self.folder / "said.txt"
+        return warm_python.commands().start(words, self.folder, environment, said, said)
 
     def finish(self, *more: str) -> None:
         """Run to the end. AssertionError with its last words if it fails."""
@@ -109,7 +109,7 @@ class Run:
         return (self.folder / "said.txt").read_text(errors="replace")
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: Started) -> None:
     """Make sure that nothing of a run is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ class Kill:
         when = self.moment if isinstance(self.moment, str) else f"{100 * self.moment:.0f} %"
         return f"{self.whom} at {when}"
 
-    def strike(self, run: Run, process: subprocess.Popen[bytes], seconds: float) -> bool:
+    def strike(self, run: Run, process: Started, seconds: float) -> bool:
         """Wait for the moment, then kill. False if the run has ended before. seconds: that a whole run takes."""
         started = time.monotonic()
         while process.poll() is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -39,7 +40,7 @@ def children(pid: int | None = None) -> list[int]:
     while frontier:
         frontier = [child for process in frontier for child in parents.get(process, [])]
         found += frontier
-    return found
+    return [process for process in found if process != warm.server_pid()]
 
 
 def is_running(pid: int) -> bool:

@@ -24,13 +24,14 @@ from areno.errors import ArenoError, DataError, WorkerLost
 from areno.loss_fns import group_advantages, gspo_loss_fn
 
 AGENTS = Path(__file__).parent / "agents"
+REWARD = AGENTS / "reward.py"
 DATA = [{"prompt": f"hello {number}", "solutions": number} for number in range(8)]
 
 
 def run(folder: Path, agent: str, *overrides: str, recipe: str = "gspo", rows: Any = DATA, **given: Any) -> Played:
     file = AGENTS / agent
     settings = [
-        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn={file}", f"reward.fn={file}",
+        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn={file}", f"reward.fn={REWARD}",
         "reward.workers=1", "agent.workers=1", "train_dataset.max_length=50", "gconfig.max_tokens=400",
         "gconfig.temperature=1", "saver.freq_steps=null",
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm_python
 
 from areno.agents.environment import run_episode
 from areno.config.datasets import DatasetConfig
@@ -58,12 +59,10 @@ def played(example: str, row: Any, say: Any, **how: Any) -> tuple[Any, float]:
 @pytest.mark.parametrize("example", [*ENVIRONMENTS, "tools"])
 def test_rows(example: str, tmp_path: Path) -> None:
     """The generator's file is what its loader reads, the same for the same seed; splits made without a file differ."""
-    command = [sys.executable, str(FOLDER / example / "dataset_generator.py"), "--count", "9", "--output"]
+    command = [str(FOLDER / example / "dataset_generator.py"), "--count", "9", "--output"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     for name in ("a.jsonl", "b.jsonl"):
-        done = subprocess.run(
-            [*command, str(tmp_path / name)], env=environment, capture_output=True, text=True, timeout=100
-        )
+        done = warm_python.commands().run([*command, str(tmp_path / name)], tmp_path, environment, timeout=100)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "b.jsonl").read_text()
     loader = f"examples/agentic/{example}/dataset_loader.py"

@@ -129,7 +129,7 @@ def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: Rol
 
 def test_a_plain_function_runs_in_threads(session: RolloutSession) -> None:
     prompts = [f"ok {number}" for number in range(20)]
-    outcomes = run(session, *prompts, "sleep", function="run_plain", timeout_s=6.0)
+    outcomes = run(session, *prompts, "sleep", function="run_plain", timeout_s=3.0)
     assert [outcome.status for outcome in outcomes] == ["ok"] * 20 + ["timeout"]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
@@ -184,10 +185,7 @@ def script(tmp_path: Path) -> Path:
 
 def start(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, script.name, *arguments],
-        cwd=script.parent, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    return warm_python.commands().run([script.name, *arguments], script.parent, environment, timeout=120)
 
 
 def scalars(run_dir: Path) -> Iterator[dict[str, float]]:

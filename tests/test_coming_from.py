@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from agent_model import made
 from test_docs import ROOT, blocks
 from test_docs_names import codes, is_setting, known, problem_of, text_of, value_of
@@ -139,9 +140,6 @@ def test_our_half_of_the_example_runs(page: Path, tmp_path: Path, model: str) ->
             commands += text.splitlines()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     [command] = commands
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)[1:], *SMALL],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = warm_python.commands().run([*shlex.split(command)[1:], *SMALL], tmp_path, environment, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert list(tmp_path.glob("outputs/*/*/checkpoints/latest/model.safetensors"))

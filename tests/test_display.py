@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_python
 from rich.cells import cell_len
 from terminal import Terminal
 
@@ -373,7 +374,9 @@ def wait_for(terminal, text):
 )
 def test_a_run_without_a_terminal(tmp_path, console):
     overrides = ["total_train_steps=3", "valid_dataset=null", f"stats_logger.console={console}"]
-    done = subprocess.run(**command(*overrides, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True))
+    given = command(*overrides)
+    done = warm_python.commands().run(given["args"][1:], tmp_path, given["env"], timeout=200)
+    assert done.returncode == 0, done.stderr
     said = re.sub(r"^\d\d:\d\d:\d\d ", "", done.stderr, flags=re.M).splitlines()
     log = (tmp_path / "outputs/quickstart/t/logs/run.log").read_text()
     if console == "full":

@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 from moe_models import quickstart_with_experts
+import warm_python
 from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm
@@ -68,9 +69,7 @@ def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[s
     if words[0] == "areno":
         words[:1] = ["python", "-m", "areno.cli"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words[1:], *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    return warm_python.commands().run([*words[1:], *more], folder, environment, timeout=200)
 
 
 def run_here(command: str, *more: str) -> int:

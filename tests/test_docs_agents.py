@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm_python
 from agent_model import made
 from test_docs import ROOT, blocks
 
@@ -42,15 +42,15 @@ def test_the_page_runs(page: Path, n_runs: int, tmp_path: Path, model: str) -> N
         elif kind == "python":
             script.append(text)
         elif kind == "bash run":
-            commands += [[sys.executable, *shlex.split(line)[1:], *SMALL] for line in text.splitlines()]
+            commands += [[*shlex.split(line)[1:], *SMALL] for line in text.splitlines()]
     assert len(commands) == n_runs
     if script:
         (tmp_path / "loop.py").write_text("\n".join(script).replace("backend_type", CPU), encoding="utf-8")
-        commands.append([sys.executable, "loop.py"])
+        commands.append(["loop.py"])
     path = os.pathsep.join([str(ROOT), str(tmp_path), *sys.path])  # an environment of the page is as if installed
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     for command in commands:
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        done = warm_python.commands().run(command, tmp_path, environment, timeout=200)
         assert done.returncode == 0, done.stderr[-3000:]
         if "loop.py" not in command:
             [name] = [word.partition("=")[2] for word in command if word.startswith("experiment_name=")]

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import warm_python
 
 from areno.api.rollout import collect
 from areno.launch.command import run
@@ -95,10 +95,7 @@ def command(recipe: str, cwd: Path, *arguments: str) -> tuple[str, float]:
     """`python -m areno.recipes.<recipe>` from another folder: what it says, and the seconds it took."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", f"areno.recipes.{recipe}", *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+    done = warm_python.commands().run(["-m", f"areno.recipes.{recipe}", *arguments], cwd, environment, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr, time.perf_counter() - started
 
@@ -117,8 +114,7 @@ def test_quickstart_starts_anywhere(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
+@pytest.mark.parametrize(("recipe", "seed"), [("gspo", 1), ("gspo", 2), ("grpo", 3)])
 def test_quickstart_learns_to_carry(recipe, seed, tmp_path):
     said, seconds = command(recipe, tmp_path, "--config-name=quickstart", f"seed={seed}", "trial_name=t")
     run_dir = tmp_path / "outputs/quickstart/t"

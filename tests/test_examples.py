@@ -8,13 +8,13 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_python
 from loss_rows import PRECISIONS, check, random_rows, trained
 
 from areno.api import get_algorithm
@@ -129,8 +129,7 @@ def dro():
 def run_dro(folder, *arguments, script=DRO):
     """`python dro.py` from another folder."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return warm_python.commands().run([str(script), *arguments], folder, environment, timeout=200)
 
 
 @pytest.mark.parametrize(("dtype", "tol"), PRECISIONS)
@@ -206,7 +205,7 @@ def test_dro_runs_a_sweep_from_a_copy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_dro_learns_to_carry(seed, tmp_path):
     done = run_dro(tmp_path, "total_train_steps=50", f"seed={seed}")
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
@@ -149,7 +150,7 @@ def compare(
 
 def compare_interpreted() -> None:
     """Run in a process of its own, since Triton decides at its import whether it interprets."""
-    compare("cpu", torch.float32, 1e-5, "sdpa")
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))  # of two layers, SOME keeps one and repeats the other
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
 
@@ -175,7 +176,7 @@ def compare_rank(rank: int, rendezvous: str) -> None:
 def compare_two_ranks() -> None:
     """Two processes of an interpreting one."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
+        warm.on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,13 @@ def test_ctrl_c_in_rollout():
 
 @reads_proc
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["inline", "spawn"])
-@pytest.mark.parametrize("phase", ["rollout", "train"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+@pytest.mark.parametrize(
+    ("workers", "phase", "number"),
+    [  # every pair of a value with another one
+        ("inline", "rollout", signal.SIGINT), ("inline", "train", signal.SIGTERM),
+        ("spawn", "rollout", signal.SIGTERM), ("spawn", "train", signal.SIGINT),
+    ],
+)  # fmt: skip
 def test_interrupted(workers, phase, number):
     with Driver(phase, f"engine.workers={workers}") as driver:
         driver.process.send_signal(number)

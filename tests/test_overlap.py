@@ -124,14 +124,19 @@ SMALL = ["reward.workers=1", "gconfig.max_new_tokens=12", "total_train_steps=2"]
 TIMES = ("time/", "train/step_", "train/tokens_per_second", "rollout/tokens_per_second", "train/memory")
 
 
-def by_length(record: Any) -> float:
-    if len(record.tokens) == 5:
-        raise ValueError("five")
-    return float(len(record.tokens) % 3)
+def travels() -> Callable[[Any], float]:
+    """A function that is sent by value: the reward process does not import this module, which takes seconds."""
+
+    def by_length(record: Any) -> float:
+        if len(record.tokens) == 5:
+            raise ValueError("five")
+        return float(len(record.tokens) % 3)
+
+    return by_length
 
 
 def played(folder: Path, *settings: str) -> tuple[list[Any], dict[str, list[float]], list[Any]]:
-    run = play("gspo", folder, *SMALL, *settings, reward_fn=by_length)
+    run = play("gspo", folder, *SMALL, *settings, reward_fn=travels())
     scalars = {name: run.series(name) for name in sorted(run.names()) if not name.startswith(TIMES)}
     names = ("tokens", "logprobs", "advantages", "prompt_mask")
     rows = [[[*(list(vars(row)[name]) for name in names), row.reward] for row in step] for step in run.rows]
@@ -188,15 +193,10 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
     started = time.monotonic()
     monkeypatch.setattr("areno.api.rollout.collect.Scorer", Watched)
     with pytest.raises(KeyboardInterrupt):
-        play("gspo", tmp_path / "run", *SMALL, reward_fn=_sleeps)
+        play("gspo", tmp_path / "run", *SMALL, reward_fn=lambda record: time.sleep(120))
     thread.join()
     assert time.monotonic() - started < 60
     assert not [thread for thread in threading.enumerate() if thread.name == "areno-rewards"]
-
-
-def _sleeps(record: Any) -> float:
-    time.sleep(120)
-    return 0.0
 
 
 def test_the_phases_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from tiny_engine import (
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
+from areno.engine.processes.local import LocalProcesses
 from areno.engine.spec import RolloutSpec, RolloutStats, UpdateSpec
 from areno.errors import DataError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -125,7 +126,8 @@ def test_requests_are_spread_over_the_model_copies(two: Engine) -> None:
     assert [stats.generated_tokens for stats in seen] == [144 // two.spec.dp_size] * two.spec.dp_size
 
 
-def test_an_error_of_all_ranks_leaves_the_engine_whole(two: Engine) -> None:
+def test_an_error_of_all_ranks_leaves_the_engine_whole(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalProcesses, "death_grace_s", 0.2)  # in which nobody is seen to have been killed
     expected = scored(two, "actor", ROWS)
     for _ in range(2):
         with pytest.raises(DataError, match="row 0: tokens is empty"):

@@ -270,7 +270,7 @@ def compare_triton(device: str) -> None:
     from areno.kernels.sampling.triton import sample_slots as by_triton
 
     on_gpu = device == "cuda"
-    cases = [(PLAIN, 300, 64), (PLAIN + FILTERED + EDITED, 300, 64)]
+    cases = [(PLAIN, 150, 64), (PLAIN + FILTERED + EDITED, 150, 64)]  # the interpreter is slow
     if on_gpu:
         every = PLAIN + FILTERED + EDITED
         cases = [(PLAIN * 50, 151_936, 4096), (every * 15, 151_936, 4096), (every * 9, 3001, 512)]
@@ -289,7 +289,7 @@ def compare_triton(device: str) -> None:
             penalized=expecting.counts is not None,
         )
         n_different = 0
-        for position in range(20 if on_gpu else 3):
+        for position in range(20 if on_gpu else 2):
             strided = torch.nn.functional.pad(logits, (0, 5), value=1e9)[:, :vocab]
             positions = torch.arange(len(rows), device=device) % 6 + position
             got = by_triton(strided, slots, positions, slot_sampler.tensors, flags, span=span)
@@ -304,10 +304,11 @@ def compare_triton(device: str) -> None:
                 )  # what follows shall not depend on a rare other draw
         assert n_different <= len(rows) * 20 // 1000, n_different
         for poison in (torch.nan, torch.inf):
-            poisoned = logits.clone()
+            n = len(rows) if on_gpu else 3
+            poisoned = logits[:n].clone()
             poisoned[0, vocab - 1] = poison
-            got = by_triton(poisoned, slots, slots, slot_sampler.tensors, flags, span=span)
-            assert got[1].isnan().tolist() == [True] + [False] * (len(rows) - 1)
+            got = by_triton(poisoned, slots[:n], slots[:n], slot_sampler.tensors, flags, span=span)
+            assert got[1].isnan().tolist() == [True] + [False] * (n - 1)
             assert ((got[0] >= 0) & (got[0] < vocab)).all()
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+import warm
 from safetensors import safe_open
 from tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
@@ -160,7 +160,7 @@ def test_tensors_travel_in_pieces_into_files_of_bounded_size(
 ) -> None:
     """And no rank says that a checkpoint is written before all of them have written."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_rank_main, args=(str(tmp_path / "rendezvous"), folder, tmp_path / "two"), nprocs=2)
+    warm.on_ranks(_rank_main, (str(tmp_path / "rendezvous"), folder, tmp_path / "two"), 2)
     one = build_model(load_config(folder), dtype=torch.float32, device="cpu")
     one.init_weights(0)
     save_weights(one, tmp_path / "one", max_shard_bytes=9000)

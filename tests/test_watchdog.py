@@ -112,15 +112,15 @@ def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, f
 
 def test_a_worker_that_gets_on_is_left_alone(folder: Path) -> None:
     def slow(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        time.sleep(1.0)
+        time.sleep(0.7)
         return sft_loss_fn(pack, logprobs_N)
 
     with started(folder) as engine:
-        be_strict(engine, 2.5)
+        be_strict(engine, 2.0)
         began = time.monotonic()
         engine.train(ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
-        assert time.monotonic() - began > 4.0
-        time.sleep(3.0)  # with nothing to do
+        assert time.monotonic() - began > 2.8
+        time.sleep(2.5)  # with nothing to do
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 

@@ -84,6 +84,15 @@ def test_a_rank_that_fails_alone_while_loading_leaves_one_message(tmp_path: Path
     assert capfd.readouterr().err == ""
 
 
+def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folder: Path) -> None:
+    with contextlib.closing(SpawnedGroup(spec(folder))) as group:
+        [process] = group._open_processes.processes.values()  # type: ignore[attr-defined]
+        assert b"spawn_main" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert train(group, sft_loss_fn)["skipped_steps"] == 0
+        pid = process.pid
+    assert not alive(pid)
+
+
 def test_functions_that_exist_only_here_travel(group: SpawnedGroup) -> None:
     scale = 3.0
 

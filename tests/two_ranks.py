@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
@@ -44,7 +44,7 @@ def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tenso
 
 def on_two_ranks(check: Callable[[Path, ParallelGroup], None], *folders: Path) -> None:
     """Call check(folder, tp) for each folder in two processes."""
-    mp.spawn(_rank_main, args=(check, folders), nprocs=2)
+    warm.on_ranks(_rank_main, (check, folders), 2)
 
 
 def _rank_main(rank: int, check: Callable[[Path, ParallelGroup], None], folders: tuple[Path, ...]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
@@ -53,7 +53,7 @@ def backend(
 
 def on_ranks(n: int, check: Callable[[Path, ParallelGroup], None], folder: Path) -> None:
     """Call check(folder, dp) in n processes."""
-    mp.spawn(_rank_main, args=(n, check, folder), nprocs=n)
+    warm.on_ranks(_rank_main, (n, check, folder), n)
 
 
 def _rank_main(rank: int, n: int, check: Callable[[Path, ParallelGroup], None], folder: Path) -> None:

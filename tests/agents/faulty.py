@@ -7,15 +7,20 @@ import threading
 import time
 from pathlib import Path
 
-from openai import AsyncOpenAI
+import aiohttp  # `openai` takes most of a second to import in each process; two_turns.py uses that
 
 from areno.api.agentic import AgentItem, AgentTrajectory, AgentTrajectoryTurn
 
 
 async def ask(ctx, item):
     messages = [{"role": "user", "content": item.prompt}]
-    async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
-        response = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+    url, headers = f"{ctx.get_base_url()}/chat/completions", {"Authorization": f"Bearer {ctx.api_key}"}
+    given = {"model": "policy", "messages": messages, "max_tokens": 4}
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as client,
+        client.post(url, json=given, headers=headers) as got,
+    ):
+        response = await got.json()
     return AgentTrajectoryTurn(item=item, messages=messages, response=response)
 
 
@@ -58,7 +63,7 @@ async def run_agent(ctx, batch):
     if what == "bare":
         turn.response = {"choices": [{"message": {"role": "assistant", "content": "a"}}]}
     if what == "stolen":
-        turn.response.areno["session"] = "other"
+        turn.response["areno"]["session"] = "other"
     if what == "edited":
         turn.messages[0] = {"role": "user", "content": "something else"}
     if what == "loose":
@@ -71,7 +76,3 @@ def run_plain(ctx, batch):
     if item.prompt.startswith("sleep"):
         time.sleep(1000)
     return asyncio.run(ask(ctx, item))
-
-
-def reward_fn(record):
-    return float(len(record.tokens))

@@ -25,8 +25,3 @@ async def run_agent(ctx, batch):
             return AgentTrajectory(turns=turns)
 
         return await asyncio.gather(*(run_one(item) for item in batch.iter_samples()))
-
-
-def reward_fn(record):
-    assert len(record.tokens) == len(record.logprobs) == len(record.loss_mask)
-    return float(len(set(record.tokens)) % 3)

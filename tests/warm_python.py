@@ -1,0 +1,157 @@
+"""`python ...` in a process that has imported what takes seconds: for command lines and for Triton's interpreter."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+class Started:
+    """A command under way, the leader of a process group. What it has of subprocess.Popen is the same there."""
+
+    def __init__(self, pipe: Connection, words: Sequence[str]):
+        self._pipe, self.args, self.returncode = pipe, list(words), None
+        self.pid: int = pipe.recv()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._pipe.poll(0):
+            self.returncode = self._pipe.recv()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self._pipe.poll(timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = self._pipe.recv()
+        return self.returncode
+
+
+class WarmPython:
+    """A process that forks for each command; it ends with this one. One command at a time.
+
+    imports: what it imports, before it knows of the environment of a command. environment: when it imports these.
+    """
+
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]):
+        self._pipe, theirs = Pipe()
+        code = f"from tests.warm_python import serve; serve({theirs.fileno()}, {tuple(imports)})"
+        path = os.pathsep.join([str(ROOT), *sys.path])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def start(
+        self, words: Sequence[str], cwd: Path | str, environment: Mapping[str, str], out: Path | str, err: Path | str
+    ) -> Started:
+        """`python WORDS`, which begin with a script, -c or -m. What it says is appended to these files."""
+        self._pipe.send(([str(word) for word in words], str(cwd), dict(environment), [str(out), str(err)]))
+        return Started(self._pipe, words)
+
+    def run(
+        self, words: Sequence[str], cwd: Path | str, environment: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """As subprocess.run does it."""
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, "out"), Path(folder, "err")]
+            started = self.start(words, cwd, environment, *files)
+            try:
+                code = started.wait(timeout)
+            finally:
+                if started.returncode is None:
+                    os.killpg(started.pid, signal.SIGKILL)
+                    started.wait()
+            return subprocess.CompletedProcess(started.args, code, *(file.read_text() for file in files))
+
+
+@cache
+def interpreting() -> WarmPython:
+    """Kernels of Triton are interpreted in it."""
+    return WarmPython(["torch", "triton", "tests.interpreted"], {"TRITON_INTERPRET": "1"})
+
+
+@cache
+def commands() -> WarmPython:
+    """For our own command lines, the libraries of which read their environment later."""
+    return WarmPython(["areno.engine.worker"], {})
+
+
+def serve(fd: int, imports: Sequence[str]) -> None:
+    """What the process does."""
+    for name in imports:
+        importlib.import_module(name)
+    gc.freeze()  # or each child would copy the memory of all objects
+    with Connection(fd) as pipe:
+        while True:
+            try:
+                given = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                os.close(fd)
+                _become(*given)
+            pipe.send(pid)
+            pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:
+    """Run the command in this process, and end it."""
+    os.setsid()
+    for descriptor, (path, flags) in enumerate(
+        [(os.devnull, os.O_RDONLY), *((file, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for file in files)]
+    ):
+        os.dup2(os.open(path, flags), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    code = 1
+    try:
+        _run(words)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(words: list[str]) -> None:
+    first, *rest = words
+    python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    known = [path for path in sys.path if path not in python_path]
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *python_path, *known]
+        main: dict[str, Any] = sys.modules["__main__"].__dict__
+        exec(compile(rest[0], "<string>", "exec"), main)
+    elif first == "-m":
+        sys.argv, sys.path[:] = rest, [os.getcwd(), *python_path, *known]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:] = words, [str(Path(first).resolve().parent), *python_path, *known]
+        runpy.run_path(first, run_name="__main__")
