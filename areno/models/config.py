@@ -10,7 +10,7 @@ from areno.layers.rope_config import Rope
 from areno.models.raw_config import RawConfig
 from areno.models.rope import read_rope
 
-FamilyName = Literal["qwen3", "llama", "qwen2"]
+FamilyName = Literal["qwen3", "llama", "qwen2", "mistral"]
 HeadName = Literal["lm", "value"]
 MOST_LAYERS = 10_000  # each is built before the weights are read
 

@@ -21,6 +21,7 @@ _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_
 
 HARMLESS: dict[str, frozenset[str]] = {
     "llama": _EVERYWHERE | {"pretraining_tp"},
+    "mistral": _EVERYWHERE,
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
 }
