@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, at least one for each family that `test_models.py` does not have."""
+"""Small models of transformers with random weights, at least one of each family that `test_models.py` lacks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ SHAPE = {
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "mistral-tied": (transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
+    "phi3": (transformers.Phi3Config, {}),
+    "phi3-partial-tied": (
+        transformers.Phi3Config,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": False, "mlp_bias": True}),
+    "smollm3-tied": (transformers.SmolLM3Config, {"no_rope_layers": [0, 1], "attention_bias": True}),
 }
 
 

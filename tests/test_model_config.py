@@ -27,8 +27,10 @@ SHAPE = {
 KINDS = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "smollm3": transformers.SmolLM3Config,
 }
 
 

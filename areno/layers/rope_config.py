@@ -19,10 +19,14 @@ class Rope:
     dynamic: nothing changes up to max_position_embeddings. Beyond, the frequencies would depend on the length of the
     text. A KV cache holds keys that were turned at shorter lengths, so decoding and training could not agree there:
     the model's context ends at max_position_embeddings.
+    none: no rotation at all.
+
+    partial: the share of each head that is rotated; the rest of it knows no position.
+    interleaved: in the checkpoint, numbers that are rotated together are neighbours; see `head_order` in rotary.py.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "none"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -31,6 +35,12 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    partial: float = 1.0
+    interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many numbers of a head are rotated."""
+        return int(head_dim * self.partial)
 
     @property
     def limit(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,15 +10,24 @@ from areno.layers.rope_config import Rope
 from areno.models.raw_config import RawConfig
 from areno.models.rope import read_rope
 
-FamilyName = Literal["qwen3", "llama", "qwen2", "mistral"]
+FamilyName = Literal["qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3"]
 HeadName = Literal["lm", "value"]
 MOST_LAYERS = 10_000  # each is built before the weights are read
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ between the attention layers of one model. window: how many tokens each sees, itself included."""
+
+    rope: Rope
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Everything the decoder-only transformer of `models/transformer.py` needs to know.
 
+    rope: of most layers; kinds: of each layer, where they are not all of this rope and without a window.
     max_position_embeddings: the context, tokens of the longest row.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
@@ -40,26 +49,46 @@ class TransformerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    kinds: tuple[LayerKind, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
     head: HeadName = "lm"
     has_head: bool = True
 
+    def kind(self, index: int) -> LayerKind:
+        """Of a layer."""
+        return self.kinds[index] if self.kinds else LayerKind(self.rope)
+
 
 class Family(NamedTuple):
-    """One entry of the registry: what `config.json` calls the family, and how it is read."""
+    """One entry of the registry: what `config.json` calls the family, and how it is read.
+
+    names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
+    stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
+    """
 
     name: FamilyName
     architecture: str  # with a head over the vocabulary
     value_architecture: str  # with a head of one label
     read: Callable[[RawConfig], TransformerConfig]
+    names: Mapping[str, tuple[str, ...]] = {}
+    stacked: Mapping[str, tuple[str, ...]] = {}
 
 
-def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | None = None) -> TransformerConfig:
+def read_decoder(
+    raw: RawConfig,
+    family: FamilyName,
+    default_head_dim: int | None = None,
+    *,
+    partial_rotary: float | None = None,
+    interleaved: bool = False,
+) -> TransformerConfig:
     """The fields that all families share; each family replaces the others in the result.
 
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
+    partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
+    interleaved: neighbours are rotated together, rather than each number with that half a head away.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
     _refuse_unsupported(raw, num_layers)
@@ -76,7 +105,7 @@ def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | Non
         num_kv_heads=num_kv_heads,
         head_dim=raw.get("head_dim", int, default_head_dim or max(2, hidden_size // num_heads), ge=2),
         rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6, ge=0, le=1),
-        rope=read_rope(raw, max_positions),
+        rope=read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved),
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
         initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
@@ -96,6 +125,9 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         raw.refuse("hidden_size", f"a multiple of {heads} that gives heads of an even size")
     elif config.head_dim % 2:
         raw.refuse("head_dim", "an even number")
+    elif config.rope.rotary_dim(config.head_dim) % 2 or not config.rope.rotary_dim(config.head_dim):
+        shown = f"{config.rope.partial} of heads of {config.head_dim}"
+        raw.refuse("partial_rotary_factor", "a share that is an even number of each head's", shown)
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:

@@ -22,7 +22,9 @@ _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_
 HARMLESS: dict[str, frozenset[str]] = {
     "llama": _EVERYWHERE | {"pretraining_tp"},
     "mistral": _EVERYWHERE,
+    "phi3": _EVERYWHERE | {"attention_bias"},  # there is none
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
+    "smollm3": _EVERYWHERE | _UNUSED_WINDOW | {"pretraining_tp"},
 }
 HARMLESS_IN_ROPE = frozenset({"original_max_position_embeddings", "finetuned"})

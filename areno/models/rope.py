@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from areno.layers.rope_config import Rope
@@ -11,37 +12,42 @@ from areno.models.fields import HARMLESS_IN_ROPE
 from areno.models.raw_config import RawConfig
 
 
-def read_rope(raw: RawConfig, max_positions: int) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+def read_rope(raw: RawConfig, max_positions: int, *, partial: float | None = None, interleaved: bool = False) -> Rope:
+    """partial, interleaved: as of `read_decoder`.
+
+    Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
 
     Where both are there, transformers takes `rope_scaling` alone, and so the other must not say anything else.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
-        return _read_section(parameters, raw, max_positions)
-    rope = _read_section(scaling, raw, max_positions)
+        return replace(_read_section(parameters, raw, max_positions, partial), interleaved=interleaved)
+    rope = _read_section(scaling, raw, max_positions, partial)
     if parameters.values:
-        other = _read_section(parameters, raw, max_positions)
+        other = _read_section(parameters, raw, max_positions, partial)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
             raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
-    return rope
+    return replace(rope, interleaved=interleaved)
 
 
-def _read_section(params: RawConfig, raw: RawConfig, max_positions: int) -> Rope:
+def _read_section(params: RawConfig, raw: RawConfig, max_positions: int, partial: float | None) -> Rope:
     theta = params.get("rope_theta", float, raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
         *most, last = map(repr, _KINDS)
         params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
         return Rope(theta)
-    for section in (params, raw):
-        if section.get("partial_rotary_factor", float, 1.0) != 1.0:
+    share = partial or 1.0
+    for section in (raw, params):  # the field in the section counts more
+        share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
+        if partial is None and share != 1.0:
             section.refuse("partial_rotary_factor", "1.0")
+            break
     name = "original_max_position_embeddings"
     original = params.get(name, int, max_positions, ge=1)
     original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
-    rope = Rope(theta, kind, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
+    rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
     params.refuse_unknown(HARMLESS_IN_ROPE, f" with rope_type {kind!r}")
     return rope
 

@@ -41,8 +41,10 @@ class Transformer(nn.Module):
         self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
-        self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
         self.layers = nn.ModuleList(Layer(config, index, spec) for index in range(config.num_layers))
+        ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
+        self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, device=spec.device) for rope in ropes)
+        self.rotary_of = [ropes.index(config.kind(index).rope) for index in range(config.num_layers)]
         self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
         self.head = self.score = None
         if config.head == "value":
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
         if more := -n_tokens % self.row_multiple:
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             attend = FirstTokensAttend(attend, n_tokens)
-        cos, sin = self.rotary(positions_N)
+        angles = [rotary(positions_N) for rotary in self.rotaries]  # cos and sin
         x_ND = self.embed(tokens_N)
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
@@ -74,12 +76,14 @@ class Transformer(nn.Module):
             for index, layer in enumerate(self.layers):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed
+                cos, sin = angles[self.rotary_of[index]]
                 x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
             return fused_norm(self.final_norm, x_ND, delta_ND)
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
+            cos, sin = angles[self.rotary_of[index]]
             if index < n_recomputed and torch.is_grad_enabled():
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
