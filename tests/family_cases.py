@@ -24,6 +24,15 @@ SHAPE = {
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "mistral-tied": (transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 9}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3-window": (
+        transformers.Qwen3Config,
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 0, "head_dim": 16},
+    ),
     "phi3": (transformers.Phi3Config, {}),
     "phi3-partial-tied": (
         transformers.Phi3Config,
@@ -34,6 +43,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": False, "mlp_bias": True}),
     "smollm3-tied": (transformers.SmolLM3Config, {"no_rope_layers": [0, 1], "attention_bias": True}),
+    "smollm3-window": (
+        transformers.SmolLM3Config,
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": True},
+    ),
 }
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from areno.layers.rope_config import Rope
 from areno.models.raw_config import RawConfig
-from areno.models.rope import read_rope
+from areno.models.families.rope import read_rope
 
 FamilyName = Literal["qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3"]
 HeadName = Literal["lm", "value"]
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # each is built before the weights are read
 
 
@@ -60,6 +61,12 @@ class TransformerConfig:
         """Of a layer."""
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
+    @property
+    def window(self) -> int | None:
+        """How many of a row's last tokens any layer sees at most; None where some layer sees all of them."""
+        windows = [kind.window for kind in self.kinds]
+        return None if not windows or None in windows else max(window for window in windows if window is not None)
+
 
 class Family(NamedTuple):
     """One entry of the registry: what `config.json` calls the family, and how it is read.
@@ -83,15 +90,17 @@ def read_decoder(
     *,
     partial_rotary: float | None = None,
     interleaved: bool = False,
+    may_slide: bool = False,
 ) -> TransformerConfig:
     """The fields that all families share; each family replaces the others in the result.
 
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
     partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
+    may_slide: layers may have a window; see `with_windows`.
     interleaved: neighbours are rotated together, rather than each number with that half a head away.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
-    _refuse_unsupported(raw, num_layers)
+    _refuse_unsupported(raw, num_layers, may_slide)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
@@ -130,7 +139,7 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         raw.refuse("partial_rotary_factor", "a share that is an even number of each head's", shown)
 
 
-def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:
+def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> None:
     """Fields that would change the numbers and that nothing here implements."""
     if raw.get("hidden_act", str, "silu") != "silu":
         raw.refuse("hidden_act", "'silu'")
@@ -144,13 +153,34 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:
         method = quantization.get("quant_method", quantization)
         raw.refuse("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
     layer_types = raw.get("layer_types", list, [])
-    if any(kind != "full_attention" for kind in layer_types):
-        raw.refuse("layer_types", "'full_attention' in every layer")
+    known = _LAYER_TYPES if may_slide else _LAYER_TYPES[:1]
+    if any(kind not in known for kind in layer_types):
+        raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:
         expected = f"expected one for each of num_hidden_layers={num_layers}"
         raw.wrong(f"layer_types has {len(layer_types)} entries, {expected}")
-    if "use_sliding_window" in raw.values:
+    if "use_sliding_window" in raw.values and not may_slide:
         window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
         if slides and not layer_types and first < num_layers:
-            raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")
+            raw.refuse("use_sliding_window", "false, since this family has no sliding windows")
+
+
+def with_windows(
+    raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
+) -> TransformerConfig:
+    """The config with the windows of `layer_types`, or without them of the layers for which `slides` is true.
+
+    local_rope: of layers with a window, where it is another one. A window that no row can leave is none.
+    """
+    types = raw.get("layer_types", list, [])
+    sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
+    if len(sliding) != config.num_layers or not any(sliding):
+        return config
+    window: int | None = raw.get("sliding_window", int, ge=1)
+    if window >= config.max_position_embeddings:
+        window = None
+    kinds = [replace(config.kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
+    if local_rope is not None:
+        kinds = [replace(kind, rope=local_rope) if slid else kind for kind, slid in zip(kinds, sliding, strict=True)]
+    return replace(config, kinds=tuple(kinds))

@@ -85,9 +85,9 @@ class _FusedLayer(torch.autograd.Function):
         qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         if isinstance(attend, PackedAttend):
-            out_NHC, saved = attend.forward(*heads)
+            out_NHC, saved = attend.forward(*heads, attention.window)
         else:  # the decoder's, which has no backward pass
-            out_NHC, saved = attend(attention.index, *heads), ()
+            out_NHC, saved = attend(attention.index, *heads, attention.window), ()
         del heads
         added_ND = attention.out(out_NHC.flatten(-2))
         middle_ND, normed_ND = layer.post_norm.add_and_norm(stream_ND, added_ND)
@@ -115,7 +115,7 @@ class _FusedLayer(torch.autograd.Function):
             qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         attend: PackedAttend = ctx.attend
-        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved)
+        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
         del heads
         q_weight, k_weight, eps = _head_norms(attention)
         grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(

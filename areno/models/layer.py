@@ -18,7 +18,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
-        self.index = index
+        self.index, self.window = index, config.kind(index).window
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = ColumnParallelLinear(config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias)
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
-        out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC)
+        out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC, self.window)
         return self.out(out_NHC.flatten(-2))
 
 

@@ -18,7 +18,7 @@ from areno.models.families.phi3 import PHI3
 from areno.models.families.qwen2 import QWEN2
 from areno.models.families.qwen3 import QWEN3
 from areno.models.families.smollm3 import SMOLLM3
-from areno.models.fields import HARMLESS
+from areno.models.families.fields import HARMLESS
 from areno.models.hub import MODEL, resolve
 from areno.models.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer

@@ -52,7 +52,8 @@ def split_attention(
     unit = block_size if exact_span is None else math.lcm(block_size, exact_span)
     rows_by_prompt: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        if n_blocks := sequence.n_prompt // unit * unit // block_size:
+        n_blocks = sequence.n_prompt // unit * unit // block_size
+        if n_blocks > sequence.n_released:  # a block that was released may be anybody's
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)

@@ -29,7 +29,13 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that a program of the join takes
 
 
 def packed_attention(
-    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int
+    q_NHC: Tensor,
+    k_MKC: Tensor,
+    v_MKC: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `areno.kernels.spans.packed_attention`."""
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
@@ -54,13 +60,16 @@ def packed_attention(
             QUERIES=_QUERIES,
             DIM=dim,
             PADDED_DIM=max(16, triton.next_power_of_2(dim)),
+            WINDOW=window,
             num_warps=_QUERY_WARPS,
             num_stages=2,
         )
     return out_NHC, log_sum_HN
 
 
-def paged_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+def paged_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
+) -> Tensor:
     """As `areno.kernels.paged.decode_attention`, for an exact batch."""
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
@@ -109,6 +118,7 @@ def paged_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tens
         PADDED_DIM=padded_dim,
         BLOCK=block_size,
         HAS_TEAMS=n_groups > 0,
+        WINDOW=window,
         num_warps=2,
         num_stages=2,
     )
@@ -182,6 +192,7 @@ def _packed_kernel(
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program for QUERIES queries of a row and one head. Those with the most keys come first."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -203,7 +214,10 @@ def _packed_kernel(
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
         end = tl.minimum(n_k, n_k - n_q + first + QUERIES)
-        for start in range(0, end, _SPAN):
+        begin = 0
+        if WINDOW is not None:
+            begin = tl.maximum(n_k - n_q + first + 1 - WINDOW, 0) // _SPAN * _SPAN
+        for start in range(begin, end, _SPAN):
             span_best = tl.full([QUERIES], float("-inf"), tl.float32)
             span_total = tl.zeros([QUERIES, _ONES], tl.float32)
             span_acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
@@ -216,6 +230,8 @@ def _packed_kernel(
                 mask = inside[:, None] & real_dim[None, :]
                 v = tl.load(v_ptr + at[:, None] * v_stride + dim[None, :], mask=mask, other=0.0)
                 visible = key[None, :] <= position[:, None]
+                if WINDOW is not None:
+                    visible &= key[None, :] > position[:, None] - WINDOW
                 span_best, span_total, span_acc = _take(q, k, v, visible, span_best, span_total, span_acc, rate)
             best, total, acc = _join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]
@@ -256,6 +272,7 @@ def _span_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TEAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program for each span and key head: of a team's shared positions, or of a row's own."""
     kv_head, piece = tl.program_id(0), tl.program_id(1)
@@ -287,6 +304,7 @@ def _span_kernel(
                         row >= 0,
                         span,
                         length,
+                        tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
                         stride,
                         n_heads,
@@ -296,6 +314,7 @@ def _span_kernel(
                         DIM,
                         PADDED_DIM,
                         BLOCK,
+                        WINDOW,
                     )
     else:
         piece -= n_team_pieces
@@ -315,29 +334,12 @@ def _span_kernel(
                 tl.store(v_ptr + place + dim, new_v, mask=inside)
                 tl.debug_barrier()
             cell = tl.arange(0, OWN_ROWS)
+            own_length = length + tl.zeros([OWN_ROWS], tl.int32)
             _attend_span(
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                table_row,
-                sums_ptr,
-                stats_ptr,
-                rate,
-                row + tl.zeros([OWN_ROWS], tl.int64),
-                kv_head * GROUP + cell,
-                cell < GROUP,
-                span,
-                length,
-                q_stride,
-                stride,
-                n_heads,
-                n_parts,
-                n_cells,
-                OWN_ROWS,
-                DIM,
-                PADDED_DIM,
-                BLOCK,
-            )
+                q_ptr, k_ptr, v_ptr, table_row, sums_ptr, stats_ptr, rate, row + tl.zeros([OWN_ROWS], tl.int64),
+                kv_head * GROUP + cell, cell < GROUP, span, length, own_length, q_stride, stride, n_heads, n_parts,
+                n_cells, OWN_ROWS, DIM, PADDED_DIM, BLOCK, WINDOW,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -354,6 +356,7 @@ def _attend_span(
     real,
     span,
     length,
+    row_length,
     q_stride,
     stride,
     n_heads,
@@ -363,8 +366,12 @@ def _attend_span(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Write what the positions of one span, up to `length`, give for ROWS pairs of a row and a head."""
+    """Write what the positions of one span, up to `length`, give for ROWS pairs of a row and a head.
+
+    row_length: of each of these rows, for a WINDOW.
+    """
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < DIM
     mask = real[:, None] & real_dim[None, :]
@@ -373,14 +380,20 @@ def _attend_span(
     total = tl.zeros([ROWS, _ONES], tl.float32)
     acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     start = span * _SPAN
-    for tile in range(start, tl.minimum(start + _SPAN, length), _TILE):
+    begin = start
+    if WINDOW is not None:
+        begin = tl.maximum(start, (tl.min(row_length, axis=0) - WINDOW) // _TILE * _TILE)
+    for tile in range(begin, tl.minimum(start + _SPAN, length), _TILE):
         position = tile + tl.arange(0, _TILE)
         inside = position < length
         block = tl.load(table_row + position // BLOCK, mask=inside, other=0).to(tl.int64)
         base = block * (BLOCK * stride) + (position % BLOCK) * stride
         k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-        best, total, acc = _take(q, k, v, inside[None, :], best, total, acc, rate)
+        visible = inside[None, :]
+        if WINDOW is not None:
+            visible &= position[None, :] >= (row_length - WINDOW)[:, None]
+        best, total, acc = _take(q, k, v, visible, best, total, acc, rate)
     part = (row * n_heads + head) * n_parts + span
     tl.store(sums_ptr + part[:, None] * DIM + dim[None, :], acc, mask=mask)
     tl.store(stats_ptr + part, best, mask=real)

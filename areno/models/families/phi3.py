@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 from areno.models.config import Family, TransformerConfig, read_decoder
+from areno.models.families.mistral import with_window
 from areno.models.raw_config import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:
     """`sliding_window` is that of all layers."""
     raw.assume(rms_norm_eps=1e-5)
-    config = read_decoder(raw, "phi3", partial_rotary=1.0)
+    config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if raw.get(name, float, 0.0):
             raw.refuse(name, "0, since there is no dropout")
-    if raw.get("sliding_window", int, config.max_position_embeddings, ge=1) < config.max_position_embeddings:
-        raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
-    return config
+    return with_window(raw, config)
 
 
 PHI3 = Family(

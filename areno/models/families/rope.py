@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from areno.layers.rope_config import Rope
-from areno.models.fields import HARMLESS_IN_ROPE
+from areno.models.families.fields import HARMLESS_IN_ROPE
 from areno.models.raw_config import RawConfig
 
 
