@@ -21,6 +21,10 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": 3,
 }
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "mistral-tied": (transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
@@ -46,6 +50,37 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "smollm3-window": (
         transformers.SmolLM3Config,
         {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    "olmo2": (transformers.Olmo2Config, {"attention_bias": True}),
+    "olmo2-tied": (transformers.Olmo2Config, {"tie_word_embeddings": True}),
+    "olmo3": (transformers.Olmo3Config, {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": TWO_ROPES}),
+    "olmo3-tied": (transformers.Olmo3Config, {"tie_word_embeddings": True}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "glm4-tied": (
+        transformers.Glm4Config,
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": TWO_ROPES,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3-tied": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
     ),
 }
 

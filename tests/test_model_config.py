@@ -25,8 +25,12 @@ SHAPE = {
     "max_position_embeddings": 256,
 }
 KINDS = {
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "glm4": transformers.Glm4Config,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
     "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,

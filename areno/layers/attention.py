@@ -12,7 +12,7 @@ from areno.kernels.attention import varlen_attention, varlen_backward, varlen_fo
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD: H query heads and K key heads of this rank, rope already applied.
+"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD: H query and K key heads of this rank, rope already applied.
 
 window: how many tokens each token sees, itself and the last ones before it; None is all.
 """

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from areno.layers.rope_config import Rope
-from areno.models.raw_config import RawConfig
 from areno.models.families.rope import read_rope
+from areno.models.raw_config import RawConfig
 
-FamilyName = Literal["qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3"]
+FamilyName = Literal["qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3_text"]
 HeadName = Literal["lm", "value"]
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # each is built before the weights are read
@@ -30,6 +30,9 @@ class TransformerConfig:
 
     rope: of most layers; kinds: of each layer, where they are not all of this rope and without a window.
     max_position_embeddings: the context, tokens of the longest row.
+    qk_norm: of each query and key head; qk_norm_whole: with all heads of a token as one vector.
+    norms: where attention and MLP have theirs, with regard to the residual stream. norm_plus_one: norms multiply by
+    1 + weight. embed_scale: what embeddings are multiplied by.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
@@ -50,6 +53,11 @@ class TransformerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
     kinds: tuple[LayerKind, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
@@ -91,15 +99,21 @@ def read_decoder(
     partial_rotary: float | None = None,
     interleaved: bool = False,
     may_slide: bool = False,
+    rope: Rope | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
     """The fields that all families share; each family replaces the others in the result.
 
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
     partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
+    rope: where `config.json` describes more than one; activation: the name of the only one, and of its field.
     may_slide: layers may have a window; see `with_windows`.
     interleaved: neighbours are rotated together, rather than each number with that half a head away.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
+    field, only = activation
+    if raw.get(field, str, only) != only:
+        raw.refuse(field, repr(only))
     _refuse_unsupported(raw, num_layers, may_slide)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
@@ -114,7 +128,7 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=raw.get("head_dim", int, default_head_dim or max(2, hidden_size // num_heads), ge=2),
         rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6, ge=0, le=1),
-        rope=read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved),
+        rope=rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved),
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
         initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
@@ -141,8 +155,6 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> None:
     """Fields that would change the numbers and that nothing here implements."""
-    if raw.get("hidden_act", str, "silu") != "silu":
-        raw.refuse("hidden_act", "'silu'")
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     own_code = [name for name in raw.get("auto_map", dict, {}) if name.startswith("AutoModel")]

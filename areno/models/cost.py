@@ -32,7 +32,10 @@ def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     """Elements of one layer."""
     size, inner = config.hidden_size, config.intermediate_size // tp_size
     qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
-    layer = size * (qkv + heads + 3 * inner + 2)
+    n_norms = 4 if config.norms == "both" else 2
+    layer = size * (qkv + heads + 3 * inner + n_norms)
+    if config.qk_norm_whole:
+        layer += heads + (qkv - heads) // 2
     layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
     return layer + 2 * config.head_dim * config.qk_norm
 
@@ -94,7 +97,7 @@ class ActivationBytes:
     """What one layer holds for each token in training, in bytes.
 
     always: from the forward pass to the backward pass, under recompute too: the float32 residual stream before and
-    after attention, and attention's output. kept: in addition, where the layer is not recomputed: the results of the
+    after attention, attention's output, and the outputs of both halves where norms follow. kept: in addition, where the layer is not recomputed: the results of the
     qkv and gate-up products. at_work: while the backward pass is in the layer, a bound on what it holds at once.
     """
 
@@ -105,9 +108,10 @@ class ActivationBytes:
 
 def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> ActivationBytes:
     """Of one fused layer and one token."""
+    behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
     products = _qkv_size(config, tp_size) + 2 * config.intermediate_size // tp_size
     return ActivationBytes(
-        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize,
+        always=2 * config.hidden_size * (4 + behind) + _q_size(config, tp_size) * itemsize,
         kept=products * itemsize,
         # Products and their gradients, and both halves of the layer at once.
         at_work=(3 * products + 12 * config.hidden_size) * itemsize,

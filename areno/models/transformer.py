@@ -19,7 +19,7 @@ from areno.kernels.backend import use_triton
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
-from areno.layers.norm import RMSNorm
+from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.shard import Part, WeightSpec
 from areno.layers.value_head import ValueHead
@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
         self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, device=spec.device) for rope in ropes)
         self.rotary_of = [ropes.index(config.kind(index).rope) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
+        self.final_norm = RMSNorm(size, config.rms_norm_eps, spec, plus_one=config.norm_plus_one)
         self.head = self.score = None
         if config.head == "value":
             self.score = ValueHead(size, spec)
@@ -67,6 +67,8 @@ class Transformer(nn.Module):
             attend = FirstTokensAttend(attend, n_tokens)
         angles = [rotary(positions_N) for rotary in self.rotaries]  # cos and sin
         x_ND = self.embed(tokens_N)
+        if self.config.embed_scale != 1.0:  # rounded as transformers does
+            x_ND = x_ND * torch.tensor(self.config.embed_scale, dtype=x_ND.dtype).item()
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since it needs Triton.
@@ -158,12 +160,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices normal with the config's `initializer_range`, norms 1, biases and a value head 0.
+        """Matrices normal with the config's `initializer_range`, norms 1 (0 where 1 is added), biases and a value head 0.
 
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
+                module.weight.fill_(0.0 if module.plus_one else 1.0)
+            elif isinstance(module, ShardedRMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, VocabParallelEmbedding):
                 module.clear_padding()

@@ -142,8 +142,8 @@ def varlen_backward(
         grads = torch.empty_like(q_NHD), torch.empty_like(k_NKD), torch.empty_like(v_NKD)
         _flash_attn_varlen_backward(
             grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, dropout_p=0.0,
-            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=_left(window), window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, deterministic=False, rng_state=state,
+            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=_left(window), window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=state,
         )  # fmt: skip
         return grads
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
@@ -209,8 +209,16 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, window: int
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q_NHD: Tensor,
+        k_MKD: Tensor,
+        v_MKD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        window: int,
+    ) -> Tensor:
         ctx.lengths, ctx.window = (max_q, max_k), window
         out_NHD, log_sum, *states = torch.ops.aten._flash_attention_forward(
             q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_sides(window)

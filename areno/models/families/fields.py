@@ -20,8 +20,12 @@ _EVERYWHERE = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGT
 _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_window
 
 HARMLESS: dict[str, frozenset[str]] = {
+    "gemma3_text": _EVERYWHERE,
+    "glm4": _EVERYWHERE,
     "llama": _EVERYWHERE | {"pretraining_tp"},
     "mistral": _EVERYWHERE,
+    "olmo2": _EVERYWHERE,
+    "olmo3": _EVERYWHERE,
     "phi3": _EVERYWHERE | {"attention_bias"},  # there is none
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,

@@ -31,8 +31,26 @@ def read_rope(raw: RawConfig, max_positions: int, *, partial: float | None = Non
     return replace(rope, interleaved=interleaved)
 
 
-def _read_section(params: RawConfig, raw: RawConfig, max_positions: int, partial: float | None) -> Rope:
-    theta = params.get("rope_theta", float, raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
+def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens, and of those with a window: a section of `rope_parameters` for each.
+
+    Before transformers 5, `rope_theta` and `rope_scaling` were those of the former, and the field `local_theta` that of
+    the latter.
+    """
+    sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
+    full, local = sections.section("full_attention"), sections.section("sliding_attention")
+    sections.refuse_unknown((), " beside full_attention and sliding_attention")
+    if scaling.values:
+        full = RawConfig({**full.values, **scaling.values}, scaling.origin, raw.problems)
+    theta = raw.get(local_theta, float, 10000.0, gt=1)
+    return _read_section(full, raw, max_positions, None), _read_section(local, raw, max_positions, None, theta)
+
+
+def _read_section(
+    params: RawConfig, raw: RawConfig, max_positions: int, partial: float | None, theta: float | None = None
+) -> Rope:
+    """theta: where the section has none, else the field outside of it."""
+    theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
         *most, last = map(repr, _KINDS)
