@@ -13,7 +13,10 @@ from areno.layers.shard import WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), or with the tanh form of GELU, arXiv 2002.05202. `forward` runs under autograd, the two fused halves outside it."""
+    """down(silu(gate x) * up x), arXiv 2002.05202; gelu: with the tanh form of GELU instead.
+
+    `forward` runs under autograd, the two fused halves outside it.
+    """
 
     def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
         super().__init__()

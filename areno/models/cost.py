@@ -97,8 +97,9 @@ class ActivationBytes:
     """What one layer holds for each token in training, in bytes.
 
     always: from the forward pass to the backward pass, under recompute too: the float32 residual stream before and
-    after attention, attention's output, and the outputs of both halves where norms follow. kept: in addition, where the layer is not recomputed: the results of the
-    qkv and gate-up products. at_work: while the backward pass is in the layer, a bound on what it holds at once.
+    after attention, attention's output, and those of both halves where norms follow. kept: in addition, where the layer
+    is not recomputed: the results of the qkv and gate-up products. at_work: while the backward pass is in the layer, a
+    bound on what it holds at once.
     """
 
     always: int

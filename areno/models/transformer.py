@@ -160,7 +160,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices normal with the config's `initializer_range`, norms 1 (0 where 1 is added), biases and a value head 0.
+        """Matrices normal with the config's `initializer_range`, norm factors 1, biases and a value head 0.
 
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
