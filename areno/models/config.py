@@ -186,6 +186,7 @@ def with_windows(
     local_rope: of layers with a window, where it is another one. A window that no row can leave is none.
     """
     types = raw.get("layer_types", list, [])
+    raw.get("sliding_window", int, 0, ge=1)  # which may be there without a use
     sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
     if len(sliding) != config.num_layers or not any(sliding):
         return config

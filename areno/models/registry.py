@@ -16,6 +16,7 @@ from areno.models.families.fields import HARMLESS
 from areno.models.families.gemma3 import GEMMA3
 from areno.models.families.glm4 import GLM4
 from areno.models.families.llama import LLAMA
+from areno.models.families.missing import MISSING
 from areno.models.families.mistral import MISTRAL
 from areno.models.families.olmo import OLMO2, OLMO3
 from areno.models.families.phi3 import PHI3
@@ -67,6 +68,13 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     return dataclasses.replace(config, eos_token_ids=tuple(sorted(eos_ids)), head=head, has_head=has_head)
 
 
+def has_value_head(folder: Path) -> bool:
+    """Whether the model of a folder gives numbers rather than tokens. CheckpointError as of `load_config`."""
+    if not (folder / "config.json").is_file():
+        return False
+    return _find_family(RawConfig(read_json(folder / "config.json"), str(folder / "config.json")))[1]
+
+
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
     """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message.
 
@@ -112,7 +120,11 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
                 raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
             return family, has_value_head
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    expected = f"one of {supported}, or for critics and reward models {VALUE_ARCHITECTURES}"
+    expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification"
+    for name in architectures:
+        if isinstance(name, str) and name in MISSING:
+            raw.wrong(f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}")
+            raise raw.error()
     raw.refuse("architectures" if architectures else "model_type", expected)
     raise raw.error()
 

@@ -13,6 +13,7 @@ def read(raw: RawConfig) -> TransformerConfig:
     """`no_rope_layers` has a 1 for each layer that is rotated, else it is every one but each fourth."""
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True)
+    bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
     interval = raw.get("no_rope_layer_interval", int, 4, ge=1)
     rotated = raw.get("no_rope_layers", list, [int((n + 1) % interval != 0) for n in range(config.num_layers)])
     if len(rotated) < config.num_layers or not all(flag in (0, 1) for flag in rotated):
@@ -20,7 +21,6 @@ def read(raw: RawConfig) -> TransformerConfig:
         return config
     nope = Rope(config.rope.theta, "none")
     kinds = tuple(LayerKind(config.rope if flag else nope) for flag in rotated[: config.num_layers])
-    bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
     config = replace(config, kinds=kinds, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
         config = with_windows(raw, config, lambda layer: not rotated[layer])
