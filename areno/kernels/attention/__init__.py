@@ -201,7 +201,8 @@ class _Exact(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_sdpa_backward(grads[0], *ctx.saved_tensors, ctx.window), None, None, None, None
+        q_NHD, k_MKD, v_MKD, cu_q, cu_k = ctx.saved_tensors
+        return *_sdpa_backward(grads[0], q_NHD, k_MKD, v_MKD, cu_q, cu_k, ctx.window), None, None, None, None
 
 
 class _Windowed(torch.autograd.Function):

@@ -29,11 +29,12 @@ def sdpa_attention(
 def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
     n_q, n_k = q_BHLD.shape[2], k_BKLD.shape[2]
     mask = None
-    slides = window is not None and window < n_k
-    if slides or 1 < n_q < n_k:
+    if window is not None and window >= n_k:
+        window = None
+    if window is not None or 1 < n_q < n_k:
         mask = torch.ones(n_q, n_k, dtype=torch.bool, device=q_BHLD.device).tril(n_k - n_q)
-    if slides and mask is not None:
-        mask = mask.triu(n_k - n_q + 1 - window)
+        if window is not None:
+            mask = mask.triu(n_k - n_q + 1 - window)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     return F.scaled_dot_product_attention(
         q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=mask is None and n_q == n_k, enable_gqa=enable_gqa
