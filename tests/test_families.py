@@ -100,6 +100,15 @@ OLD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("glm4", {"rope_theta": 100.0, "partial_rotary_factor": 0.25}),
     "phi3": ("phi3", {"rope_theta": 100.0, "rope_scaling": None, "partial_rotary_factor": 0.5, "sliding_window": 7}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0]},
+            "partial_rotary_factor": 0.75,
+            "rope_theta": 50.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "smollm3": ("smollm3-tied", {"rope_theta": 100.0, "no_rope_layers": [1, 0], "no_rope_layer_interval": 4}),
     "qwen2": ("qwen2-window", {"rope_theta": 100.0, "max_window_layers": 2}),
 }
@@ -120,6 +129,7 @@ def test_older_files_are_read_as_transformers_reads_them(name: str, tmp_path: Pa
     with torch.no_grad():
         logits, expected = model.logits(model(*packed(rows))), logits_of(reference, rows)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert model.config.max_position_embeddings == (64 if name == "phi3 longrope" else 256)
     file.write_text(json.dumps(values))
     with torch.no_grad():  # what was changed counts
         again = load(tmp_path)
@@ -148,7 +158,12 @@ WRONG = [
     ("gemma3", {"rope_parameters": {"chunked_attention": {"rope_theta": 1.0}}}, "chunked_attention is .* a field"),
     ("gemma3", {"sliding_window": None}, "sliding_window is missing, expected int"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types is .*'full_attention' or 'sliding_attention'"),
-    ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "type is 'longrope'"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "has 1 numbers, expected 4",
+    ),
+    ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "short_factor is missing"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1.*there is no dropout"),
     ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "partial_rotary_factor is .*an even number"),
     ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*all layers go by sliding_window"),

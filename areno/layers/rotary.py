@@ -50,6 +50,8 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
         return freqs_F
     if rope.kind == "linear":
         return freqs_F / rope.factor
+    if rope.kind == "longrope":
+        return freqs_F / torch.tensor(rope.short_factors)
     kept_F = _kept_by_llama3(freqs_F, rope) if rope.kind == "llama3" else _kept_by_yarn(rope, head_dim)
     return (1 - kept_F) * freqs_F / rope.factor + kept_F * freqs_F
 

@@ -118,6 +118,9 @@ def read_decoder(
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
+    rope = rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved)
+    if rope.kind == "longrope":  # beyond, it turns all keys in another way
+        max_positions = min(max_positions, rope.original_max_positions)
     config = TransformerConfig(
         family=family,
         vocab_size=raw.get("vocab_size", int, ge=1),
@@ -128,7 +131,7 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=raw.get("head_dim", int, default_head_dim or max(2, hidden_size // num_heads), ge=2),
         rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6, ge=0, le=1),
-        rope=rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved),
+        rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
         initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
@@ -151,6 +154,11 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
     elif config.rope.rotary_dim(config.head_dim) % 2 or not config.rope.rotary_dim(config.head_dim):
         shown = f"{config.rope.partial} of heads of {config.head_dim}"
         raw.refuse("partial_rotary_factor", "a share that is an even number of each head's", shown)
+    elif config.rope.kind == "longrope" and 2 * len(config.rope.short_factors) != config.rope.rotary_dim(
+        config.head_dim
+    ):
+        n_factors, n_turned = len(config.rope.short_factors), config.rope.rotary_dim(config.head_dim) // 2
+        raw.wrong(f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency")
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> None:

@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 as text: Llama's layers with other names, of whose heads only a part may be rotated.
 
-`longrope`, which the versions for long contexts have, is not implemented: the frequencies depend on the row's length.
+With `longrope`, which the versions for long contexts have, the context ends where the first training's did.
 """
 
 from __future__ import annotations

@@ -103,12 +103,28 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
     }
 
 
+def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """As transformers. The factors of longer texts are only looked at."""
+    params.get("long_factor", list)
+    factors = params.get("short_factor", list)
+    if not all(type(each) in (int, float) and each > 0 for each in factors):
+        params.refuse("short_factor", "a number above 0 for each frequency")
+    factor = params.get("factor", float, max(1.0, max_positions / original), ge=1)
+    scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return {
+        "original_max_positions": original,
+        "attention_factor": params.get("attention_factor", float, scale, gt=0, le=1e3),
+        "short_factors": tuple(factors),
+    }
+
+
 _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
     "default": _none,
     "linear": _factor,
     "dynamic": _factor,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 
