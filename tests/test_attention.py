@@ -23,14 +23,17 @@ ROWS = {
 }
 
 
-def loop(q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int]) -> Tensor:
+def loop(
+    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], window: int | None = None
+) -> Tensor:
     """The definition, one query at a time: softmax over its row's keys up to its own position, counted from the end."""
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     start_q = start_k = 0
     for n_q, n_k in zip(lengths_q, lengths_k, strict=True):
         for i in range(n_q):
-            seen = slice(start_k, start_k + n_k - n_q + i + 1)
+            end = start_k + n_k - n_q + i + 1
+            seen = slice(start_k if window is None else max(start_k, end - window), end)
             for head in range(q.shape[1]):
                 scores = k[seen, head // group] @ q[start_q + i, head] / math.sqrt(q.shape[2])
                 out[start_q + i, head] = scores.softmax(0) @ v[seen, head // group]
@@ -48,14 +51,22 @@ def borders(lengths: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
-def run_and_compare(case: str, heads: tuple[int, int], dim: int, backend: str, dtype: torch.dtype, device: str) -> None:
+def run_and_compare(
+    case: str,
+    heads: tuple[int, int],
+    dim: int,
+    backend: str,
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
+) -> None:
     """Output and gradients of `varlen_attention` next to those of the loop, both from inputs rounded to `dtype`."""
     lengths_q, lengths_k = ROWS[case]
     exact = [x.to(dtype).double().requires_grad_() for x in random_qkv(lengths_q, lengths_k, *heads, dim)]
     tested = [x.detach().to(device=device, dtype=dtype).requires_grad_() for x in exact]
-    expected = loop(*exact, lengths_q, lengths_k)
+    expected = loop(*exact, lengths_q, lengths_k, window)
     cu_q, cu_k = borders(lengths_q, device), borders(lengths_k, device)
-    out = varlen_attention(*tested, cu_q, cu_k, max(lengths_q), max(lengths_k), backend)
+    out = varlen_attention(*tested, cu_q, cu_k, max(lengths_q), max(lengths_k), backend, window)
     tolerance = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -69,6 +80,21 @@ def run_and_compare(case: str, heads: tuple[int, int], dim: int, backend: str, d
 @pytest.mark.parametrize("case", ROWS)
 def test_sdpa_is_the_definition(case: str, heads: tuple[int, int]) -> None:
     run_and_compare(case, heads, 8, "sdpa", torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "spans"])
+@pytest.mark.parametrize("window", [1, 4, 30, 80])
+@pytest.mark.parametrize("case", ROWS)
+def test_a_window_is_the_definition(case: str, window: int, backend: str) -> None:
+    run_and_compare(case, (4, 2), 8, backend, torch.float32, "cpu", window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [1, 4, 30, 80])
+@pytest.mark.parametrize("case", ROWS)
+def test_a_window_of_the_chosen_cuda_kernel_is_the_definition(case: str, window: int) -> None:
+    run_and_compare(case, (4, 2), 64, "varlen", torch.bfloat16, "cuda", window)
 
 
 @pytest.mark.gpu

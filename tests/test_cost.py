@@ -43,7 +43,18 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("changes", [{}, BARE, {"tie_word_embeddings": False}, {"head": "value"}, SPARSE])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        BARE,
+        {"tie_word_embeddings": False},
+        {"head": "value"},
+        SPARSE,
+        {"norms": "both"},
+        {"norms": "after", "qk_norm": False, "qk_norm_whole": True},
+    ],
+)
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
     model = build(config, tp_size)

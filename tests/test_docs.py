@@ -10,8 +10,8 @@ The first line of a code block says how it is tested:
     python            all of a page form one script, which runs after the commands; a text block after one is its output
     json ROWKIND      each line is a row of this kind
 
-`bash run` and the kinds below it are tested on the pages in GUIDES. docs/sdk.md, agents.md, serving.md and those in
-coming_from/ have tests of their own. Blocks of other kinds are not run: `py` and `sh` are of other tools.
+`bash run` and the kinds below it are tested on the pages in GUIDES. docs/sdk.md, agents.md, serving.md, families.md
+and those in coming_from/ have tests of their own. Blocks of other kinds are not run: `py` and `sh` are of other tools.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moe_models import quickstart_with_experts
 import warm_python
+from moe_models import quickstart_with_experts
 from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm

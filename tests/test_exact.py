@@ -263,6 +263,7 @@ def decoded(
     starts: torch.Tensor,
     shared: int = 0,
     n_shared: int = SPAN,
+    window: int | None = None,
 ) -> torch.Tensor:
     """The last token of each row by paged attention, with blocks of 16 in random order.
 
@@ -285,7 +286,7 @@ def decoded(
         spans=torch.tensor([SPAN, SPAN]), splits=(4, 2 if shared else 0), by_spans=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
     )  # fmt: skip
-    return decode_attention(q[last], k[last], v[last], blocks, batch)
+    return decode_attention(q[last], k[last], v[last], blocks, batch, window)
 
 
 def test_attention_is_that_of_torch() -> None:
@@ -300,19 +301,19 @@ def test_attention_is_that_of_torch() -> None:
         torch.testing.assert_close(plain, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int) -> None:
+@pytest.mark.parametrize(("threads", "window"), [(1, None), (2, None), (1, 9), (1, SPAN + 5)])
+def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window: int | None) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         q, k, v, starts = packed(ROWS)
-        attend = partial(varlen_attention, backend="spans")
+        attend = partial(varlen_attention, backend="spans", window=window)
         whole = attend(q, k, v, starts, starts, max(ROWS), max(ROWS))
         tails = [1, 2, 40, SPAN + 7, 66, 7]
         places = torch.cat([torch.arange(end - n, end) for n, end in zip(tails, starts[1:].tolist(), strict=True)])
         starts_q = torch.tensor([0, *np.cumsum(tails)], dtype=torch.int32)
         assert torch.equal(attend(q[places], k, v, starts_q, starts, max(tails), max(ROWS)), whole[places])
-        assert torch.equal(decoded(q, k, v, starts), whole[starts[1:].long() - 1])
+        assert torch.equal(decoded(q, k, v, starts, window=window), whole[starts[1:].long() - 1])
         for row, (start, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
             alone = torch.tensor([0, ROWS[row]], dtype=torch.int32)
             one = attend(q[start:end], k[start:end], v[start:end], alone, alone, ROWS[row], ROWS[row])
@@ -333,15 +334,23 @@ def compare_interpreted() -> None:
         scores = (q[-64:, 0] @ k[-64:, 0].T * dim**-0.5).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
         torch.testing.assert_close(log_sum[0, -64:], scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(decoded(q, k, v, starts), expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
+    for window in (9, SPAN + 5):
+        q, k, v, starts = packed([SPAN + 9, 2 * SPAN + 1], 2, 1, 16)
+        expected, _ = reference.packed_attention(q, k, v, starts, starts, 2 * SPAN + 1, window)
+        out, _ = triton.packed_attention(q, k, v, starts, starts, 2 * SPAN + 1, window)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        got = decoded(q, k, v, starts, window=window)
+        torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     for n_shared in (64, SPAN, 2 * SPAN):  # less than the lead of a team, as much, and more
         n_tokens = n_shared + 70
         q, k, v, starts = packed([n_tokens] * 4)
         for row in (1, 2):  # begin as the first one
             for x in (k, v):
                 x[starts[row] : starts[row] + n_shared] = x[:n_shared]
-        expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens)
-        out = decoded(q, k, v, starts, 3, n_shared)
-        torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
+        for window in (None, 20, 200):
+            expected, _ = reference.packed_attention(q, k, v, starts, starts, n_tokens, window)
+            out = decoded(q, k, v, starts, 3, n_shared, window)
+            torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     from areno.kernels.products import unsplit_product
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)

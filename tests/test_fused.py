@@ -18,7 +18,7 @@ from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
-from areno.models.config import TransformerConfig
+from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
@@ -155,22 +155,47 @@ def compare_interpreted() -> None:
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
 
 
+NOPE = Rope(1.0, "none")
+LIKE_GEMMA: dict[str, Any] = {
+    "norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embed_scale": 3.0, "num_layers": 3,
+    "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
+}  # fmt: skip
+LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
+
+
+def compare_families() -> None:
+    """The same for what only some families have."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
+
+
 def compare_rank(rank: int, rendezvous: str) -> None:
-    """One of two ranks: hidden states, and the gradients of what the ranks hold copies of, are those of one alone."""
+    """One of two ranks."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1}
+    for like, n_norms in (({}, 5), (LIKE_OLMO, 5)):
+        compare_share(rank, n_norms, **like)
+    dist.destroy_process_group()
+
+
+def compare_share(rank: int, n_norms: int, **like: Any) -> None:
+    """Hidden states, and the gradients of norms, of which ranks hold copies or pieces, are those of one alone."""
+    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1, **like}
     with mock.patch("areno.kernels.backend._interprets", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
     divided = build(torch.float32, "cpu", ParallelGroup(rank, 2, dist.group.WORLD), **changes)
+    weights = dict(alone.named_parameters())
+    for name, parameter in divided.named_parameters():
+        for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
+            part.region(parameter).copy_(part.cut(of_alone.region(weights[name])))
     got = run(divided, "sdpa", is_fused=True)
     torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
     whole = dict(alone.named_parameters())
     norms = [(name, parameter) for name, parameter in divided.named_parameters() if "norm" in name]
-    assert len(norms) == 5
+    assert len(norms) == n_norms
     for name, parameter in norms:
-        torch.testing.assert_close(parameter.grad, whole[name].grad, atol=1e-4, rtol=1e-4)
-    dist.destroy_process_group()
+        [part] = divided.layout(name)
+        torch.testing.assert_close(parameter.grad, part.cut(whole[name].grad), atol=1e-4, rtol=1e-4)
 
 
 def compare_two_ranks() -> None:
@@ -183,6 +208,7 @@ def compare_two_ranks() -> None:
     "what",
     [
         "compare_interpreted",
+        "compare_families",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare_frozen", "compare_two_ranks")),
     ],
 )
@@ -191,7 +217,11 @@ def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": False, **BARE}], ids=["all", "bare"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": False, **BARE}, LIKE_GEMMA, LIKE_OLMO],
+    ids=["all", "bare", "like gemma", "like olmo"],
+)
 def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, Any]) -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **changes)
     half = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 320, "initializer_range": 0.1, **changes}

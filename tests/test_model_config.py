@@ -12,7 +12,7 @@ import transformers
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
-from areno.models.fields import HARMLESS
+from areno.models.families.fields import HARMLESS
 from areno.models.registry import load_config
 
 SHAPE = {
@@ -24,7 +24,18 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-KINDS = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+KINDS = {
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "glm4": transformers.Glm4Config,
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "phi3": transformers.Phi3Config,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "smollm3": transformers.SmolLM3Config,
+}
 
 
 def write_config(folder: Path, **changes: object) -> Path:

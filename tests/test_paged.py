@@ -73,13 +73,14 @@ def cut_into(batch: PagedBatch, own_span: int, shared_span: int) -> PagedBatch:
     return replace(batch, spans=spans, splits=splits)
 
 
-def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch) -> Tensor:
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch, window: int | None = None) -> Tensor:
     """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call."""
     out = torch.empty(q.shape, dtype=torch.float64)
     page_size, group = pages.shape[2], q.shape[1] // pages.shape[3]
     for row, length in enumerate(batch.lengths_B.tolist()):
         line = batch.table_TW[batch.slots_B[row]].tolist()
-        places = [(line[n // page_size], n % page_size) for n in range(length - 1)]
+        first = 0 if window is None else max(0, length - window)
+        places = [(line[n // page_size], n % page_size) for n in range(first, length - 1)]
         past = torch.stack([pages[:, page, offset] for page, offset in places], 1) if places else pages[:, 0, :0]
         keys, values = (torch.cat((old, new[row][None])).double() for old, new in zip(past, (k, v), strict=True))
         for head in range(q.shape[1]):
@@ -94,6 +95,25 @@ def test_reference_is_attention_over_the_row(shape: tuple[int, int, int, int]) -
     expected = row_by_row(q, k, v, pages, batch)
     for max_len in (max(LENGTHS), max(LENGTHS) + 3, None):
         got = decode_attention(q, k, v, pages.clone(), replace(batch, max_len=max_len))
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def forgotten(batch: PagedBatch, page_size: int, window: int) -> PagedBatch:
+    """The blocks behind the window of rows in no group are those of somebody else."""
+    table = batch.table_TW.clone()
+    for row, length in enumerate(LENGTHS):
+        if batch.shared_lens_B[row] == 0:
+            table[batch.slots_B[row], : max(0, length - window) // page_size] = table[0, 0]
+    return replace(batch, table_TW=table)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 149])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_window_is_attention_over_the_last_positions(shape: tuple[int, int, int, int], window: int) -> None:
+    q, k, v, pages, batch = make_case(*shape)
+    expected = row_by_row(q, k, v, pages, batch, window)
+    for tried in (batch, forgotten(batch, shape[3], window)):
+        got = decode_attention(q, k, v, pages.clone(), tried, window)
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -132,6 +152,30 @@ def compare_triton(device: str) -> None:
                 assert got.dtype == dtype
                 torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
                 assert torch.equal(written.float(), expected_pages)
+
+
+def compare_windows(device: str) -> None:
+    """Windows within a piece, over several, and longer than rows; with and without groups; blocks behind them gone."""
+    from areno.kernels.paged import triton
+
+    for shape, window in ((SHAPES[1], 20), (SHAPES[2], 100), *([(SHAPES[0], 1), (SHAPES[3], 64)] * (device == "cuda"))):
+        q, k, v, pages, teamed = make_case(*shape, device=device)
+        expected_pages = pages.clone()
+        expected = reference.decode_attention(q, k, v, expected_pages, teamed, window)
+        for batch in (cut_into(teamed, 64, 32), without_teams(teamed), forgotten(teamed, shape[3], window)):
+            written = pages.clone()
+            got = triton.decode_attention(q, k, v, written, batch, window)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+            assert torch.equal(written, expected_pages)
+
+
+def test_windows_of_the_triton_kernel_in_the_interpreter_are_the_references() -> None:
+    run_interpreted("from tests.test_paged import compare_windows; compare_windows('cpu')")
+
+
+@pytest.mark.gpu
+def test_windows_of_the_triton_kernel_on_the_gpu_are_the_references() -> None:
+    compare_windows("cuda")
 
 
 def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:

@@ -31,7 +31,7 @@ MAY_IMPORT_RE = {
     "areno.data.encode": "looks for a tag in a chat template",
     "areno.data.sources": "tells a dataset's name from a path",
     "areno.launch.hydra_text": "puts quotes around words of the command line",
-    "areno.models.hub": "tells a model's name from a path",
+    "areno.models.folder.hub": "tells a model's name from a path",
     "areno.config.rollout.reward": "checks a pattern of a user",
     "areno.rewards.built_in.answers": "finds the answer in a completion",
     "areno.rewards.built_in.choice_reward": "finds a letter in a completion",

@@ -1,4 +1,7 @@
-"""areno check: tries what a run needs, on this machine, with the tiny model that comes with areno."""
+"""areno check: tries what a run needs, on this machine, with the tiny model that comes with areno.
+
+With a model folder it says whether areno can run this model, from its config.json.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
-        "where something does not work."
+        "where something does not work. With FOLDER it only says whether areno supports the model there, and if not, "
+        "which fields of its config.json are why; no weights are read."
     )
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a model folder in the Hugging Face format")
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one"
     )
@@ -64,10 +69,38 @@ def run(arguments: argparse.Namespace) -> int:
     from areno.tracking.run_log import RunLog
 
     report = _Report(arguments.debug)
+    if arguments.folder is not None:
+        return _check_folder(report, Path(arguments.folder))
     with RunLog(own_process=True, console="quiet"):
         _try_all(report, arguments)
     print(f"\n{', '.join(report.failed)}: see above" if report.failed else "\neverything that a run needs works")
     return 1 if report.failed else 0
+
+
+def _check_folder(report: _Report, folder: Path) -> int:
+    """A line for each field that is why the model cannot run; 1 where there is one."""
+    from areno.errors import CheckpointError
+    from areno.models.cost import parameters
+    from areno.models.registry import has_value_head, load_config
+
+    if not folder.is_dir():
+        report.line("FAIL", "model", f"{folder} is no folder; expected a model folder in the Hugging Face format")
+        return 1
+    try:
+        config = load_config(folder, "value" if has_value_head(folder) else "lm")
+    except CheckpointError as error:
+        for line in map(str, error.problems or [error]):
+            report.line("FAIL", "model", line)
+        return 1
+    windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
+    about = f"{config.family}, {config.num_layers} layers, {parameters(config) / 1e6:.1f}M parameters"
+    report.line("ok", "model", f"{about}, {config.max_position_embeddings} tokens of context")
+    if windows:
+        sliding = [kind.window is not None for kind in config.kinds]
+        freed = "all" if config.window is not None else "no"
+        text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
+        report.line("ok", "sliding window", f"{text}; {freed} blocks behind it are freed in the KV cache")
+    return 0
 
 
 def _try_all(report: _Report, arguments: argparse.Namespace) -> None:

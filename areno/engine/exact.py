@@ -20,6 +20,7 @@ from areno.kernels.spans import row_multiple
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.experts import ExpertMLP
 from areno.layers.linear import Linear
+from areno.layers.norm import ShardedRMSNorm
 from areno.models.transformer import Transformer
 
 _CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
@@ -50,6 +51,12 @@ def make_exact(model: Transformer) -> str:
         for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
             _try_on_cpu(matrices.stack_EOI[0], model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
+    if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):
+        raise EngineError(
+            "{} cannot be kept for this model on several GPUs, which divide its norms over all queries of a token; "
+            "set it to false, or {} to 1",
+            Key("engine.exact"), Key("engine.tp_size"),
+        )  # fmt: skip
     found = {shape: _unsplit(module) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):

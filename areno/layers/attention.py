@@ -11,8 +11,11 @@ from torch.nn import functional as F
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
 from areno.layers.parallel import ParallelGroup
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD) -> out_NHD: H query heads and K key heads of this rank, rope already applied."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
+"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD: H query and K key heads of this rank, rope already applied.
+
+window: how many tokens each token sees, itself and the last ones before it; None is all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +32,34 @@ class PackedAttend:
     backend: str
     context: ParallelGroup = ParallelGroup()  # noqa: RUF009  (frozen)
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        cu, longest = self.cu_seqlens, self.max_len
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
-        return self.context.to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, self.backend))
+        return self.context.to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
 
-    def forward(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The same outside autograd, and what `backward` will want to know of it."""
         q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
-        out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend)
+        out_NHD, saved = varlen_forward(q_NHD, k_NKD, v_NKD, self.cu_seqlens, self.max_len, self.backend, window)
         return self.context.to_rows(out_NHD), saved
 
     def backward(
-        self, grad_NHD: Tensor, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, out_NHD: Tensor, saved: Sequence[Tensor]
+        self,
+        grad_NHD: Tensor,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        out_NHD: Tensor,
+        saved: Sequence[Tensor],
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v from that of the output; out_NHD and saved are what `forward` returned."""
         rows = self.cu_seqlens, self.max_len, self.backend
         given = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.to_columns, given)
-        grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows)
+        grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows, window)
         grad_q, grad_k, grad_v = map(self.context.to_rows, grads)
         return grad_q, grad_k, grad_v
 
@@ -59,6 +71,6 @@ class FirstTokensAttend:
     attend: Attend
     n: int
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n])
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window)
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

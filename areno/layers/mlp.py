@@ -13,23 +13,27 @@ from areno.layers.shard import WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), arXiv 2002.05202. `forward` runs under autograd, the two fused halves outside it."""
+    """down(silu(gate x) * up x), arXiv 2002.05202; gelu: with the tanh form of GELU instead.
 
-    def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool):
+    `forward` runs under autograd, the two fused halves outside it.
+    """
+
+    def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
         super().__init__()
+        self.gelu = gelu
         self.gate_up = ColumnParallelLinear(hidden_size, (inner_size, inner_size), spec, bias=bias)
         self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         gate, up = self.gate_up(x_ND).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up)
 
     def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         gate_up_N2I = self.gate_up(x_ND)
-        return self.down(swiglu(gate_up_N2I)), gate_up_N2I, ()
+        return self.down(swiglu(gate_up_N2I, self.gelu)), gate_up_N2I, ()
 
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...] = ()
@@ -38,7 +42,7 @@ class GatedMLP(nn.Module):
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
 
         gate_up_N2I = self.gate_up(x_ND) if kept is None else kept
-        grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I)
+        grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I, self.gelu)
         self.down.accumulate(grad_ND, act_NI)
         del act_NI, gate_up_N2I
         self.gate_up.accumulate(grad_gate_up_N2I, x_ND)

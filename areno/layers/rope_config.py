@@ -19,10 +19,17 @@ class Rope:
     dynamic: nothing changes up to max_position_embeddings. Beyond, the frequencies would depend on the length of the
     text. A KV cache holds keys that were turned at shorter lengths, so decoding and training could not agree there:
     the model's context ends at max_position_embeddings.
+    longrope (arXiv 2402.13753): within original_max_positions, each frequency is divided by its own one of
+    `short_factors`, and queries and keys are multiplied by `attention_factor`. Beyond, all of a text's keys would be
+    turned in another way, so the model's context ends there, as with dynamic.
+    none: no rotation at all.
+
+    partial: the share of each head that is rotated; the rest of it knows no position.
+    interleaved: in the checkpoint, numbers that are rotated together are neighbours; see `head_order` in rotary.py.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn", "dynamic"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "dynamic", "longrope", "none"] = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -31,10 +38,19 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    partial: float = 1.0
+    interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many numbers of a head are rotated."""
+        return int(head_dim * self.partial)
 
     @property
     def limit(self) -> str:
         """For messages about the model's context: why it ends where it does. Empty where it is just its size."""
+        if self.kind == "longrope":
+            return " (original_max_position_embeddings; longrope scaling beyond it is not supported)"
         if self.kind != "dynamic":
             return ""
         return " (max_position_embeddings; dynamic rope scaling beyond it is not supported)"

@@ -15,13 +15,43 @@ from areno.layers.rope_config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """(F,) float32 on the CPU: radians turned from one position to the next."""
+    """(F,) float32 on the CPU: radians turned from one position to the next, 0 for what is not rotated."""
+    if rope.kind == "none":
+        return torch.zeros(head_dim // 2)
+    freqs_R = _frequencies(rope, rope.rotary_dim(head_dim))
+    return torch.nn.functional.pad(freqs_R, (0, head_dim // 2 - len(freqs_R)))
+
+
+def head_order(rope: Rope, head_dim: int) -> Tensor | None:
+    """(D,) int64: which number of a head in the checkpoint each of ours is. None where they are the same.
+
+    `rotate` turns pairs of numbers that are half a head apart. Queries and keys may have their numbers in any order, if
+    it is the same one, so what a checkpoint pairs in another way is put there once, when weights are read.
+    """
+    dim = rope.rotary_dim(head_dim)
+    if dim == head_dim and not rope.interleaved:
+        return None
+    rotated = torch.arange(dim)
+    first, second = (rotated[0::2], rotated[1::2]) if rope.interleaved else rotated.chunk(2)
+    rest = torch.arange(dim, head_dim).chunk(2) if dim < head_dim else (rotated[:0], rotated[:0])
+    return torch.cat((first, rest[0], second, rest[1]))
+
+
+def in_order(rows: Tensor, order_D: Tensor) -> Tensor:
+    """A copy of rows (heads * D, ...) with the numbers of each head in another order."""
+    return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
+
+
+def _frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Of the numbers that are rotated, head_dim of them."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
     if rope.kind in ("default", "dynamic"):
         return freqs_F
     if rope.kind == "linear":
         return freqs_F / rope.factor
+    if rope.kind == "longrope":
+        return freqs_F / torch.tensor(rope.short_factors)
     kept_F = _kept_by_llama3(freqs_F, rope) if rope.kind == "llama3" else _kept_by_yarn(rope, head_dim)
     return (1 - kept_F) * freqs_F / rope.factor + kept_F * freqs_F
 
@@ -53,18 +83,22 @@ class Rotary(nn.Module):
     """Angles from positions, computed in each forward pass: as cheap as a table, and no context length to outgrow."""
 
     freqs_F: Tensor
+    scale_F: Tensor | None
 
     def __init__(self, rope: Rope, head_dim: int, *, device: torch.device | str):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
-        self.scale = rope.attention_factor
+        scale_F = None
+        if rope.attention_factor != 1.0:  # not of what is not rotated
+            scale_F = torch.where(self.freqs_F > 0, rope.attention_factor, 1.0)
+        self.register_buffer("scale_F", scale_F, persistent=False)
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """int64 positions to cos and sin, each (N, 1, F) float32, times the scale of queries and keys."""
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
         cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
-        return (cos_N1F, sin_N1F) if self.scale == 1.0 else (cos_N1F * self.scale, sin_N1F * self.scale)
+        return (cos_N1F, sin_N1F) if self.scale_F is None else (cos_N1F * self.scale_F, sin_N1F * self.scale_F)
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from areno.layers.experts_config import Experts
 from areno.layers.rope_config import Rope
-from areno.models.raw_config import RawConfig
-from areno.models.rope import read_rope
+from areno.models.families.rope import read_rope
+from areno.models.folder.raw_config import RawConfig
 
-FamilyName = Literal["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"]
+FamilyName = Literal[
+    "qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3_text", "qwen3_moe",
+    "mixtral",
+]  # fmt: skip
 HeadName = Literal["lm", "value"]
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # each is built before the weights are read
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ between the attention layers of one model. window: how many tokens each sees, itself included."""
+
+    rope: Rope
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Everything the decoder-only transformer of `models/transformer.py` needs to know.
 
+    rope: of most layers; kinds: of each layer, where they are not all of this rope and without a window.
     max_position_embeddings: the context, tokens of the longest row.
+    qk_norm: of each query and key head; qk_norm_whole: with all heads of a token as one vector.
+    norms: where attention and MLP have theirs, with regard to the residual stream. norm_plus_one: norms multiply by
+    1 + weight. embed_scale: what embeddings are multiplied by.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
@@ -41,6 +57,12 @@ class TransformerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    norms: Literal["before", "after", "both"] = "before"
+    norm_plus_one: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
+    kinds: tuple[LayerKind, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
@@ -61,26 +83,62 @@ class TransformerConfig:
             sizes.append(("experts", self.experts.field, self.experts.n_experts))
         return sizes
 
+    def kind(self, index: int) -> LayerKind:
+        """Of a layer."""
+        return self.kinds[index] if self.kinds else LayerKind(self.rope)
+
+    @property
+    def window(self) -> int | None:
+        """How many of a row's last tokens any layer sees at most; None where some layer sees all of them."""
+        windows = [kind.window for kind in self.kinds]
+        return None if not windows or None in windows else max(window for window in windows if window is not None)
+
 
 class Family(NamedTuple):
-    """One entry of the registry: what `config.json` calls the family, and how it is read."""
+    """One entry of the registry: what `config.json` calls the family, and how it is read.
+
+    names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
+    stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
+    """
 
     name: FamilyName
     architecture: str  # with a head over the vocabulary
     value_architecture: str  # with a head of one label
     read: Callable[[RawConfig], TransformerConfig]
+    names: Mapping[str, tuple[str, ...]] = {}
+    stacked: Mapping[str, tuple[str, ...]] = {}
 
 
-def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | None = None) -> TransformerConfig:
+def read_decoder(
+    raw: RawConfig,
+    family: FamilyName,
+    default_head_dim: int | None = None,
+    *,
+    partial_rotary: float | None = None,
+    interleaved: bool = False,
+    may_slide: bool = False,
+    rope: Rope | None = None,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+) -> TransformerConfig:
     """The fields that all families share; each family replaces the others in the result.
 
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
+    partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
+    rope: where `config.json` describes more than one; activation: the name of the only one, and of its field.
+    may_slide: layers may have a window; see `with_windows`.
+    interleaved: neighbours are rotated together, rather than each number with that half a head away.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
-    _refuse_unsupported(raw, num_layers)
+    field, only = activation
+    if raw.get(field, str, only) != only:
+        raw.refuse(field, repr(only))
+    _refuse_unsupported(raw, num_layers, may_slide)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
+    rope = rope or read_rope(raw, max_positions, partial=partial_rotary, interleaved=interleaved)
+    if rope.kind == "longrope":  # beyond, it turns all keys in another way
+        max_positions = min(max_positions, rope.original_max_positions)
     config = TransformerConfig(
         family=family,
         vocab_size=raw.get("vocab_size", int, ge=1),
@@ -91,7 +149,7 @@ def read_decoder(raw: RawConfig, family: FamilyName, default_head_dim: int | Non
         num_kv_heads=num_kv_heads,
         head_dim=raw.get("head_dim", int, default_head_dim or max(2, hidden_size // num_heads), ge=2),
         rms_norm_eps=raw.get("rms_norm_eps", float, 1e-6, ge=0, le=1),
-        rope=read_rope(raw, max_positions),
+        rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=raw.get("tie_word_embeddings", bool, False),
         initializer_range=raw.get("initializer_range", float, 0.02, ge=0, le=1e3),
@@ -111,12 +169,18 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         raw.refuse("hidden_size", f"a multiple of {heads} that gives heads of an even size")
     elif config.head_dim % 2:
         raw.refuse("head_dim", "an even number")
+    elif config.rope.rotary_dim(config.head_dim) % 2 or not config.rope.rotary_dim(config.head_dim):
+        shown = f"{config.rope.partial} of heads of {config.head_dim}"
+        raw.refuse("partial_rotary_factor", "a share that is an even number of each head's", shown)
+    elif config.rope.kind == "longrope" and 2 * len(config.rope.short_factors) != config.rope.rotary_dim(
+        config.head_dim
+    ):
+        n_factors, n_turned = len(config.rope.short_factors), config.rope.rotary_dim(config.head_dim) // 2
+        raw.wrong(f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency")
 
 
-def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:
+def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> None:
     """Fields that would change the numbers and that nothing here implements."""
-    if raw.get("hidden_act", str, "silu") != "silu":
-        raw.refuse("hidden_act", "'silu'")
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
     own_code = [name for name in raw.get("auto_map", dict, {}) if name.startswith("AutoModel")]
@@ -127,13 +191,35 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int) -> None:
         method = quantization.get("quant_method", quantization)
         raw.refuse("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
     layer_types = raw.get("layer_types", list, [])
-    if any(kind != "full_attention" for kind in layer_types):
-        raw.refuse("layer_types", "'full_attention' in every layer")
+    known = _LAYER_TYPES if may_slide else _LAYER_TYPES[:1]
+    if any(kind not in known for kind in layer_types):
+        raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:
         expected = f"expected one for each of num_hidden_layers={num_layers}"
         raw.wrong(f"layer_types has {len(layer_types)} entries, {expected}")
-    if "use_sliding_window" in raw.values:
+    if "use_sliding_window" in raw.values and not may_slide:
         window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
         if slides and not layer_types and first < num_layers:
-            raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")
+            raw.refuse("use_sliding_window", "false, since this family has no sliding windows")
+
+
+def with_windows(
+    raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
+) -> TransformerConfig:
+    """The config with the windows of `layer_types`, or without them of the layers for which `slides` is true.
+
+    local_rope: of layers with a window, where it is another one. A window that no row can leave is none.
+    """
+    types = raw.get("layer_types", list, [])
+    raw.get("sliding_window", int, 0, ge=1)  # which may be there without a use
+    sliding = [kind == "sliding_attention" for kind in types] or [slides(n) for n in range(config.num_layers)]
+    if len(sliding) != config.num_layers or not any(sliding):
+        return config
+    window: int | None = raw.get("sliding_window", int, ge=1)
+    if window >= config.max_position_embeddings:
+        window = None
+    kinds = [replace(config.kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
+    if local_rope is not None:
+        kinds = [replace(kind, rope=local_rope) if slid else kind for kind, slid in zip(kinds, sliding, strict=True)]
+    return replace(config, kinds=tuple(kinds))

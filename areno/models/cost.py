@@ -55,7 +55,10 @@ def _body(config: TransformerConfig, tp_size: int, n_experts: int) -> int:
 
 def _plain_layer(config: TransformerConfig, tp_size: int) -> int:
     qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
-    layer = config.hidden_size * (qkv + heads + 2) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
+    layer = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
+    layer += config.hidden_size * (4 if config.norms == "both" else 2)
+    if config.qk_norm_whole:
+        layer += heads + (qkv - heads) // 2
     return layer + 2 * config.head_dim * config.qk_norm + _plain_mlp(config, tp_size)
 
 
@@ -121,8 +124,9 @@ class ActivationBytes:
     """What one layer holds for each token in training, in bytes.
 
     always: from the forward pass to the backward pass, under recompute too: the float32 residual stream before and
-    after attention, and attention's output. kept: in addition, where the layer is not recomputed: the results of the
-    qkv and gate-up products. at_work: while the backward pass is in the layer, a bound on what it holds at once.
+    after attention, attention's output, and those of both halves where norms follow. kept: in addition, where the layer
+    is not recomputed: the results of the qkv and gate-up products. at_work: while the backward pass is in the layer, a
+    bound on what it holds at once.
     """
 
     always: int
@@ -142,9 +146,10 @@ def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1)
         )
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
+    behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
     products = _qkv_size(config, tp_size) + inner
     return ActivationBytes(
-        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize + ids,
+        always=2 * config.hidden_size * (4 + behind) + _q_size(config, tp_size) * itemsize + ids,
         kept=products * itemsize,
         # Products and their gradients, and both halves of the layer at once; copies of inputs and of their gradients.
         at_work=(3 * products + 12 * config.hidden_size + copies) * itemsize + 24 * scores,

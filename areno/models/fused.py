@@ -55,15 +55,42 @@ def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
 def _to_heads(attention: Attention, qkv_NX: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_size, kv_size, _ = attention.qkv.local_sizes
     dim = attention.head_dim
-    return qk_norm_rope(qkv_NX, cos, sin, *_head_norms(attention), q_size // dim, kv_size // dim, dim)
+    q_weight, k_weight, eps, plus_one = _head_norms(attention)
+    sizes = q_size // dim, kv_size // dim, dim
+    return qk_norm_rope(attention.norm_whole(qkv_NX), cos, sin, q_weight, k_weight, eps, *sizes, plus_one)
 
 
-def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float]:
-    """Weights of the norms of query and key heads, and their eps."""
+def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    """Weights of the norms of query and key heads, their eps, and whether their factors are 1 + weight."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    if q_norm is None or k_norm is None:
-        return None, None, 0.0
-    return q_norm.weight, k_norm.weight, q_norm.eps
+    if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
+        return None, None, 0.0, False
+    return q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one
+
+
+def _add(norm: RMSNorm | None, stream_ND: Tensor, delta_ND: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """stream + delta, and its norm in the dtype of the weights; without a norm, the sum in this dtype."""
+    if norm is not None:
+        return norm.add_and_norm(stream_ND, delta_ND)
+    sum_ND = stream_ND if delta_ND is None else stream_ND + delta_ND
+    return sum_ND, sum_ND.to(dtype)
+
+
+def _add_backward(norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of what `_add` summed, in the dtypes of the sum and of the other gradient."""
+    if norm is not None:
+        return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
+    grad_sum_ND = grad_sum_ND + grad_ND
+    return grad_sum_ND, grad_sum_ND.to(grad_ND.dtype)
+
+
+def _normed(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
+    """The norm behind attention or MLP, where there is one."""
+    return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
+
+
+def _normed_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
+    return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -80,54 +107,57 @@ class _FusedLayer(torch.autograd.Function):
         attend: Any,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
-        attention = layer.attention
-        stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_ND)
+        attention, dtype = layer.attention, layer.attention.qkv.weight.dtype
+        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype)
         qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         if isinstance(attend, PackedAttend):
-            out_NHC, saved = attend.forward(*heads)
+            out_NHC, saved = attend.forward(*heads, attention.window)
         else:  # the decoder's, which has no backward pass
-            out_NHC, saved = attend(attention.index, *heads), ()
+            out_NHC, saved = attend(attention.index, *heads, attention.window), ()
         del heads
         added_ND = attention.out(out_NHC.flatten(-2))
-        middle_ND, normed_ND = layer.post_norm.add_and_norm(stream_ND, added_ND)
+        middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype)
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND)
         kept = (qkv_NX, inner) if keep else (None, None)
-        ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *needed, *saved)
+        behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
+        ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *behind, *needed, *saved)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.n_needed = layer, attend, delta_ND is not None, len(needed)
-        return middle_ND, down_ND
+        return middle_ND, _normed(layer.mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream_ND, middle_ND, out_NHC, cos, sin, qkv_NX, inner, *saved = ctx.saved_tensors
+        stream_ND, middle_ND, out_NHC, cos, sin, qkv_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
         needed, saved = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
-        attention = layer.attention
+        attention, dtype = layer.attention, layer.attention.qkv.weight.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
-        _, normed_ND = layer.post_norm.add_and_norm(middle_ND, None)
+        grad_down_ND = _normed_backward(layer.mlp_norm, grad_down_ND, down_ND)
+        _, normed_ND = _add(layer.post_norm, middle_ND, None, dtype)
         grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed)
-        grad_ND, grad_added_ND = layer.post_norm.sum_gradient(grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_ND, grad_added_ND = _add_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_added_ND = _normed_backward(layer.attention_norm, grad_added_ND, added_ND)
 
         attention.out.accumulate(grad_added_ND, out_NHC.flatten(-2))
         grad_out_NHC = attention.out.input_gradient(grad_added_ND).view(out_NHC.shape)
-        _, normed_ND = layer.input_norm.add_and_norm(stream_ND, None)
+        _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
         if qkv_NX is None:
             qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         attend: PackedAttend = ctx.attend
-        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved)
+        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
         del heads
-        q_weight, k_weight, eps = _head_norms(attention)
         grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
-            grad_q, grad_k, grad_v, qkv_NX, cos, sin, q_weight, k_weight, eps
+            grad_q, grad_k, grad_v, qkv_NX, cos, sin, *_head_norms(attention)
         )
         for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
-            if norm is not None and grad_C is not None:
+            if isinstance(norm, RMSNorm) and grad_C is not None:
                 norm.accumulate(grad_C)
+        grad_qkv_NX = attention.whole_gradient(grad_qkv_NX, qkv_NX)
         attention.qkv.accumulate(grad_qkv_NX, normed_ND)
         grad_normed_ND = attention.qkv.input_gradient(grad_qkv_NX)
-        grad_ND, grad_delta_ND = layer.input_norm.sum_gradient(grad_normed_ND, grad_ND, stream_ND)
+        grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
         return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from areno.layers.attention import Attend
 from areno.layers.experts import ExpertMLP
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.mlp import GatedMLP
-from areno.layers.norm import RMSNorm
+from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import rotate
 from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
@@ -20,23 +21,42 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
-        self.index = index
+        self.index, self.window = index, config.kind(index).window
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = ColumnParallelLinear(config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias)
         self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)
+        if config.qk_norm_whole:
+            self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
+            self.k_norm = ShardedRMSNorm(kv_size, config.rms_norm_eps, spec)
+        elif config.qk_norm:
+            eps, plus_one = config.rms_norm_eps, config.norm_plus_one
+            self.q_norm = RMSNorm(config.head_dim, eps, spec, own_data=True, plus_one=plus_one)
+            self.k_norm = RMSNorm(config.head_dim, eps, spec, own_data=True, plus_one=plus_one)
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.qkv(x_ND).split(self.qkv.local_sizes, dim=-1)
+        parts = self.norm_whole(self.qkv(x_ND)).split(self.qkv.local_sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
-        out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC)
+        out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC, self.window)
         return self.out(out_NHC.flatten(-2))
+
+    def norm_whole(self, qkv_NX: Tensor) -> Tensor:
+        """With the norms of all queries and of all keys of a token, where the family has these; else as it is."""
+        if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
+            return qkv_NX
+        q_NQ, k_NP, v_NP = qkv_NX.split(self.qkv.local_sizes, dim=-1)
+        return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
+
+    def whole_gradient(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
+        """The gradient of what `norm_whole` was given. Adds to those of the norms' weights."""
+        if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
+            return grad_NX
+        q_NQ, k_NP, _ = qkv_NX.split(self.qkv.local_sizes, dim=-1)
+        grad_q, grad_k, grad_v = grad_NX.split(self.qkv.local_sizes, dim=-1)
+        return torch.cat((self.q_norm.backward(grad_q, q_NQ), self.k_norm.backward(grad_k, k_NP), grad_v), dim=-1)
 
 
 def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
@@ -45,20 +65,31 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
     if experts is not None and routing is not None and index not in experts.dense_layers:
         place = experts.layers(config.num_layers).index(index)
         return ExpertMLP(config.hidden_size, experts, place, routing, spec)
-    return GatedMLP(config.hidden_size, config.intermediate_size, spec, bias=config.mlp_bias)
+    return GatedMLP(
+        config.hidden_size, config.intermediate_size, spec, bias=config.mlp_bias, gelu=config.activation == "gelu_tanh"
+    )
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm (or before one, or both) and added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(size, eps, spec)
+
+        def norm(*where: str) -> RMSNorm | None:
+            if config.norms not in where:
+                return None
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, spec, plus_one=config.norm_plus_one)
+
+        self.input_norm = norm("before", "both")
         self.attention = Attention(config, index, spec)
-        self.post_norm = RMSNorm(size, eps, spec)
+        self.attention_norm = norm("after", "both")
+        self.post_norm = norm("before", "both")
         self.mlp = make_mlp(config, index, spec, routing)
+        self.mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)
-        return x_ND + self.mlp(self.post_norm(x_ND))
+        y_ND = self.attention(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend)
+        x_ND = x_ND + (y_ND if self.attention_norm is None else self.attention_norm(y_ND))
+        y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND))
+        return x_ND + (y_ND if self.mlp_norm is None else self.mlp_norm(y_ND))

@@ -13,15 +13,23 @@ from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
 from areno.models.cost import parameters
 from areno.models.experts.families import MIXTRAL, QWEN3_MOE
-from areno.models.fields import HARMLESS
-from areno.models.hub import MODEL, resolve
-from areno.models.llama import LLAMA
-from areno.models.qwen2 import QWEN2
-from areno.models.qwen3 import QWEN3
-from areno.models.raw_config import RawConfig, read_json
+from areno.models.families.fields import HARMLESS
+from areno.models.families.gemma3 import GEMMA3
+from areno.models.families.glm4 import GLM4
+from areno.models.families.llama import LLAMA
+from areno.models.families.missing import MISSING
+from areno.models.families.mistral import MISTRAL
+from areno.models.families.olmo import OLMO2, OLMO3
+from areno.models.families.phi3 import PHI3
+from areno.models.families.qwen2 import QWEN2
+from areno.models.families.qwen3 import QWEN3
+from areno.models.families.smollm3 import SMOLLM3
+from areno.models.folder.hub import MODEL, resolve
+from areno.models.folder.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2, QWEN3_MOE, MIXTRAL)}
+_KNOWN = (QWEN3, LLAMA, QWEN2, MISTRAL, PHI3, SMOLLM3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL)
+FAMILIES: dict[str, Family] = {family.name: family for family in _KNOWN}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())
@@ -59,6 +67,13 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
         raise raw.error()
     has_head = head == "lm" or has_value_head
     return dataclasses.replace(config, eos_token_ids=tuple(sorted(eos_ids)), head=head, has_head=has_head)
+
+
+def has_value_head(folder: Path) -> bool:
+    """Whether the model of a folder gives numbers rather than tokens. CheckpointError as of `load_config`."""
+    if not (folder / "config.json").is_file():
+        return False
+    return _find_family(RawConfig(read_json(folder / "config.json"), str(folder / "config.json")))[1]
 
 
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
@@ -102,7 +117,11 @@ def _find_family(raw: RawConfig) -> tuple[Family, bool]:
                 raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
             return family, has_value_head
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    expected = f"one of {supported}, or for critics and reward models {VALUE_ARCHITECTURES}"
+    expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification"
+    for name in architectures:
+        if isinstance(name, str) and name in MISSING:
+            raw.wrong(f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}")
+            raise raw.error()
     raw.refuse("architectures" if architectures else "model_type", expected)
     raise raw.error()
 

@@ -19,7 +19,7 @@ from areno.kernels.backend import use_triton
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
-from areno.layers.norm import RMSNorm
+from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
 from areno.layers.shard import Part, WeightSpec
@@ -42,11 +42,13 @@ class Transformer(nn.Module):
         self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
         self.embed = VocabParallelEmbedding(vocab, size, spec)
-        self.rotary = Rotary(config.rope, config.head_dim, device=spec.device)
+        ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
+        self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, device=spec.device) for rope in ropes)
+        self.rotary_of = [ropes.index(config.kind(index).rope) for index in range(config.num_layers)]
         experts = config.experts
         self.routing = None if experts is None else Routing(experts, len(experts.layers(config.num_layers)))
         self.layers = nn.ModuleList(Layer(config, index, spec, self.routing) for index in range(config.num_layers))
-        self.final_norm = RMSNorm(size, config.rms_norm_eps, spec)
+        self.final_norm = RMSNorm(size, config.rms_norm_eps, spec, plus_one=config.norm_plus_one)
         self.head = self.score = None
         if config.head == "value":
             self.score = ValueHead(size, spec)
@@ -66,8 +68,10 @@ class Transformer(nn.Module):
         if more := -n_tokens % self.row_multiple:
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             attend = FirstTokensAttend(attend, n_tokens)
-        cos, sin = self.rotary(positions_N)
+        angles = [rotary(positions_N) for rotary in self.rotaries]  # cos and sin
         x_ND = self.embed(tokens_N)
+        if self.config.embed_scale != 1.0:  # rounded as transformers does
+            x_ND = x_ND * torch.tensor(self.config.embed_scale, dtype=x_ND.dtype).item()
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since it needs Triton.
@@ -77,12 +81,14 @@ class Transformer(nn.Module):
             for index, layer in enumerate(self.layers):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed
+                cos, sin = angles[self.rotary_of[index]]
                 x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
             return fused_norm(self.final_norm, x_ND, delta_ND)
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
+            cos, sin = angles[self.rotary_of[index]]
             if index < n_recomputed and torch.is_grad_enabled():
                 x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -157,12 +163,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices normal with the config's `initializer_range`, norms 1, biases and a value head 0.
+        """Matrices normal with the config's `initializer_range`, norm factors 1, biases and a value head 0.
 
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
+                module.weight.fill_(0.0 if module.plus_one else 1.0)
+            elif isinstance(module, ShardedRMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, VocabParallelEmbedding):
                 module.clear_padding()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -23,10 +23,11 @@ from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.parallel import ParallelGroup
+from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.experts.names import expert_modules
-from areno.models.hub import resolve
-from areno.models.raw_config import read_json
+from areno.models.folder.hub import resolve
+from areno.models.folder.raw_config import read_json
 from areno.models.registry import FAMILIES
 from areno.models.transformer import Transformer
 
@@ -51,7 +52,7 @@ LAYER_NAMES = {
 
 
 class Entry(NamedTuple):
-    """A checkpoint tensor, the parameter that holds it and where."""
+    """A checkpoint tensor, the parameter that holds it and where. Names are Llama's, or the family's own `names`."""
 
     name: str
     parameter: Tensor
@@ -67,13 +68,45 @@ def checkpoint_table(model: Transformer) -> list[Entry]:
     ]
 
 
+class Stored(NamedTuple):
+    """A tensor of the weight files: entries one below the other, nearly always a single one.
+
+    orders: of each entry: for our numbers of a head, which of the file's each is; None where they are the same.
+    """
+
+    entries: list[Entry]
+    orders: list[Tensor | None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [entry.part.full_shape for entry in self.entries]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def stored_tensors(model: Transformer) -> dict[str, Stored]:
+    """The tensors of the weight files by name, in the order of `checkpoint_table`."""
+    config = model.config
+    order = head_order(config.rope, config.head_dim)
+    stacked = {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
+    found: dict[str, Stored] = {}
+    for entry in checkpoint_table(model):
+        name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # in a layer: model.layers.3.<inner>.weight
+        if inner in stacked:
+            name = name.replace(inner, stacked[inner])
+        stored = found.setdefault(name, Stored([], []))
+        stored.entries.append(entry)
+        stored.orders.append(order if inner in ("self_attn.q_proj", "self_attn.k_proj") else None)
+    return found
+
+
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
     module, kind = parameter.rsplit(".", 1)
     if module in NAMES:
         return tuple(f"{name}.{kind}" for name in NAMES[module])
     _, index, inner = module.split(".", 2)
-    names = expert_modules(model.config.family, model.config.experts, inner) or LAYER_NAMES[inner]
+    own = {**LAYER_NAMES, **FAMILIES[model.config.family].names}
+    names = expert_modules(model.config.family, model.config.experts, inner) or own[inner]
     return tuple(f"model.layers.{index}.{name}.{kind}" for name in names)
 
 
@@ -86,11 +119,11 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     folder = resolve(folder)
     file_of = _tensor_files(folder)
     _check_layers(file_of, model.config.num_layers, folder)
-    table = {entry.name: entry for entry in checkpoint_table(model)}
+    table = stored_tensors(model)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
         model.score.weight.detach().zero_()
-        table = {name: entry for name, entry in table.items() if entry.parameter is not model.score.weight}
+        del table["score.weight"]
     missing = [name for name in table if name not in file_of]
     if missing:
         raise CheckpointError(f"{folder}: the weights lack {_listing(missing)}, which its config.json asks for")
@@ -104,7 +137,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     for file in sorted(set(file_of.values())):
         with _opened(file) as tensors:
             for name in (name for name in tensors.keys() if file_of[name] == file and name in table):  # noqa: SIM118
-                if not _fill(table[name], tensors.get_slice(name), file):
+                if not _fill(name, table[name], tensors.get_slice(name), file):
                     damaged.append(name)
     if damaged:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
@@ -151,8 +184,8 @@ def file_writes(
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = dtype or model.embed.weight.dtype
-    table = {entry.name: entry for entry in checkpoint_table(model)}
-    sizes = {name: math.prod(entry.part.full_shape) * dtype.itemsize for name, entry in table.items()}
+    table = stored_tensors(model)
+    sizes = {name: math.prod(stored.shape) * dtype.itemsize for name, stored in table.items()}
     n_ranks = dp.size * model.tp.size
     plan = split_state_dict_into_shards_factory(
         sizes,
@@ -168,10 +201,10 @@ def file_writes(
         write = None
         for owner, file in enumerate(files):
             if file is not None:
-                entries = [table[name] for name in plan.filename_to_tensors[file]]
-                tensors = _gathered(entries, model, owner, dtype, pin_memory)
+                named = {name: table[name] for name in plan.filename_to_tensors[file]}
+                tensors = _gathered(named, model, owner, dtype, pin_memory)
                 if owner == model.tp.rank:
-                    write = partial(_write_tensors, tensors, folder / file, _reached(model.device))
+                    write = partial(_write_tensors, tensors, named, folder / file, _reached(model.device))
         if write is not None:
             yield write
 
@@ -205,11 +238,13 @@ def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
 
 
 def _gathered(
-    entries: Sequence[Entry], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
+    named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
 ) -> dict[str, Tensor]:
-    """The tensors in host memory, on the rank `owner`; nothing on the others."""
+    """The tensors in host memory, on the rank `owner`, with our order of heads; nothing on the others."""
+    entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
     outs: Sequence[Tensor | None] = [None] * len(entries)
+    buffer = torch.empty(0)
     if owner == model.tp.rank:
         counts = [math.prod(shape) for shape in shapes]
         # One buffer for the file: pinned memory is given out in powers of two.
@@ -218,7 +253,10 @@ def _gathered(
     for entry, out in zip(entries, outs, strict=True):
         entry.part.gather(entry.parameter, model.tp, owner, out)
         heartbeat.beat()
-    return {entry.name: out for entry, out in zip(entries, outs, strict=True) if out is not None}
+    if owner != model.tp.rank:
+        return {}
+    whole = buffer.split([math.prod(stored.shape) for stored in named.values()])
+    return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), whole, strict=True)}
 
 
 def _reached(device: torch.device) -> Any:
@@ -226,9 +264,14 @@ def _reached(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _write_tensors(tensors: dict[str, Tensor], file: Path, copied: Any) -> None:
+def _write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
     if copied is not None:
         copied.synchronize()
+    for name, stored in named.items():
+        rows = tensors[name].split([entry.part.full_shape[0] for entry in stored.entries])
+        for part, order in zip(rows, stored.orders, strict=True):
+            if order is not None:
+                part.copy_(in_order(part, order.argsort()))
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt"})
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
@@ -304,19 +347,24 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _fill(entry: Entry, stored: Any, file: Path) -> bool:
+def _fill(name: str, target: Stored, source: Any, file: Path) -> bool:
     """Copy this rank's piece. Whether all of it is finite."""
-    shape = tuple(stored.get_shape())
-    if shape != entry.part.full_shape:
-        expected = entry.part.full_shape
-        raise CheckpointError(f"{file}: {entry.name} has shape {shape}, expected {expected} from config.json")
-    if stored.get_dtype() not in FLOATS:
-        raise CheckpointError(f"{file}: {entry.name} is {stored.get_dtype()}, expected one of {sorted(FLOATS)}")
-    region = entry.part.region(entry.parameter)
-    region.copy_(entry.part.cut(stored))
-    heartbeat.beat()
-    # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
-    return region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
+    shape = tuple(source.get_shape())
+    if shape != target.shape:
+        raise CheckpointError(f"{file}: {name} has shape {shape}, expected {target.shape} from config.json")
+    if source.get_dtype() not in FLOATS:
+        raise CheckpointError(f"{file}: {name} is {source.get_dtype()}, expected one of {sorted(FLOATS)}")
+    is_finite, row = True, 0
+    for entry, order in zip(*target, strict=True):
+        n_rows = entry.part.full_shape[0]
+        piece = entry.part.cut(source if n_rows == shape[0] else source[row : row + n_rows])
+        row += n_rows
+        region = entry.part.region(entry.parameter)
+        region.copy_(piece if order is None else in_order(piece, order))
+        heartbeat.beat()
+        # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
+        is_finite &= region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
+    return is_finite
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:

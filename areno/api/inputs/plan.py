@@ -24,7 +24,7 @@ from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.files.paths import existing_path, model_of
 from areno.models.config import TransformerConfig
-from areno.models.hub import resolve
+from areno.models.folder.hub import resolve
 from areno.types import SamplingParams
 
 

@@ -53,7 +53,8 @@ def split_attention(
     shareable = partial(_whole_spans if by_spans else _whole_blocks, block_size)
     rows_by_prompt: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
-        if n_blocks := shareable(sequence.n_prompt) // block_size:
+        n_blocks = shareable(sequence.n_prompt) // block_size
+        if n_blocks > sequence.n_released:  # a block that was released may be anybody's
             # A block belongs to one prefix, so two prompts that share their last full block share all before it.
             rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)

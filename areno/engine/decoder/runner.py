@@ -209,14 +209,14 @@ class Runner:
         stored_N = self._upload(np.concatenate(slot_mappings))
         keys_M = self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None
 
-        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
+        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
             keys, values = self.cache.flat[layer]
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             keys.index_copy_(0, stored_N, k_NKC)
             values.index_copy_(0, stored_N, v_NKC)
             if keys_M is not None:  # some rows attend to tokens of earlier steps, too
                 k_NKC, v_NKC = keys.index_select(0, keys_M), values.index_select(0, keys_M)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend, window)
 
         tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
         hidden_ND = self._forward(tokens_N, positions_N, attend, stored_N)
@@ -305,8 +305,8 @@ class Runner:
             prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, max_len=max_len,
         )  # fmt: skip
 
-        def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
-            return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch)
+        def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
+            return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch, window)
 
         places_B = None if self.routes is None else self.routes.places(self.table, slots_B, positions_B)
         hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, attend, places_B)

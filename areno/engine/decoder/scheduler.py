@@ -62,10 +62,14 @@ class Plan:
 
 
 class Scheduler:
-    """Keeps every unfinished sequence and decides what each step runs."""
+    """Keeps every unfinished sequence and decides what each step runs.
 
-    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int):
-        self.blocks = blocks
+    window: tokens that any layer sees of a sequence, the last ones; None is all. Blocks before them are released while
+    the sequence goes on.
+    """
+
+    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, window: int | None = None):
+        self.blocks, self.window = blocks, window
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Prefill] = []
@@ -159,6 +163,8 @@ class Scheduler:
             # slot < 0: preempted for an older one
             if sequence.reached_max_new or sequence.awaits_token or sequence.slot < 0:
                 continue
+            if self.window is not None:
+                self._release_behind_window(sequence, self.window)
             if self._needs_block(sequence):
                 while self.blocks.n_available == 0 and sequence.slot >= 0:
                     self._preempt_youngest()
@@ -167,6 +173,14 @@ class Scheduler:
                 sequence.blocks.append(self.blocks.allocate())
             decode.append(sequence)
         return decode
+
+    def _release_behind_window(self, sequence: Sequence, window: int) -> None:
+        """Release blocks that neither this step nor a later one reads. Those that can be found by content still can."""
+        first_seen = sequence.n_kv + 1 - window  # by the query at position n_kv
+        n_released = min(first_seen // self.blocks.block_size, sequence.n_registered)
+        if n_released > sequence.n_released:
+            self.blocks.release(sequence.blocks[sequence.n_released : n_released])
+            sequence.n_released = n_released
 
     def _next_chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -244,6 +258,6 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _release(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks)
+        self.blocks.release(sequence.blocks[sequence.n_released :])
         self._slots.append(sequence.slot)
         sequence.leave_cache()

@@ -37,6 +37,7 @@ class Sequence:
     slot: int = -1  # its row in the device's tables, -1 while waiting
     n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
     blocks: list[int] = field(default_factory=list)
+    n_released: int = 0  # how many of `blocks` are no longer its own, because they lie behind the window of all layers
     n_uploaded: int = 0  # how many of `blocks` are in the device's table
     n_registered: int = 0  # how many of `blocks` can be found by content
     prefix_id: int = EMPTY_PREFIX  # of the prefix that ends with the last registered block
@@ -120,7 +121,7 @@ class Sequence:
     def leave_cache(self) -> None:
         """Forget slot and blocks; the tokens that have arrived stay."""
         self.slot, self.n_kv, self.blocks = -1, 0, []
-        self.n_uploaded, self.n_registered, self.prefix_id = 0, 0, EMPTY_PREFIX
+        self.n_released, self.n_uploaded, self.n_registered, self.prefix_id = 0, 0, 0, EMPTY_PREFIX
 
     def output(self) -> GenerationOutput:
         """The whole completion if it is finished, else the tokens since the partial output before."""

@@ -58,33 +58,45 @@ def varlen_attention(
     max_q: int,
     max_k: int,
     backend: str,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of each row's queries to its own keys: (N, H, D), differentiable.
 
     cu_seqlens_q, cu_seqlens_k: (R + 1,) int32 row borders on the device of q. Where a row has more keys than queries,
     the queries are its last tokens (bottom-right aligned). No row has fewer keys than queries. max_q, max_k: longest.
+    window: how many keys a query sees at most, the last ones; None is all.
     """
     if backend == "sdpa":
-        return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+        return sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
     if backend == "spans":
-        return _BySpans.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q)  # type: ignore[return-value]
+        return _BySpans.apply(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, window)  # type: ignore[return-value]
+    if backend == "varlen" and window is not None:
+        borders = cu_seqlens_q, cu_seqlens_k, max_q, max_k
+        return _Windowed.apply(q_NHD, k_MKD, v_MKD, *borders, window)  # type: ignore[return-value]
     if backend == "varlen":
         attn, causal = _varlen_kernel()
         return attn(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **causal)
     if backend == "flash":
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal=True)
+        rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
+        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *rows, causal=True, window_size=(_left(window), -1))
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
 def varlen_forward(
-    q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, cu_seqlens: Tensor, max_len: int, backend: str
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    backend: str,
+    window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """varlen_attention of rows to themselves, outside autograd, with what `varlen_backward` will want to know of it."""
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
-            q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False
+            q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False, **_sides(window)
         )
         return out_NHD, tuple(saved[:3])  # log-sum-exp, and a random state that backward asks for without dropout too
     if backend == "flash":
@@ -92,14 +104,15 @@ def varlen_forward(
 
         rows = cu_seqlens, cu_seqlens, max_len, max_len
         out_NHD, log_sum, _, state = _flash_attn_varlen_forward(
-            q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True
-        )
+            q_NHD, k_NKD, v_NKD, *rows, dropout_p=0.0, softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True,
+            window_size_left=_left(window),
+        )  # fmt: skip
         return out_NHD, (log_sum, state)
     if backend == "spans":
-        out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len)
+        out_NHD, log_sum = packed_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, window)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
-        return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend), ()
+        return varlen_attention(q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, max_len, max_len, backend, window), ()
 
 
 def varlen_backward(
@@ -112,6 +125,7 @@ def varlen_backward(
     cu_seqlens: Tensor,
     max_len: int,
     backend: str,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
     rows = cu_seqlens, cu_seqlens, max_len, max_len
@@ -119,7 +133,7 @@ def varlen_backward(
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
-            grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states
+            grad_NHD.contiguous(), q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *rows, 0.0, True, *states, **_sides(window)
         )
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # type: ignore[import-not-found]
@@ -128,20 +142,36 @@ def varlen_backward(
         grads = torch.empty_like(q_NHD), torch.empty_like(k_NKD), torch.empty_like(v_NKD)
         _flash_attn_varlen_backward(
             grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, dropout_p=0.0,
-            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, deterministic=False, rng_state=state,
+            softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=_left(window), window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=state,
         )  # fmt: skip
         return grads
-    return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens)
+    return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
+
+
+def _left(window: int | None) -> int:
+    """How flash-attn counts: keys before the query's own, -1 for all."""
+    return -1 if window is None else window - 1
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """The same for torch's kernels. Nothing is passed where there is no window."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def _sdpa_backward(
-    grad_NHD: Tensor, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v. There is no backward pass that could be called: forward is computed again."""
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
-        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), window)
         return torch.autograd.grad(out_NHD, (q_NHD, k_MKD, v_MKD), grad_NHD)  # type: ignore[return-value]
 
 
@@ -156,14 +186,54 @@ class _BySpans(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int
+        ctx: Any,
+        q_NHD: Tensor,
+        k_MKD: Tensor,
+        v_MKD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        window: int | None,
     ) -> Tensor:
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD, cu_q, cu_k)
-        return packed_attention(q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q)[0]
+        ctx.window = window
+        return packed_attention(q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, window)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_sdpa_backward(grads[0], *ctx.saved_tensors), None, None, None
+        q_NHD, k_MKD, v_MKD, cu_q, cu_k = ctx.saved_tensors
+        return *_sdpa_backward(grads[0], q_NHD, k_MKD, v_MKD, cu_q, cu_k, ctx.window), None, None, None, None
+
+
+class _Windowed(torch.autograd.Function):
+    """torch's kernel with a window, which `varlen_attn` of older releases cannot be asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_NHD: Tensor,
+        k_MKD: Tensor,
+        v_MKD: Tensor,
+        cu_q: Tensor,
+        cu_k: Tensor,
+        max_q: int,
+        max_k: int,
+        window: int,
+    ) -> Tensor:
+        ctx.lengths, ctx.window = (max_q, max_k), window
+        out_NHD, log_sum, *states = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_MKD, v_MKD, cu_q, cu_k, max_q, max_k, 0.0, True, False, **_sides(window)
+        )
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, out_NHD, log_sum, cu_q, cu_k, *states[:2])
+        return out_NHD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *given, cu_q, cu_k, state, unused = ctx.saved_tensors
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), *given, cu_q, cu_k, *ctx.lengths, 0.0, True, state, unused, **_sides(ctx.window)
+        )
+        return *found, None, None, None, None, None
 
 
 @functools.cache

@@ -5,6 +5,8 @@ Shape letters as in `areno/kernels/padding.py`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,17 +14,28 @@ from torch.nn import functional as F
 from areno.kernels.padding import by_padding
 
 
-def sdpa_attention(q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, starts_q: list[int], starts_k: list[int]) -> Tensor:
-    """Causal attention of each row's queries to its own keys: (N, H, D)."""
-    return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, _sdpa)
+def sdpa_attention(
+    q_NHD: Tensor,
+    k_MKD: Tensor,
+    v_MKD: Tensor,
+    starts_q: list[int],
+    starts_k: list[int],
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each row's queries to its own keys, the last `window` of them: (N, H, D)."""
+    return by_padding(q_NHD, k_MKD, v_MKD, starts_q, starts_k, partial(_sdpa, window=window))
 
 
-def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor) -> Tensor:
+def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) -> Tensor:
     n_q, n_k = q_BHLD.shape[2], k_BKLD.shape[2]
     mask = None
-    if 1 < n_q < n_k:
+    if window is not None and window >= n_k:
+        window = None
+    if window is not None or 1 < n_q < n_k:
         mask = torch.ones(n_q, n_k, dtype=torch.bool, device=q_BHLD.device).tril(n_k - n_q)
+        if window is not None:
+            mask = mask.triu(n_k - n_q + 1 - window)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
     return F.scaled_dot_product_attention(
-        q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=n_q == n_k, enable_gqa=enable_gqa
+        q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=mask is None and n_q == n_k, enable_gqa=enable_gqa
     )

@@ -26,9 +26,11 @@ def qk_norm_rope(
     n_heads: int,
     n_kv_heads: int,
     head_dim: int,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
 
+    plus_one: the factors of the norms are 1 + weight.
     qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
     """
     n = qkv_NX.shape[0]
@@ -51,6 +53,7 @@ def qk_norm_rope(
             HALF=head_dim // 2,
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            PLUS_ONE=plus_one,
             num_warps=4,
         )
     return q_NHC, k_NKC, v_NKC
@@ -66,6 +69,7 @@ def qk_norm_rope_backward(
     q_weight_C: Tensor | None,
     k_weight_C: Tensor | None,
     eps: float,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of qkv, and of the two norm weights, (C,) float32 each; None without norms."""
     n, n_heads, head_dim = grad_q_NHC.shape
@@ -96,6 +100,7 @@ def qk_norm_rope_backward(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             KV_BLOCK=triton.next_power_of_2(n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
+            PLUS_ONE=plus_one,
             num_warps=QK_WARPS,
         )
     if not has_norm:
@@ -121,6 +126,7 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
@@ -133,8 +139,8 @@ def _qk_norm_rope_kernel(
     b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
-        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF)
-        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF)
+        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, PLUS_ONE)
+        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF, PLUS_ONE)
         a = (a * scale * weight_a).to(q_ptr.dtype.element_ty).to(tl.float32)
         b = (b * scale * weight_b).to(q_ptr.dtype.element_ty).to(tl.float32)
     cos = tl.load(cos_ptr + row * HALF + half, mask=half < HALF, other=0.0)
@@ -150,11 +156,14 @@ def _qk_norm_rope_kernel(
 
 
 @triton.jit
-def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside):
+def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
     """The norm weight of each head's kind."""
     q_weight = tl.load(q_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(is_q, q_weight, k_weight)
+    weight = tl.where(is_q, q_weight, k_weight)
+    if PLUS_ONE:
+        weight += 1.0
+    return weight
 
 
 @triton.jit
@@ -178,6 +187,7 @@ def _qk_norm_rope_backward_kernel(
     HEADS_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
     """Each program takes every n_programs-th token and sums its share of the weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
@@ -193,8 +203,8 @@ def _qk_norm_rope_backward_kernel(
     sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     if q_weight_ptr is not None:
-        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, real)
-        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real)
+        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, real, PLUS_ONE)
+        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real, PLUS_ONE)
     for token in range(tl.program_id(0), n, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
         cos = tl.load(cos_ptr + row * HALF + half, mask=real, other=0.0)

@@ -18,10 +18,12 @@ from torch import Tensor
 NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
 
 
-def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
     """The residual stream x + delta (in the dtype of x; x itself without delta) and its norm (in that of the weight).
 
-    The norm is that of the rounded sum, as if the two had been separate.
+    The norm is that of the rounded sum, as if the two had been separate. plus_one: its factor is 1 + weight.
     """
     x_ND = x_ND.contiguous()
     n, size = x_ND.shape
@@ -33,7 +35,9 @@ def add_rms_norm(x_ND: Tensor, delta_ND: Tensor | None, weight_D: Tensor, eps: f
     if n:
         block = triton.next_power_of_2(size)
         n_warps = min(16, max(1, block // 256))
-        _add_norm_kernel[(n,)](x_ND, delta_ND, sum_ND, weight_D, normed_ND, size, eps, BLOCK=block, num_warps=n_warps)
+        _add_norm_kernel[(n,)](
+            x_ND, delta_ND, sum_ND, weight_D, normed_ND, size, eps, BLOCK=block, PLUS_ONE=plus_one, num_warps=n_warps
+        )
     return sum_ND, normed_ND
 
 
@@ -44,6 +48,7 @@ def rms_norm_backward(
     weight_D: Tensor,
     eps: float,
     weight_grad_D: Tensor | None,
+    plus_one: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of the stream: that of its norm (grad), plus what it gets elsewhere (grad_sum). In the dtype of sum, and
     in that of grad, which may be the same tensor.
@@ -74,6 +79,7 @@ def rms_norm_backward(
         eps,
         ROWS=rows,
         BLOCK=block,
+        PLUS_ONE=plus_one,
         num_warps=NORM_WARPS,
     )
     if weight_grad_D is not None:
@@ -93,7 +99,9 @@ def n_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _add_norm_kernel(x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr):
+def _add_norm_kernel(
+    x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -105,6 +113,8 @@ def _add_norm_kernel(x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, ep
         x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
     tl.store(normed_ptr + row * size + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
 
 
@@ -122,11 +132,14 @@ def _norm_backward_kernel(
     eps,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):
     """Each program takes every n_programs-th tile of ROWS rows and sums its share of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
     weight_grad = tl.zeros([BLOCK], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(n, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)

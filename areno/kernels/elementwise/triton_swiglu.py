@@ -9,41 +9,50 @@ import triton.language as tl
 from torch import Tensor
 
 
-def swiglu(gate_up_N2I: Tensor) -> Tensor:
-    """silu(gate) * up, (N, I), of gate and up side by side."""
+def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
+    """silu(gate) * up, (N, I), of gate and up side by side. gelu: with the tanh form of GELU instead of SiLU."""
     n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     out_NI = gate_up_N2I.new_empty((n, inner))
     if n:
-        _swiglu_kernel[(n, triton.cdiv(inner, 1024))](gate_up_N2I.contiguous(), out_NI, inner, BLOCK=1024)
+        _swiglu_kernel[(n, triton.cdiv(inner, 1024))](gate_up_N2I.contiguous(), out_NI, inner, BLOCK=1024, GELU=gelu)
     return out_NI
 
 
-def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) -> tuple[Tensor, Tensor]:
     """Gradient of gate and up side by side, and the forward result once more, which costs no pass of its own here."""
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
     out_NI = torch.empty_like(grad_NI)
     if n:
         _swiglu_backward_kernel[(n, triton.cdiv(inner, 1024))](
-            grad_NI.contiguous(), gate_up_N2I.contiguous(), grad_gate_up_N2I, out_NI, inner, BLOCK=1024
+            grad_NI.contiguous(), gate_up_N2I.contiguous(), grad_gate_up_N2I, out_NI, inner, BLOCK=1024, GELU=gelu
         )
     return grad_gate_up_N2I, out_NI
 
 
 @triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+def _turned(gate):
+    """2 sqrt(2 / pi) (x + 0.044715 x^3): x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
+    return gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)
+
+
+@triton.jit
+def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     place = gate_up_ptr + row * (2 * inner) + column
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + inner, mask=inside, other=0.0).to(tl.float32)
-    silu = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    sigmoid = tl.sigmoid(_turned(gate) if GELU else gate)
+    silu = (gate * sigmoid).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * inner + column, (silu * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _swiglu_backward_kernel(grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -52,9 +61,12 @@ def _swiglu_backward_kernel(grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, in
     gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
+    sigmoid = tl.sigmoid(_turned(gate) if GELU else gate)
     silu = (gate * sigmoid).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * inner + column, (silu * up).to(dtype), mask=inside)
-    gate_grad = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    slope = gate
+    if GELU:
+        slope = gate * (1.5957691216057308 + 0.2140644488 * gate * gate)
+    gate_grad = grad * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
     tl.store(grad_gate_up_ptr + place, gate_grad.to(dtype), mask=inside)
     tl.store(grad_gate_up_ptr + place + inner, (grad * silu).to(dtype), mask=inside)

@@ -56,7 +56,9 @@ class PagedBatch:
     max_len: int | None = None
 
 
-def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+def decode_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
+) -> Tensor:
     """As `areno.kernels.paged.decode_attention`.
 
     Gathers every row's blocks up to `max_len`, then runs one masked attention over the batch.
@@ -74,8 +76,12 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
         for part in kv_blocks
     )
     if batch.by_spans:
-        return by_spans(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B.unsqueeze(1)).squeeze(2)
+        return by_spans(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B.unsqueeze(1), window).squeeze(2)
     # The query heads that share a key head take the place of query positions, so keys and values are not repeated.
     q_BKGC = q_BHC.reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    mask = torch.arange(width * block_size, device=q_BHC.device) < batch.lengths_B[:, None, None, None]
+    positions = torch.arange(width * block_size, device=q_BHC.device)
+    lengths_B111 = batch.lengths_B[:, None, None, None]
+    mask = positions < lengths_B111
+    if window is not None:
+        mask &= positions >= lengths_B111 - window
     return F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask).reshape(n_rows, n_heads, head_dim)

@@ -26,10 +26,12 @@ _TILE = tl.constexpr(32)  # positions read together, a power of two that divides
 _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
 
 
-def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+def decode_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
+) -> Tensor:
     """As `areno.kernels.paged.decode_attention`."""
     if batch.by_spans:
-        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch)
+        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
@@ -78,6 +80,7 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
         PAGE_SIZE=block_size,
         HAS_TEAMS=n_groups > 0,
         ONE_PART=n_parts == 1,
+        WINDOW=window,
         num_warps=n_warps,
         num_stages=n_stages,
     )
@@ -101,9 +104,27 @@ def decode_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Ten
 
 @triton.jit
 def _attend(
-    q, best, total, acc, start, end, k_ptr, v_ptr, table_row, scale, stride, dim, real_dim, PAGE_SIZE: tl.constexpr
+    q,
+    best,
+    total,
+    acc,
+    start,
+    end,
+    least,
+    k_ptr,
+    v_ptr,
+    table_row,
+    scale,
+    stride,
+    dim,
+    real_dim,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Take the positions [start, end) of one table row and one key head into the running softmax."""
+    """Take the positions [start, end) of one table row and one key head into the running softmax.
+
+    least: with a WINDOW, the first position that each row of q sees.
+    """
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
         inside = position < end
@@ -116,9 +137,14 @@ def _attend(
         k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
+        if WINDOW is not None:
+            scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        decay = tl.exp2(best - new_best)
+        origin = new_best
+        if WINDOW is not None:  # there may be nothing to see yet
+            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - origin[:, None])
+        decay = tl.exp2(best - origin)
         v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
         acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
@@ -159,6 +185,7 @@ def _piece_kernel(
     PAGE_SIZE: tl.constexpr,
     HAS_TEAMS: tl.constexpr,
     ONE_PART: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program for each piece and key head. A piece without positions leaves nothing; the join knows which."""
     kv_head = tl.program_id(0)
@@ -192,6 +219,11 @@ def _piece_kernel(
                     total = tl.zeros([TEAM_ROWS], tl.float32)
                     acc = tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32)
                     end = tl.minimum(start + span, length)
+                    least = start
+                    if WINDOW is not None:
+                        row_length = tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32)
+                        least = row_length - WINDOW
+                        start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
                     best, total, acc = _attend(
                         q,
                         best,
@@ -199,6 +231,7 @@ def _piece_kernel(
                         acc,
                         start,
                         end,
+                        least,
                         k_ptr,
                         v_ptr,
                         table_row,
@@ -207,7 +240,10 @@ def _piece_kernel(
                         dim,
                         real_dim,
                         PAGE_SIZE,
+                        WINDOW,
                     )
+                    if WINDOW is not None:  # what nobody sees leaves a weight of 0
+                        total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
                     place = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
                     tl.store(place, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)
@@ -240,9 +276,30 @@ def _piece_kernel(
                 total = tl.full([OWN_ROWS], 1.0, tl.float32)
                 acc += new_v.to(tl.float32)[None, :]
             end = tl.minimum(start + span, last)
+            least = start
+            if WINDOW is not None:
+                least = last + 1 - WINDOW + tl.zeros([OWN_ROWS], tl.int32)
+                start = tl.maximum(start, (last + 1 - WINDOW) // _TILE * _TILE)
             best, total, acc = _attend(
-                q, best, total, acc, start, end, k_ptr, v_ptr, table_row, scale, stride, dim, real_dim, PAGE_SIZE
+                q,
+                best,
+                total,
+                acc,
+                start,
+                end,
+                least,
+                k_ptr,
+                v_ptr,
+                table_row,
+                scale,
+                stride,
+                dim,
+                real_dim,
+                PAGE_SIZE,
+                WINDOW,
             )
+            if WINDOW is not None:
+                total = tl.where(best == float("-inf"), 1.0, total)
             part = (row * n_heads + head) * n_parts + split
             cells = partial_ptr + part[:, None] * HEAD_DIM + dim[None, :]
             tl.store(cells, (acc / total[:, None]).to(partial_ptr.dtype.element_ty), mask=real)

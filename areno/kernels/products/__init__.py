@@ -66,14 +66,12 @@ class UnsplitProduct:
 def _no_splits() -> Iterator[None]:
     """Products on CUDA are computed by cuBLASLt, by kernels that do not divide the sum."""
     library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
-    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
-    before = [(getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names]
+    bf16 = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    fp16 = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
     torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
-        for name in names:
-            setattr(matmul, name, (False, False))
+        matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = (False, False)
         yield
     finally:
-        for name, setting in zip(names, before, strict=True):
-            setattr(matmul, name, setting)
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = bf16, fp16
         torch.backends.cuda.preferred_blas_library(library)

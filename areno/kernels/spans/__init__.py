@@ -17,10 +17,16 @@ __all__ = ["SPAN", "border", "by_spans", "n_spans", "packed_attention", "row_mul
 
 
 def packed_attention(
-    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int
+    q_NHC: Tensor,
+    k_MKC: Tensor,
+    v_MKC: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal attention of packed rows, outside autograd; arguments as of `kernels.attention.varlen_attention`.
 
     Returns (N, H, C), and from the Triton kernels the log-sum-exp of the scores as (H, N) float32.
     """
-    return form(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q)
+    return form(q_NHC, __name__).packed_attention(q_NHC, k_MKC, v_MKC, cu_seqlens_q, cu_seqlens_k, max_q, window)

@@ -8,6 +8,7 @@ of a row and a key head; P queries of the heads that share a key head, padded.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -40,22 +41,30 @@ def row_multiple() -> int:
 
 
 def packed_attention(
-    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int
+    q_NHC: Tensor,
+    k_MKC: Tensor,
+    v_MKC: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    window: int | None = None,
 ) -> tuple[Tensor, None]:
     """As `areno.kernels.spans.packed_attention`."""
-    return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), causal), None
+    attend = partial(causal, window=window)
+    return by_padding(q_NHC, k_MKC, v_MKC, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), attend), None
 
 
-def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor) -> Tensor:
+def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, window: int | None = None) -> Tensor:
     """(B, H, L, C) for queries that are the last L of M positions."""
     n_q, n_k = q_BHLC.shape[2], k_BKMC.shape[2]
-    return by_spans(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1))
+    return by_spans(q_BHLC, k_BKMC, v_BKMC, torch.arange(n_k - n_q, n_k).expand(len(q_BHLC), -1), window)
 
 
-def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor) -> Tensor:
+def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None = None) -> Tensor:
     """softmax(q k / sqrt(C)) v over the positions up to that of the query: (B, H, L, C). Keys beyond must be finite.
 
-    positions_BL: int64, of the queries; key m of a row is at position m.
+    positions_BL: int64, of the queries; key m of a row is at position m. window: how many positions a query sees, the
+    last ones; keys before them must be finite, too.
     """
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]
@@ -69,11 +78,16 @@ def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tenso
     total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
     for index in range(n_spans(k_BKMC.shape[2])):
         span = slice(border(index), border(index + 1))
-        hidden = torch.arange(span.start, span.stop) > positions_XP1
+        places = torch.arange(span.start, span.stop)
+        hidden = places > positions_XP1
+        if window is not None:
+            hidden |= places <= positions_XP1 - window
         scores = torch.bmm(q_XPC, k_XMC[:, span].transpose(1, 2)).masked_fill_(hidden, -torch.inf)
         new_best = torch.maximum(best, scores.amax(-1, keepdim=True))
-        weights = (scores - new_best).exp_()
-        decay = (best - new_best).exp_()
+        # Without a window the first span has a key for every query. Behind one, nothing may have been seen yet.
+        origin = new_best if window is None else new_best.masked_fill(new_best == -torch.inf, 0.0)
+        weights = (scores - origin).exp_()
+        decay = (best - origin).exp_()
         acc = acc * decay + torch.bmm(weights, v_XMC[:, span])
         total = total * decay + weights.sum(-1, keepdim=True)
         best = new_best

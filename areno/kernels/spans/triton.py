@@ -28,7 +28,13 @@ _QUERIES, _QUERY_WARPS = 64, 4  # of a program for packed rows; the fastest on a
 
 
 def packed_attention(
-    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int
+    q_NHC: Tensor,
+    k_MKC: Tensor,
+    v_MKC: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `areno.kernels.spans.packed_attention`."""
     q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
@@ -53,6 +59,7 @@ def packed_attention(
             QUERIES=_QUERIES,
             DIM=dim,
             PADDED_DIM=max(16, triton.next_power_of_2(dim)),
+            WINDOW=window,
             num_warps=_QUERY_WARPS,
             num_stages=2,
         )
@@ -125,6 +132,7 @@ def _packed_kernel(
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program for QUERIES queries of a row and one head. Those with the most keys come first."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -146,7 +154,10 @@ def _packed_kernel(
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
         end = tl.minimum(n_k, n_k - n_q + first + QUERIES)
-        for span in range(n_spans(end)):
+        begin = 0
+        if WINDOW is not None:  # the spans that its first query sees something of
+            begin = n_spans(tl.maximum(n_k - n_q + first + 2 - WINDOW, 1)) - 1
+        for span in range(begin, n_spans(end)):
             span_best = tl.full([QUERIES], float("-inf"), tl.float32)
             span_total = tl.zeros([QUERIES, ONES], tl.float32)
             span_acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
@@ -159,6 +170,8 @@ def _packed_kernel(
                 mask = inside[:, None] & real_dim[None, :]
                 v = tl.load(v_ptr + at[:, None] * v_stride + dim[None, :], mask=mask, other=0.0)
                 visible = key[None, :] <= position[:, None]
+                if WINDOW is not None:
+                    visible &= key[None, :] > position[:, None] - WINDOW
                 span_best, span_total, span_acc = take(q, k, v, visible, span_best, span_total, span_acc, rate)
             best, total, acc = join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]

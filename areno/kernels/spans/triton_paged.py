@@ -19,7 +19,9 @@ _OWN_LEAD = tl.constexpr(SPAN)  # positions that one program joins, of a row tha
 _JOIN_HEADS = tl.constexpr(8)  # heads that a program of the join takes
 
 
-def paged_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch) -> Tensor:
+def paged_attention(
+    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
+) -> Tensor:
     """As `areno.kernels.paged.decode_attention`, for a batch by spans."""
     q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
@@ -60,6 +62,7 @@ def paged_attention(q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tens
         TEAM_ROWS=max(16, triton.next_power_of_2(shared * group_size)),
         BLOCK=block_size,
         HAS_TEAMS=n_groups > 0,
+        WINDOW=window,
         num_warps=2,
         num_stages=3,
     )
@@ -119,6 +122,7 @@ def _part_kernel(
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TEAMS: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program for each part and key head: of a team's shared positions, or of a row's own.
 
@@ -157,6 +161,7 @@ def _part_kernel(
                         span,
                         tl.minimum(tl.where(split == 0, team_lead, border(span + 1)), shared),
                         split,
+                        tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
                         stride,
                         n_heads,
@@ -166,6 +171,7 @@ def _part_kernel(
                         DIM,
                         PADDED_DIM,
                         BLOCK,
+                        WINDOW,
                     )
     else:
         piece -= n_team_pieces
@@ -204,6 +210,7 @@ def _part_kernel(
                 span,
                 end,
                 tl.where(leads, 0, span - n_led + 1),
+                length + tl.zeros([OWN_ROWS], tl.int32),
                 q_stride,
                 stride,
                 n_heads,
@@ -213,6 +220,7 @@ def _part_kernel(
                 DIM,
                 PADDED_DIM,
                 BLOCK,
+                WINDOW,
             )
 
 
@@ -231,6 +239,7 @@ def _attend_spans(
     span,
     end,
     part,
+    row_length,
     q_stride,
     stride,
     n_heads,
@@ -240,8 +249,12 @@ def _attend_spans(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Write what the positions from a span's first one up to `end` give for ROWS pairs of a row and a head."""
+    """Write what the positions from a span's first one up to `end` give for ROWS pairs of a row and a head.
+
+    row_length: of each of these rows, for a WINDOW.
+    """
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < DIM
     mask = real[:, None] & real_dim[None, :]
@@ -253,7 +266,10 @@ def _attend_spans(
         span_best = tl.full([ROWS], float("-inf"), tl.float32)
         span_total = tl.zeros([ROWS, ONES], tl.float32)
         span_acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        for tile in range(border(index), tl.minimum(border(index + 1), end), TILE):
+        begin = border(index)
+        if WINDOW is not None:
+            begin = tl.maximum(begin, (tl.min(row_length, axis=0) - WINDOW) // TILE * TILE)
+        for tile in range(begin, tl.minimum(border(index + 1), end), TILE):
             position = tile + tl.arange(0, TILE)
             inside = position < end
             if BLOCK % TILE.value == 0:  # a tile lies in one block
@@ -264,7 +280,10 @@ def _attend_spans(
                 base = block * (BLOCK * stride) + (position % BLOCK) * stride
             k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
             v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-            span_best, span_total, span_acc = take(q, k, v, inside[None, :], span_best, span_total, span_acc, rate)
+            visible = inside[None, :]
+            if WINDOW is not None:
+                visible &= position[None, :] >= (row_length - WINDOW)[:, None]
+            span_best, span_total, span_acc = take(q, k, v, visible, span_best, span_total, span_acc, rate)
         best, total, acc = join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
     cell = (row * n_heads + head) * n_parts + part
     tl.store(sums_ptr + cell[:, None] * DIM + dim[None, :], acc, mask=mask)

@@ -4,44 +4,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from areno.layers.rope_config import Rope
-from areno.models.fields import HARMLESS_IN_ROPE
-from areno.models.raw_config import RawConfig
+from areno.models.families.fields import HARMLESS_IN_ROPE
+from areno.models.folder.raw_config import RawConfig
 
 
-def read_rope(raw: RawConfig, max_positions: int) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+def read_rope(raw: RawConfig, max_positions: int, *, partial: float | None = None, interleaved: bool = False) -> Rope:
+    """partial, interleaved: as of `read_decoder`.
+
+    Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
 
     Where both are there, transformers takes `rope_scaling` alone, and so the other must not say anything else.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
-        return _read_section(parameters, raw, max_positions)
-    rope = _read_section(scaling, raw, max_positions)
+        return replace(_read_section(parameters, raw, max_positions, partial), interleaved=interleaved)
+    rope = _read_section(scaling, raw, max_positions, partial)
     if parameters.values:
-        other = _read_section(parameters, raw, max_positions)
+        other = _read_section(parameters, raw, max_positions, partial)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
             raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
-    return rope
+    return replace(rope, interleaved=interleaved)
 
 
-def _read_section(params: RawConfig, raw: RawConfig, max_positions: int) -> Rope:
-    theta = params.get("rope_theta", float, raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
+def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens, and of those with a window: a section of `rope_parameters` for each.
+
+    Before transformers 5, `rope_theta` and `rope_scaling` were those of the former, and the field `local_theta` that of
+    the latter.
+    """
+    sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
+    full, local = sections.section("full_attention"), sections.section("sliding_attention")
+    sections.refuse_unknown((), " beside full_attention and sliding_attention")
+    if scaling.values:
+        full = RawConfig({**full.values, **scaling.values}, scaling.origin, raw.problems)
+    theta = raw.get(local_theta, float, 10000.0, gt=1)
+    return _read_section(full, raw, max_positions, None), _read_section(local, raw, max_positions, None, theta)
+
+
+def _read_section(
+    params: RawConfig, raw: RawConfig, max_positions: int, partial: float | None, theta: float | None = None
+) -> Rope:
+    """theta: where the section has none, else the field outside of it."""
+    theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
         *most, last = map(repr, _KINDS)
         params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
         return Rope(theta)
-    for section in (params, raw):
-        if section.get("partial_rotary_factor", float, 1.0) != 1.0:
+    share = partial or 1.0
+    for section in (raw, params):  # the field in the section counts more
+        share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
+        if partial is None and share != 1.0:
             section.refuse("partial_rotary_factor", "1.0")
+            break
     name = "original_max_position_embeddings"
     original = params.get(name, int, max_positions, ge=1)
     original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
-    rope = Rope(theta, kind, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
+    rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
     params.refuse_unknown(HARMLESS_IN_ROPE, f" with rope_type {kind!r}")
     return rope
 
@@ -79,12 +103,28 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
     }
 
 
+def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """As transformers. The factors of longer texts are only looked at."""
+    params.get("long_factor", list)
+    factors = params.get("short_factor", list)
+    if not all(type(each) in (int, float) and each > 0 for each in factors):
+        params.refuse("short_factor", "a number above 0 for each frequency")
+    factor = params.get("factor", float, max(1.0, max_positions / original), ge=1)
+    scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return {
+        "original_max_positions": original,
+        "attention_factor": params.get("attention_factor", float, scale, gt=0, le=1e3),
+        "short_factors": tuple(factors),
+    }
+
+
 _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
     "default": _none,
     "linear": _factor,
     "dynamic": _factor,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 
 

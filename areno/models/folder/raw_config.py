@@ -36,6 +36,11 @@ class RawConfig:
         self.values, self.origin = values, origin
         self.problems: list[Problem] = [] if problems is None else problems
         self._read: set[str] = set()
+        self._assumed: dict[str, Any] = {}
+
+    def assume(self, **values: Any) -> None:
+        """What transformers takes for fields of a family that are absent, where it is not what `get` is asked for."""
+        self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
         """The object in a field; without fields where it is absent or null."""
@@ -56,7 +61,7 @@ class RawConfig:
         ge, gt, le: bounds of a number: at least, more than, at most. An int is at most MOST, a float is finite.
         """
         self._read.add(name)
-        value: Any = self.values.get(name)
+        value: Any = self.values.get(name, self._assumed.get(name))
         if value is None and default is not None:
             return default
         if kind is int and le is None:

@@ -21,10 +21,17 @@ _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_
 _ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
 
 HARMLESS: dict[str, frozenset[str]] = {
+    "gemma3_text": _EVERYWHERE,
+    "glm4": _EVERYWHERE,
     "llama": _EVERYWHERE | {"pretraining_tp"},
+    "mistral": _EVERYWHERE,
+    "olmo2": _EVERYWHERE,
+    "olmo3": _EVERYWHERE,
+    "phi3": _EVERYWHERE | {"attention_bias"},  # there is none
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
     "qwen3_moe": _EVERYWHERE | _UNUSED_WINDOW | _ROUTER_LOSS,
     "mixtral": _EVERYWHERE | _ROUTER_LOSS,
+    "smollm3": _EVERYWHERE | _UNUSED_WINDOW | {"pretraining_tp"},
 }
 HARMLESS_IN_ROPE = frozenset({"original_max_position_embeddings", "finetuned"})

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.models.config import Family, TransformerConfig, read_decoder
-from areno.models.raw_config import RawConfig
+from areno.models.families.qwen2 import with_late_windows
+from areno.models.folder.raw_config import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:
     """The head dimension is 128 where not given, whatever the hidden size."""
     bias = raw.get("attention_bias", bool, False)
-    return replace(read_decoder(raw, "qwen3", default_head_dim=128), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
+    return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", read)

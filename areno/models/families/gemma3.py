@@ -1,0 +1,56 @@
+"""Gemma 3 (arXiv 2503.19786), text: five of six layers have a window and a rope of their own.
+
+Norms are before and behind attention and MLP and multiply by 1 + weight, embeddings are scaled, the MLP has GELU.
+Gemma 2's caps on logits and scores are not implemented; Gemma 3 has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.families.rope import read_two_ropes
+from areno.models.folder.raw_config import RawConfig
+
+
+def read(raw: RawConfig) -> TransformerConfig:
+    """Scores are divided by the root of `query_pre_attn_scalar`, which need not be the size of a head."""
+    raw.assume(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if raw.get(name, float, 0.0):
+            raw.refuse(name, "null, since capped logits are not implemented")
+    if raw.get("use_bidirectional_attention", bool, False):
+        raw.refuse("use_bidirectional_attention", "false")
+    ropes = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_local_base_freq")
+    head_dim = raw.get("head_dim", int, 256, ge=2)
+    # Attention divides scores by the root of head_dim. The rest is in the queries and keys, half of it in each.
+    more = (head_dim / raw.get("query_pre_attn_scalar", float, 256.0, gt=0)) ** 0.25
+    rope, local = (replace(rope, attention_factor=rope.attention_factor * more) for rope in ropes)
+    activation = ("hidden_activation", "gelu_pytorch_tanh")
+    config = read_decoder(raw, "gemma3_text", default_head_dim=256, may_slide=True, rope=rope, activation=activation)
+    config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
+    pattern, bias = raw.get("sliding_window_pattern", int, 6, ge=1), raw.get("attention_bias", bool, False)
+    config = with_windows(raw, config, lambda layer: (layer + 1) % pattern != 0, local)
+    return replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norms="both",
+        norm_plus_one=True,
+        activation="gelu_tanh",
+        embed_scale=config.hidden_size**0.5,
+    )
+
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma3TextForSequenceClassification",
+    read,
+    names={
+        "attention_norm": ("post_attention_layernorm",),
+        "post_norm": ("pre_feedforward_layernorm",),
+        "mlp_norm": ("post_feedforward_layernorm",),
+    },
+)

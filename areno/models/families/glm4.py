@@ -1,0 +1,29 @@
+"""GLM-4 (0414): norms before and behind attention and MLP; half of each head is rotated, in pairs of neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areno.models.config import Family, TransformerConfig, read_decoder
+from areno.models.folder.raw_config import RawConfig
+
+
+def read(raw: RawConfig) -> TransformerConfig:
+    """`attention_bias` covers q, k and v."""
+    raw.assume(rms_norm_eps=1.5625e-7, num_key_value_heads=2, attention_bias=True)
+    config = read_decoder(raw, "glm4", default_head_dim=128, partial_rotary=0.5, interleaved=True)
+    return replace(config, qkv_bias=raw.get("attention_bias", bool, False), norms="both")
+
+
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    "Glm4ForSequenceClassification",
+    read,
+    names={
+        "attention_norm": ("post_self_attn_layernorm",),
+        "post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("post_mlp_layernorm",),
+    },
+    stacked={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+)

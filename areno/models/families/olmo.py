@@ -1,0 +1,39 @@
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms behind attention and MLP, and over all queries and keys of a token.
+
+Three of four layers of OLMo 3 have a window, and only the others a scaled rope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.families.rope import read_two_ropes
+from areno.models.folder.raw_config import RawConfig
+
+_NORMS = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)}
+
+
+def read_olmo2(raw: RawConfig) -> TransformerConfig:
+    """All layers see all tokens."""
+    raw.assume(rms_norm_eps=1e-5)
+    return _with_norms(raw, read_decoder(raw, "olmo2"))
+
+
+def read_olmo3(raw: RawConfig) -> TransformerConfig:
+    """Without `layer_types`, each fourth layer sees all tokens."""
+    raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
+    rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
+    config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)
+    config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
+    config = with_windows(raw, config, lambda layer: (layer + 1) % 4 != 0, local)
+    return _with_norms(raw, config)
+
+
+def _with_norms(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
+    bias = raw.get("attention_bias", bool, False)
+    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm_whole=True, norms="after")
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", read_olmo2, names=_NORMS)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", "Olmo3ForSequenceClassification", read_olmo3, names=_NORMS)

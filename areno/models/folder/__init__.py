@@ -1,0 +1,1 @@
+"""A model folder: where it is, and what its config.json says."""

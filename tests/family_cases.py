@@ -1,0 +1,99 @@
+"""Small models of transformers with random weights, at least one of each family that `test_models.py` lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mistral": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "mistral-tied": (transformers.MistralConfig, {"sliding_window": None, "tie_word_embeddings": True}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 9}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3-window": (
+        transformers.Qwen3Config,
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 0, "head_dim": 16},
+    ),
+    "phi3": (transformers.Phi3Config, {}),
+    "phi3-partial-tied": (
+        transformers.Phi3Config,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": False, "mlp_bias": True}),
+    "smollm3-tied": (transformers.SmolLM3Config, {"no_rope_layers": [0, 1], "attention_bias": True}),
+    "smollm3-window": (
+        transformers.SmolLM3Config,
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    "olmo2": (transformers.Olmo2Config, {"attention_bias": True}),
+    "olmo2-tied": (transformers.Olmo2Config, {"tie_word_embeddings": True}),
+    "olmo3": (transformers.Olmo3Config, {"num_hidden_layers": 4, "sliding_window": 8, "rope_parameters": TWO_ROPES}),
+    "olmo3-tied": (transformers.Olmo3Config, {"tie_word_embeddings": True}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
+    "glm4-tied": (
+        transformers.Glm4Config,
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": False, "partial_rotary_factor": 1.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": TWO_ROPES,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3-tied": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+}
+
+
+def random_model(case: str, folder: Path) -> transformers.PreTrainedModel:
+    """Saved to `folder`. All weights are random, those of norms and biases, too."""
+    kind, extra = CASES[case]
+    torch.manual_seed(0)
+    config = kind(**{**SHAPE, **extra})
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+    reference.save_pretrained(folder)
+    return reference

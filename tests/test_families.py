@@ -1,0 +1,182 @@
+"""More families against transformers: same logits and gradients, saved and loaded, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from two_ranks import compare_models, load, on_two_ranks, packed, random_rows, values_of
+
+from areno.errors import CheckpointError
+from areno.models.registry import load_config
+from areno.models.weights import save_weights
+from tests.family_cases import CASES, SHAPE, random_model
+
+NAMES = list(CASES)
+
+
+def logits_of(reference: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([reference(row[None]).logits[0] for row in rows])
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_logits_and_gradients_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    reference = random_model(case, tmp_path)
+    model = load(tmp_path)
+    rows = random_rows(101)
+    logits, expected = model.logits(model(*packed(rows))), logits_of(reference, rows)
+    assert expected.std() > 0.3  # a reference that says nothing would agree with anything
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)) / 10
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    # What was gathered under the names of the checkpoint, as saving does.
+    save_weights(model, tmp_path / "gradients")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gradients", dtype=torch.float32)
+    for name, parameter in found.named_parameters():
+        torch.testing.assert_close(parameter.data, theirs[name], atol=5e-4, rtol=1e-3, msg=f"{case} {name}")
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
+    reference = random_model(case, tmp_path)
+    save_weights(load(tmp_path), tmp_path / "saved")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], tensor), name
+    rows = random_rows(101, (60,))
+    with torch.no_grad():
+        assert torch.equal(logits_of(saved, rows), logits_of(reference, rows))
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits, gradients (after gathering), initialisation and saving."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    references = {case: random_model(case, tmp_path / case) for case in NAMES}
+    on_two_ranks(compare_models, *(tmp_path / case for case in NAMES))
+    for case, reference in references.items():
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{tmp_path / case}-saved", dtype=torch.float32)
+        for name, parameter in reference.state_dict().items():
+            assert torch.equal(saved.state_dict()[name], parameter), f"{case} {name}"
+
+
+# config.json as earlier versions of transformers wrote it, with the case whose weights it fits.
+OLD: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3-tied",
+        {
+            "rope_theta": 1000.0,
+            "rope_local_base_freq": 50.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window_pattern": 3,
+            "final_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+        },
+    ),
+    "olmo3": (
+        "olmo3-tied",
+        {
+            "rope_theta": 500000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4": ("glm4", {"rope_theta": 100.0, "partial_rotary_factor": 0.25}),
+    "phi3": ("phi3", {"rope_theta": 100.0, "rope_scaling": None, "partial_rotary_factor": 0.5, "sliding_window": 7}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [4.0, 5.0, 6.0]},
+            "partial_rotary_factor": 0.75,
+            "rope_theta": 50.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "smollm3": ("smollm3-tied", {"rope_theta": 100.0, "no_rope_layers": [1, 0], "no_rope_layer_interval": 4}),
+    "qwen2": ("qwen2-window", {"rope_theta": 100.0, "max_window_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_older_files_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
+    case, changes = OLD[name]
+    random_model(case, tmp_path)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    for gone in ("rope_parameters", "layer_types", "dtype"):
+        values.pop(gone, None)
+    file.write_text(json.dumps({**values, **changes, "torch_dtype": "float32"}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    rows = random_rows(101)
+    model = load(tmp_path)
+    with torch.no_grad():
+        logits, expected = model.logits(model(*packed(rows))), logits_of(reference, rows)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert model.config.max_position_embeddings == (64 if name == "phi3 longrope" else 256)
+    file.write_text(json.dumps(values))
+    with torch.no_grad():  # what was changed counts
+        again = load(tmp_path)
+        assert (again.logits(again(*packed(rows))) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3"])
+def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    kind, extra = CASES[case]
+    torch.manual_seed(0)
+    config = kind(**{**SHAPE, **extra, "num_labels": 1, "pad_token_id": 0})
+    reference = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path / "in")
+    save_weights(load(tmp_path / "in", head="value"), tmp_path / "out")
+    for folder in ("in", "out"):
+        row = random_rows(100, (30,))[0] + 1
+        with torch.no_grad():
+            [values] = values_of(load(tmp_path / folder, head="value"), [row])
+            assert values[-1].item() == pytest.approx(reference(row[None]).logits.item(), abs=1e-4)
+
+
+WRONG = [
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0.*capped logits are not implemented"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True.*expected false"),
+    ("gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'.*'gelu_pytorch_tanh'"),
+    ("gemma3", {"rope_parameters": {"chunked_attention": {"rope_theta": 1.0}}}, "chunked_attention is .* a field"),
+    ("gemma3", {"sliding_window": None}, "sliding_window is missing, expected int"),
+    ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types is .*'full_attention' or 'sliding_attention'"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "has 1 numbers, expected 4",
+    ),
+    ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "short_factor is missing"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1.*there is no dropout"),
+    ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "partial_rotary_factor is .*an even number"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*all layers go by sliding_window"),
+    ("smollm3", {"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers is .*a 0 or 1 for each of num_hidden_layers=4"),
+    ("qwen2-window", {"use_sliding_window": False}, "layer_types is .*without use_sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), WRONG)
+def test_what_is_missing_is_told_by_its_field(case: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_config(tmp_path)
+    assert len(caught.value.problems) == 1

@@ -1,0 +1,148 @@
+"""What the decoder samples from each family: the log-probabilities of a training pass, and the same tokens whatever is
+shared, cut, preempted or released."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from two_ranks import load, packed
+
+from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.scheduler import Scheduler
+from areno.engine.decoder.sequence import Sequence
+from areno.models.transformer import Transformer
+from areno.types import GenerationOutput, GenerationRequest, SamplingParams
+from tests.family_cases import CASES, random_model
+
+Outputs = dict[tuple[int, int], GenerationOutput]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "cut prompts": {"max_prefill_tokens": 7},
+    "few blocks": {"n_blocks": 21},
+    "alone": {"max_running": 1},
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(4, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+REQUESTS = [
+    GenerationRequest(
+        request_id=number,
+        prompt=prompt(number, length),
+        n_samples=n_samples,
+        seed=number,
+        params=SamplingParams(max_new_tokens=n_new, ignore_eos=True),
+    )
+    for number, (length, n_samples, n_new) in enumerate([(13, 3, 14), (30, 2, 20), (1, 1, 40), (8, 2, 9)])
+]
+
+
+def decode(model: Transformer, **settings: Any) -> tuple[Outputs, Decoder]:
+    options = {"n_blocks": 200, "block_size": 4, "max_running": 16, "max_prefill_tokens": 256, "eos_token_ids": []}
+    decoder = Decoder(model, **{**options, **settings})
+    for request in REQUESTS:
+        decoder.submit(request)
+    outputs: Outputs = {}
+    while decoder.has_work:
+        outputs |= {(output.request_id, output.sample): output for output in decoder.step()}
+    return outputs, decoder
+
+
+def trained_logprobs(model: Transformer, outputs: Outputs) -> list[torch.Tensor]:
+    """Of the completions, by one pass over all rows."""
+    n_prompt = {request.request_id: len(request.prompt) for request in REQUESTS}
+    rows = [torch.tensor(REQUESTS[request_id].prompt + out.tokens) for (request_id, _), out in outputs.items()]
+    with torch.no_grad():
+        logprobs = model.logits(model(*packed(rows))).log_softmax(-1).split([len(row) for row in rows])
+    return [
+        row_logprobs[n_prompt[key[0]] - 1 : -1].gather(1, row[n_prompt[key[0]] :, None]).squeeze(1)
+        for key, row, row_logprobs in zip(outputs, rows, logprobs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    model = load(tmp_path)
+    found = {name: decode(model, **settings) for name, settings in SETTINGS.items()}
+    outputs, _ = found["roomy"]
+    assert sum(map(len, (out.tokens for out in outputs.values()))) == 3 * 14 + 2 * 20 + 40 + 2 * 9
+    for out, expected in zip(outputs.values(), trained_logprobs(model, outputs), strict=True):
+        torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+    for name, (others, decoder) in found.items():
+        for key, out in outputs.items():
+            assert others[key].tokens == out.tokens, f"{name} {key}"
+            torch.testing.assert_close(
+                torch.tensor(others[key].logprobs), torch.tensor(out.logprobs), atol=1e-4, rtol=0
+            )
+        if name == "few blocks":
+            assert decoder.stats.preemptions > 0
+
+
+# Blocks behind the window ---------------------------------------------------------------------------------------------
+
+
+def sequence(request: GenerationRequest, sample: int = 0) -> Sequence:
+    return Sequence(
+        request=request, sample=sample, key=0, max_new=100, stop_ids=frozenset(), tokens=list(request.prompt)
+    )
+
+
+def advance(scheduler: Scheduler) -> list[Sequence]:
+    """One step whose tokens arrive at once."""
+    plan = scheduler.schedule()
+    stepped = [*plan.decode, *(each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences)]
+    for each in stepped:
+        each.accept(7, 0.0, 0)
+        scheduler.register(each, len(each.tokens) - 1)
+    return stepped
+
+
+def test_blocks_behind_the_window_are_released() -> None:
+    """A row of any length keeps the blocks of its window, and what is shared stays until nobody sees it."""
+    blocks = BlockManager(40, 4)
+    scheduler = Scheduler(blocks, 4, 64, window=9)
+    request = GenerationRequest(request_id=0, prompt=prompt(0, 18), n_samples=2, seed=0, params=SamplingParams())
+    scheduler.waiting.extend([sequence(request), sequence(request, 1)])
+    first, second = advance(scheduler)
+    assert blocks.n_available == 40 - 6  # four shared blocks, and the last one of each
+    for _ in range(60):
+        advance(scheduler)
+        for each in (first, second):
+            seen = range(max(0, each.n_kv - 9), each.n_kv)
+            assert each.n_released == min(seen.start // 4, each.n_registered)
+    assert blocks.n_available >= 40 - 2 * 4  # a window of nine positions lies in four blocks at most
+    scheduler.abort(0)
+    assert blocks.n_available == 40
+
+
+def test_a_released_block_groups_nobody() -> None:
+    """Another row may have it as the last block of its own prompt by now."""
+    request = GenerationRequest(request_id=0, prompt=prompt(0, 64), n_samples=2, seed=0, params=SamplingParams())
+    rows = [sequence(request, sample) for sample in range(3)]
+    for each in rows:
+        each.blocks, each.n_kv = list(range(17)), 65
+    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_processors": 1}
+    assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
+    rows[1].n_released = 16
+    assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen3-window"])
+def test_windows_let_more_rows_run_in_the_same_blocks(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(case, tmp_path)
+    model = load(tmp_path)
+    with_release, decoder = decode(model, n_blocks=21)
+    monkeypatch.setattr(Scheduler, "_release_behind_window", lambda *given: None)
+    without, other = decode(model, n_blocks=21)
+    assert decoder.stats.preemptions < other.stats.preemptions
+    assert {key: out.tokens for key, out in without.items()} == {key: out.tokens for key, out in with_release.items()}
