@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -42,6 +43,7 @@ def worker_main(
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
+        gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
         pulse.has_done(decodes=False)

@@ -24,11 +24,15 @@ class Gathering:
     """Between requests and the workers. While the workers have something to do, nothing is held back.
 
     submit: submits requests with their consumers, or raises and has submitted none. is_idle: whether the workers have no
-    request. Any event loop may use it; each gathers its own.
+    request. device: of the workers. On a CPU a prefill takes as long as its tokens do, so only what has arrived already is gathered. Any
+    event loop may use it; each gathers its own.
     """
 
-    def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool]):
+    def __init__(
+        self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], device: str = "cuda"
+    ):
         self._submit, self._is_idle = submit, is_idle
+        self._pause_s = 0.0 if device == "cpu" else _PAUSE_S
         self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
@@ -41,7 +45,7 @@ class Gathering:
         if burst is None:
             if not self._is_idle():
                 return self._submit([(request, consumer)])
-            burst = self._bursts[loop] = _Burst(loop, self._submit_all)
+            burst = self._bursts[loop] = _Burst(loop, self._pause_s, self._submit_all)
         await burst.add((request, consumer))
 
     def _submit_all(self, burst: _Burst) -> None:
@@ -72,8 +76,8 @@ class Gathering:
 class _Burst:
     """Requests of one event loop. done: called once, when no other has followed for a moment."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[_Burst], None]):
-        self.loop, self._done = loop, done
+    def __init__(self, loop: asyncio.AbstractEventLoop, pause_s: float, done: Callable[[_Burst], None]):
+        self.loop, self._pause_s, self._done = loop, pause_s, done
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []
         self._first_at = self._last_at = loop.time()
         self._wait()
@@ -88,11 +92,11 @@ class _Burst:
     def _wait(self) -> None:
         # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
         # reads them, and the next one runs their handlers.
-        self.loop.call_at(self._last_at + _PAUSE_S, self.loop.call_soon, self.loop.call_soon, self._look)
+        self.loop.call_at(self._last_at + self._pause_s, self.loop.call_soon, self.loop.call_soon, self._look)
 
     def _look(self) -> None:
         now = self.loop.time()
-        if now < min(self._last_at + _PAUSE_S, self._first_at + _MOST_S):
+        if now < min(self._last_at + self._pause_s, self._first_at + _MOST_S):
             self._wait()
         else:
             self._done(self)
