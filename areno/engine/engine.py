@@ -44,7 +44,7 @@ class Engine(AbstractContextManager["Engine"]):
         # the records of requests below; it is never held for long.
         self._turn, self._books = FairLock(), threading.RLock()
         self._streams = Streams(self._poll_for_streams, self._books)
-        self._gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device)
+        self._gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase

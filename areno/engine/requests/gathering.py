@@ -1,8 +1,8 @@
 """Requests that follow each other closely, gathered so that one prefill computes all of their prompts.
 
-Agents and clients that are served at the same time ask at the same time, but their requests arrive one by one. A prefill
-of one prompt takes a GPU's host as long as one of many. So if the first request began alone, the others would wait for a
-second prefill, and all later steps would have batches of other sizes.
+Agents and clients that are served at the same time ask at the same time, but their requests arrive one by one. A
+prefill of one prompt takes a GPU's host as long as one of many. So if the first request began alone, the others would
+wait for a second prefill, and all later steps would have batches of other sizes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ _Stream = tuple[GenerationRequest, Consumer]
 class Gathering:
     """Between requests and the workers. While the workers have something to do, nothing is held back.
 
-    submit: submits requests with their consumers, or raises and has submitted none. is_idle: whether the workers have no
-    request. device: of the workers. On a CPU a prefill takes as long as its tokens do, so only what has arrived already is gathered. Any
-    event loop may use it; each gathers its own.
+    submit: submits requests with their consumers, or raises and has submitted none. is_idle: whether the workers have
+    no request. holds: false where a prefill takes as long as its tokens do, as on a CPU: then a request begins at once.
+    Any event loop may use it; each gathers its own.
     """
 
-    def __init__(
-        self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], device: str = "cuda"
-    ):
-        self._submit, self._is_idle = submit, is_idle
-        self._pause_s = 0.0 if device == "cpu" else _PAUSE_S
+    def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], holds: bool = True):
+        self._submit, self._is_idle, self.holds = submit, is_idle, holds
         self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
@@ -43,9 +40,9 @@ class Gathering:
         loop = asyncio.get_running_loop()
         burst = self._bursts.get(loop)
         if burst is None:
-            if not self._is_idle():
+            if not self.holds or not self._is_idle():
                 return self._submit([(request, consumer)])
-            burst = self._bursts[loop] = _Burst(loop, self._pause_s, self._submit_all)
+            burst = self._bursts[loop] = _Burst(loop, self._submit_all)
         await burst.add((request, consumer))
 
     def _submit_all(self, burst: _Burst) -> None:
@@ -76,8 +73,8 @@ class Gathering:
 class _Burst:
     """Requests of one event loop. done: called once, when no other has followed for a moment."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pause_s: float, done: Callable[[_Burst], None]):
-        self.loop, self._pause_s, self._done = loop, pause_s, done
+    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[_Burst], None]):
+        self.loop, self._done = loop, done
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []
         self._first_at = self._last_at = loop.time()
         self._wait()
@@ -92,11 +89,11 @@ class _Burst:
     def _wait(self) -> None:
         # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
         # reads them, and the next one runs their handlers.
-        self.loop.call_at(self._last_at + self._pause_s, self.loop.call_soon, self.loop.call_soon, self._look)
+        self.loop.call_at(self._last_at + _PAUSE_S, self.loop.call_soon, self.loop.call_soon, self._look)
 
     def _look(self) -> None:
         now = self.loop.time()
-        if now < min(self._last_at + self._pause_s, self._first_at + _MOST_S):
+        if now < min(self._last_at + _PAUSE_S, self._first_at + _MOST_S):
             self._wait()
         else:
             self._done(self)
