@@ -87,9 +87,12 @@ class _Burst:
         return future
 
     def _wait(self) -> None:
+        self.loop.call_at(self._last_at + _PAUSE_S, self._read_first)
+
+    def _read_first(self) -> None:
         # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
         # reads them, and the next one runs their handlers.
-        self.loop.call_at(self._last_at + _PAUSE_S, self.loop.call_soon, self.loop.call_soon, self._look)
+        self.loop.call_soon(lambda: self.loop.call_soon(self._look))
 
     def _look(self) -> None:
         now = self.loop.time()
