@@ -8,8 +8,10 @@ import pytest
 from agent_model import TOKENIZER, model_folder
 
 from areno.bench.__main__ import main
+from areno.bench.sampling import sampling_page, speeds
 from areno.bench.serving.compare import serving_page
 from areno.bench.serving.load import Clients, Load
+from areno.bench.work import Work
 
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"
 
@@ -22,6 +24,14 @@ def test_agents_are_compared_with_direct_sampling(capsys: pytest.CaptureFixture[
     for figures in out.values():
         assert figures["tok_s"] == pytest.approx(2 * 2 * 5 / figures["rollout_s"])
         assert figures["relative"] == pytest.approx(out["direct"]["rollout_s"] / figures["rollout_s"])
+
+
+def test_the_page_tells_of_slow_repeats() -> None:
+    seconds = {"direct": [0.5, 0.4, 0.6], "agents": [0.6, 0.7, 1.9]}
+    found = speeds(Work.fixed(8, 8, 256, 256), seconds, "direct")
+    assert found["agents"]["slowest_s"] == 1.9
+    line = sampling_page(found, title="rollout", base="direct").splitlines()[-1]
+    assert line.split()[:6] == ["agents", "0.700", "s", "0.600", "to", "1.900"]
 
 
 def test_agents_need_a_chat_template(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -117,3 +119,17 @@ def test_bfloat16_logprobs_on_the_gpu_are_near_those_of_one_pass() -> None:
         expected = expected.gather(1, torch.tensor(output.tokens, device="cuda")[:, None]).flatten().tolist()
         differences += [abs(a - b) for a, b in zip(output.logprobs, expected, strict=True)]
     assert sum(differences) / len(differences) < 0.03
+
+
+def test_no_number_of_rows_has_kernels_compiled_again() -> None:
+    """The rows of a batch are read at addresses whose alignment depends on how many rows there are."""
+    paged, sampling = pytest.importorskip("areno.kernels.paged.triton"), import_module("areno.kernels.sampling.triton")
+    of_rows = {"slots_ptr", "positions_ptr", "lengths_ptr", "shared_ptr", "n_parts", "own_splits", "n_team_pieces"}
+    n_found = 0
+    for kernel in (paged._piece_kernel, paged._join_kernel, sampling._scan_kernel, sampling._draw_kernel):
+        for param in kernel.params:
+            if param.name in of_rows:
+                n_found += 1
+                is_number = not param.name.endswith("_ptr")
+                assert param.do_not_specialize if is_number else param.do_not_specialize_on_alignment, param.name
+    assert n_found == 13

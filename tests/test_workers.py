@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch import Tensor
 from areno.config.models import MicroBatchSpec
 from areno.engine.processes.inline import InlineGroup
 from areno.engine.processes.messages import Command, pack
-from areno.engine.processes.serving import _fill, _gather
+from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import WorkerGroup, start_workers
 from areno.engine.spec import EngineSpec, UpdateSpec
@@ -236,34 +235,3 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
         group.call("wait")
     assert time.monotonic() - started < 10
     assert not alive(pid)
-
-
-def test_requests_that_follow_each_other_are_gathered() -> None:
-    one, last = Command("submit_one", b"", None), Command("train", b"", 3)
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    for command in (one, one, last, one):
-        inbox.put(command)
-    commands: list[Any] = [one]
-    _gather(inbox, commands)
-    assert commands == [one, one, one, last]  # nothing waits once somebody waits for an answer
-    _gather(inbox, commands)
-    assert len(commands) == 4
-    alone = [one]
-    _gather(SimpleQueue(), alone)
-    assert alone == [one]
-    for closed in ([None], [one]):
-        inbox = SimpleQueue()
-        inbox.put(None)
-        _gather(inbox, closed)
-        assert closed[-1] is None
-
-
-def test_gathering_has_an_end() -> None:
-    class Endless:
-        def get(self, timeout: float) -> Command:
-            time.sleep(0.001)
-            return Command("submit_one", b"", None)
-
-    commands: list[Any] = [Command("submit_one", b"", None)]
-    _gather(Endless(), commands)  # type: ignore[arg-type]
-    assert 1 < len(commands) < 100

@@ -37,12 +37,18 @@ def run_sampling(settings: Settings, folder: str, random_init: bool) -> dict[str
 
 
 def speeds(work: Work, seconds: dict[str, list[float]], base: str) -> dict[str, dict[str, float]]:
-    """Of each way to do the work: the median of its seconds, tokens per second, and the speed relative to `base`."""
+    """Of each way to do the work: the median of its seconds, tokens per second, and the speed relative to `base`.
+
+    fastest_s, slowest_s: of its repeats.
+    """
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        name: {"rollout_s": value, "tok_s": work.n_new / value, "relative": medians[base] / value}
+        name: {
+            "rollout_s": value, "tok_s": work.n_new / value, "relative": medians[base] / value,
+            "fastest_s": min(seconds[name]), "slowest_s": max(seconds[name]),
+        }
         for name, value in medians.items()
-    }
+    }  # fmt: skip
 
 
 def _kinds(work: Work, has_tokenizer: bool) -> dict[str, dict[str, Any]]:
@@ -63,7 +69,9 @@ def sampling_page(found: dict[str, dict[str, float]], title: str = "sampling", b
     """The table as text. base: the line that the speed of the others is relative to."""
     width = max(map(len, [title, *found]))
     rows = [
-        f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['tok_s']:10,.0f} tokens/s  {value['relative']:5.2f}"
+        f"{name:<{width}}  {value['rollout_s']:8.3f} s  {value['fastest_s']:8.3f} to {value['slowest_s']:.3f} s"
+        f"  {value['tok_s']:10,.0f} tokens/s  {value['relative']:5.2f}"
         for name, value in found.items()
     ]
-    return "\n".join([f"{title:<{width}}  {'rollout':>10}  {'':>19}  speed against {base}", *rows])
+    heading = f"{title:<{width}}  {'median':>10}  {'of all repeats':>19}  {'':>19}  speed against {base}"
+    return "\n".join([heading, *rows])

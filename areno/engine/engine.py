@@ -17,7 +17,8 @@ from areno.config.models import MicroBatchSpec
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
 from areno.engine.requests.dispatch import Dispatcher
-from areno.engine.requests.streams import FairLock, Streams
+from areno.engine.requests.gathering import Gathering
+from areno.engine.requests.streams import Consumer, FairLock, Streams
 from areno.engine.routing.rows import add_routes, routes_of_rows
 from areno.engine.scoring import share_rows
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
@@ -44,6 +45,7 @@ class Engine(AbstractContextManager["Engine"]):
         # the records of requests below; it is never held for long.
         self._turn, self._books = FairLock(), threading.RLock()
         self._streams = Streams(self._poll_for_streams, self._books)
+        self._gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
@@ -145,7 +147,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _send_due(self) -> None:
         for rank, batch in self._dispatcher.due():
-            self._workers.cast(rank, "submit" if len(batch) > 1 else "submit_one", batch)
+            self._workers.cast(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
         """End a request early; its samples come back with finish_reason "abort". Unknown ids are ignored."""
@@ -201,6 +203,12 @@ class Engine(AbstractContextManager["Engine"]):
             except Exception as error:  # the streams have it; who polls must get it, too
                 self._failure = error
 
+    def _submit_streams(self, requests: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
+        with self._books:
+            self.submit([request for request, _ in requests])
+            for request, consumer in requests:
+                self._streams.open(request.request_id, consumer)
+
     @property
     def is_streaming(self) -> bool:
         """Whether somebody reads the outputs of a generate_stream."""
@@ -221,13 +229,11 @@ class Engine(AbstractContextManager["Engine"]):
         """
         check_params(request.params)
         read_tokens(request.prompt, "prompt", self.info.vocab_size)
-        with self._books:
-            self.submit([request])
-            consumer = self._streams.open(request.request_id)
-        unfinished, timer = request.n_samples, None
+        consumer, unfinished, timer = Consumer(), request.n_samples, None
         if timeout_s is not None:
             timer = consumer.loop.call_later(timeout_s, consumer.queue.put_nowait, TimeoutError())
         try:
+            await self._gathering.submit(request, consumer)
             while unfinished:
                 for output in await consumer.next():
                     unfinished -= output.finish_reason is not None

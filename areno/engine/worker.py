@@ -180,10 +180,6 @@ class Worker:
         for request in requests:
             self.decoder.submit(request)
 
-    def submit_one(self, requests: Sequence[GenerationRequest]) -> None:
-        """The same for a request that came alone, which others may follow at once."""
-        self.submit(requests)
-
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests early; their outputs say so."""
         if self.decoder is not None:

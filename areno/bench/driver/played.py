@@ -60,7 +60,7 @@ class PlayedGroup:
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         sent = pickle.loads(pack(method, args))
-        if method in ("submit", "submit_one"):
+        if method == "submit":
             for request in sent[0]:
                 self._begin_request(dp_rank, request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from areno import heartbeat
@@ -22,7 +23,6 @@ from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
 _STATS_EVERY_S = 0.5
-_PAUSE_S, _MOST_GATHERED_S = 0.002, 0.025
 # What to say where a command has no advice of its own.
 _LESS_MEMORY = (
     "lower {}, {} or {}, or divide the model over more devices ({})", Key("rollout.mem_fraction"),
@@ -43,6 +43,7 @@ def worker_main(
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
+        gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)
         pulse.has_done(decodes=False)
@@ -118,31 +119,14 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
     """
     commands: list[Command | None] = []
     if context.leads:
-        is_idle = not worker.has_work
-        while not inbox.empty() or (is_idle and not commands):
+        while not inbox.empty() or not (worker.has_work or commands):
             commands.append(inbox.get())
-        if is_idle:
-            _gather(inbox, commands)
     if context.relay is None:
         return commands
     try:
         return context.relay.share(commands)
     except EOFError:  # the leader has ended, and the driver sees why
         return [None]
-
-
-def _gather(inbox: SimpleQueue[Command | None], commands: list[Command | None]) -> None:
-    """Wait for the requests that come right behind the last one, until there is a pause.
-
-    Clients that are served at the same time ask again at the same time, one by one. A prefill of one prompt takes as
-    long as one of many, so those that come during the first one's would wait for a second.
-    """
-    deadline = time.monotonic() + _MOST_GATHERED_S
-    while (last := commands[-1]) is not None and last.method == "submit_one" and time.monotonic() < deadline:
-        try:
-            commands.append(inbox.get(timeout=_PAUSE_S))
-        except Empty:
-            return
 
 
 def _failure(error: Exception, context: Any) -> ArenoError:

@@ -64,6 +64,11 @@ class Dispatcher:
         return request_id in self._of_request
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._of_request
+
+    @property
     def missing(self) -> dict[int, int]:
         """Request id -> samples still to come."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}

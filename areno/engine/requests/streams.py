@@ -114,9 +114,8 @@ class Streams:
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
-    def open(self, request_id: int) -> Consumer:
-        """Whose queue the outputs of a request will come to, in the running event loop; an Exception ends them."""
-        consumer = Consumer()
+    def open(self, request_id: int, consumer: Consumer) -> None:
+        """The outputs of a request will come to the queue of a consumer; an Exception ends them."""
         with self._lock:
             self._consumers[request_id] = consumer
             if self._thread is None:
@@ -124,7 +123,6 @@ class Streams:
                 atexit.register(self.end, EngineError("the script has ended"))
                 self._thread = threading.Thread(target=self._poll, daemon=True, name="areno-streams")
                 self._thread.start()
-        return consumer
 
     def abandon(self, consumer: Consumer) -> bool:
         """Nobody reads its queue any more. Whether the workers still work on its request."""

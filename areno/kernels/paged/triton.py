@@ -23,6 +23,7 @@ from areno.kernels.spans.triton import heads_together
 from areno.kernels.spans.triton_paged import paged_attention
 
 _TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
+_ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
 _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel takes, a power of two
 
 
@@ -93,10 +94,11 @@ def decode_attention(
             batch.spans,
             out,
             n_heads,
+            n_parts,
+            own_splits,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim,
-            OWN_SPLITS=own_splits,
-            SHARED_SPLITS=shared_splits,
+            MOST_PARTS=triton.next_power_of_2(n_parts),
             num_warps=4,
         )
     return out
@@ -152,7 +154,9 @@ def _attend(
     return best, total, acc
 
 
-@triton.jit(do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"])
+@triton.jit(
+    do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
+)
 def _piece_kernel(
     q_ptr,
     new_k_ptr,
@@ -307,7 +311,7 @@ def _piece_kernel(
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _join_kernel(
     partial_ptr,
     log_sum_ptr,
@@ -316,10 +320,11 @@ def _join_kernel(
     spans_ptr,
     out_ptr,
     n_heads,
+    n_parts,
+    own_splits,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    OWN_SPLITS: tl.constexpr,
-    SHARED_SPLITS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
 ):
     """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
     row = tl.program_id(0).to(tl.int64)
@@ -334,15 +339,13 @@ def _join_kernel(
     best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
-    for part in tl.static_range(OWN_SPLITS + SHARED_SPLITS):
-        if part == 0:  # holds the new token, so `best` is finite from here on
-            left = tl.full([_JOIN_HEADS], 1, tl.int32)
-        elif part < OWN_SPLITS:
-            left = tl.zeros([_JOIN_HEADS], tl.int32) + (own - part * own_span)
-        else:
-            left = tl.zeros([_JOIN_HEADS], tl.int32) + (shared - (part - OWN_SPLITS) * shared_span)
-        exists = real & (left > 0)
-        cell = head * (OWN_SPLITS + SHARED_SPLITS) + part
+    for part in tl.static_range(MOST_PARTS):
+        exists = real
+        if part > 0:  # the first part holds the new token, so `best` is finite from there on
+            left = tl.where(part < own_splits, own - part * own_span, shared - (part - own_splits) * shared_span)
+            left = tl.where(part < n_parts, left, 0)
+            exists = real & (tl.zeros([_JOIN_HEADS], tl.int32) + left > 0)
+        cell = head * n_parts + part
         log_sum = tl.load(log_sum_ptr + cell, mask=exists, other=float("-inf"))
         place = partial_ptr + cell[:, None] * HEAD_DIM + dim[None, :]
         partial = tl.load(place, mask=exists[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)

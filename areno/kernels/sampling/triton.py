@@ -24,6 +24,7 @@ from areno.kernels.sampling.triton_candidates import from_ordered, ordered
 from areno.kernels.sampling.triton_cut import cut
 
 _SPAN = 4096
+_ROW_POINTERS = ["slots_ptr", "positions_ptr"]  # their alignment depends on the number of rows
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LAST_INT = tl.constexpr(2147483647)
 
@@ -67,7 +68,7 @@ def sample_slots(
     return out_2B
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _scan_kernel(
     logits_ptr,
     slots_ptr,
@@ -145,7 +146,7 @@ def _uniform(key, position):
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _draw_kernel(
     logits_ptr,
     slots_ptr,

@@ -1,0 +1,132 @@
+"""Requests that follow each other closely reach the workers together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from tiny_engine import ROLLOUT, model_folder, request, spec
+
+from areno.engine.engine import Engine
+from areno.engine.requests.gathering import Gathering
+from areno.engine.requests.streams import Consumer
+from areno.errors import EngineError, WorkerLost
+from areno.types import GenerationRequest
+
+
+class Workers:
+    """What a Gathering submits to: the ids of each batch. refuses: ids, any of which makes it refuse a batch."""
+
+    def __init__(self, refuses: Sequence[int] = (), error: type[EngineError] = EngineError):
+        self.batches: list[list[int]] = []
+        self.refuses, self.error, self.is_idle = refuses, error, True
+        self.gathering = Gathering(self.submit, lambda: self.is_idle)
+
+    def submit(self, streams: Sequence[tuple[GenerationRequest, Consumer]]) -> None:
+        ids = [item.request_id for item, _ in streams]
+        if set(ids) & set(self.refuses):
+            raise self.error(f"{ids} refused")
+        self.batches.append(ids)
+        self.is_idle = not ids
+
+    async def one(self, number: int, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
+        await self.gathering.submit(request(number), Consumer())
+
+
+def test_a_burst_is_one_batch_and_what_comes_later_does_not_wait() -> None:
+    workers = Workers()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(workers.one(number, number * 0.0005) for number in range(6)))
+        started = time.perf_counter()
+        await workers.one(6)  # the workers are busy now
+        assert time.perf_counter() - started < 0.002
+        workers.is_idle = True
+        await workers.one(7)
+
+    asyncio.run(all_of_them())
+    assert workers.batches == [[0, 1, 2, 3, 4, 5], [6], [7]]
+
+
+def test_a_busy_loop_does_not_cut_a_burst() -> None:
+    workers = Workers()
+
+    async def slow(number: int) -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.004)  # longer than the pause that ends a burst
+        await workers.one(number)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(slow, range(5)))
+
+    asyncio.run(all_of_them())
+    assert workers.batches == [[0, 1, 2, 3, 4]]
+
+
+def test_requests_without_end_do_not_hold_the_first_one_back() -> None:
+    workers = Workers()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(workers.one(number, number * 0.001) for number in range(300)))
+
+    started = time.perf_counter()
+    asyncio.run(all_of_them())
+    assert 1 < len(workers.batches[0]) < 300 * 0.15 / (time.perf_counter() - started) + 1
+    assert sorted(number for batch in workers.batches for number in batch) == list(range(300))
+
+
+@pytest.mark.parametrize(("error", "accepted"), [(EngineError, [[0], [2]]), (WorkerLost, [])])
+def test_a_refused_request_takes_no_other_with_it(error: type[EngineError], accepted: list[list[int]]) -> None:
+    workers = Workers(refuses=[1], error=error)
+
+    async def all_of_them() -> list[BaseException | None]:
+        return await asyncio.gather(*map(workers.one, range(3)), return_exceptions=True)
+
+    found = asyncio.run(all_of_them())
+    assert workers.batches == accepted
+    assert [isinstance(one, error) for one in found] == [not accepted, True, not accepted]
+
+
+def test_a_request_that_is_cancelled_while_it_waits_is_not_submitted() -> None:
+    workers = Workers()
+
+    async def all_of_them() -> None:
+        tasks = [asyncio.ensure_future(workers.one(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(all_of_them())
+    assert workers.batches == [[0, 2]]
+
+
+@pytest.mark.parametrize("when", ["waiting", "just submitted"])
+def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(tmp_path: Path, when: str) -> None:
+    async def cancelled(engine: Engine, until: Callable[[], bool]) -> None:
+        async def read() -> None:
+            async with aclosing(engine.generate_stream(request(0, max_new_tokens=20, ignore_eos=True))) as stream:
+                async for _ in stream:
+                    pass
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        while not until():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while engine._streams.are_open or engine._gathering._bursts:
+            await asyncio.sleep(0.001)
+
+    with Engine(spec(model_folder(tmp_path)), "inline") as engine:
+        engine._gathering.holds = True  # as on a GPU
+        engine.begin_rollout(ROLLOUT)
+        asyncio.run(cancelled(engine, lambda: when == "waiting" or 0 in engine._dispatcher))
+        assert engine._dispatcher.is_idle
+        assert engine.generate([request(0)])[0]
