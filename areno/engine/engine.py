@@ -337,14 +337,17 @@ class Engine(AbstractContextManager["Engine"]):
         found = dict(zip(itertools.chain(*shares), itertools.chain(*scored), strict=True))
         return [found[index] for index in range(len(checked))]
 
-    def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
+    def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
+
+        Of a role with adapters these alone are written, as a folder of peft; `merge` writes the model with the adapters
+        merged into its weights.
 
         background: return as soon as a copy of the weights is in host memory. What changes them afterwards does not
         change the files, and `saved` says when these are there.
         """
         self._role(role)
-        self._call("save", folder, role, background)
+        self._call("save", folder, role, background, merge)
 
     def saved(self) -> bool:
         """Whether all that `save` began in the background is on the disk. CheckpointError, once, where it cannot be."""

@@ -9,9 +9,23 @@ from typing import Literal
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.config.schema.values import flat
+from areno.layers.adapter_config import AdapterSpec
 from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """The adapters that are trained in the place of the actor's weights.
+
+    init_from: folder of peft that they start from; "" draws them from the seed. base: what is recorded in the folders
+    that they are saved to as the model which they belong to.
+    """
+
+    adapters: AdapterSpec
+    init_from: str = ""
+    base: str = ""
 
 
 @dataclass(kw_only=True)
@@ -21,6 +35,7 @@ class RoleSpec:
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
     key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
     needs_head: the folder must hold a trained value head (a reward model), not just a body to train one on (a critic).
+    lora: None has no adapters.
     """
 
     path: str
@@ -30,6 +45,7 @@ class RoleSpec:
     gradient_checkpointing: bool = True
     offload: bool = False
     needs_head: bool = False
+    lora: LoraSpec | None = None
 
     @property
     def section(self) -> str:
@@ -66,6 +82,7 @@ class EngineSpec:
     known; () is the driver's own machine. shared: settings with the folders that all machines must see.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
+    lora: the actor's adapters, which are trained instead of its weights; None trains all of it.
     planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
     the first is read. zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole.
     1: masters and moments. 2: gradients, too.
@@ -88,6 +105,7 @@ class EngineSpec:
     tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
     eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
+    lora: LoraSpec | None = None
     planned: dict[str, RoleSpec] = field(default_factory=dict)
     stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
     n_nodes: int = 1
@@ -104,6 +122,7 @@ class EngineSpec:
             key="actor.path",
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
+            lora=self.lora,
         )
 
     @property
@@ -173,6 +192,7 @@ class EngineInfo:
     attn_backend: str
     memory_gib: float
     cost: Cost  # of a token in the actor
+    n_adapter_params: int = 0  # of its adapters, beside n_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

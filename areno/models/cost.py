@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.layers.adapter_config import AdapterSpec
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
@@ -35,6 +36,34 @@ def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     layer = size * (qkv + heads + 3 * inner + 2)
     layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
     return layer + 2 * config.head_dim * config.qk_norm
+
+
+def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """The linear layers of each of its layers that may have adapters: (outputs, inputs) by their checkpoint names."""
+    size, inner, q_size = config.hidden_size, config.intermediate_size, _q_size(config, 1)
+    kv_size = config.num_kv_heads * config.head_dim
+    return {
+        "q_proj": (q_size, size),
+        "k_proj": (kv_size, size),
+        "v_proj": (kv_size, size),
+        "o_proj": (size, q_size),
+        "gate_proj": (inner, size),
+        "up_proj": (inner, size),
+        "down_proj": (size, inner),
+    }
+
+
+_DIVIDES_INPUTS = ("o_proj", "down_proj")  # over tensor-parallel ranks; the others divide outputs
+
+
+def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
+    """Elements of all adapters on one rank."""
+    of_layer = 0
+    for name, (n_out, n_in) in linear_shapes(config).items():
+        if name in adapters.targets:
+            split, whole = (n_in, n_out) if name in _DIVIDES_INPUTS else (n_out, n_in)
+            of_layer += adapters.rank * (split // tp_size + whole)
+    return config.num_layers * of_layer
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
@@ -64,25 +93,30 @@ def model_bytes(
     tp_size: int = 1,
     dp_size: int = 1,
     zero_stage: int = 0,
+    adapters: AdapterSpec | None = None,
 ) -> ModelBytes:
     """Of a model that dp_size * tp_size devices train with this optimizer; None is a frozen one.
 
-    zero_stage: see EngineSpec. Without the padding that makes parameters start at multiples of some elements.
+    zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. Without the padding that
+    makes parameters start at multiples of some elements.
     """
-    n = parameters(config, tp_size)
+    n_weights = n = parameters(config, tp_size)
+    layer = layer_parameters(config, tp_size)
+    if adapters is not None:
+        n = adapter_parameters(config, adapters, tp_size)
+        n_weights, layer = n_weights + n, n // config.num_layers
     if optimizer is None:
-        return ModelBytes(weights=n * itemsize)
+        return ModelBytes(weights=n_weights * itemsize)
     divided = dp_size if zero_stage else 1
     moment = 4 if optimizer == "adam" else 1 + 4 / _CODES
     n_grads = n
     if zero_stage == 2 and dp_size > 1:
-        layer = layer_parameters(config, tp_size)
         of_layers = config.num_layers * layer
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // dp_size + 2 * at_once  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
     return ModelBytes(
-        weights=n * itemsize,
+        weights=n_weights * itemsize,
         gradients=4 * n_grads,
         masters=0 if is_master else 4 * n // divided,
         moments=int(2 * moment * n) // divided,
