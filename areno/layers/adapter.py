@@ -31,9 +31,7 @@ class Adapter(nn.Module):
     whatever N; see areno/engine/exact.py.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], projections: Sequence[int], adapters: AdapterSpec, spec: WeightSpec
-    ):
+    def __init__(self, parts: Sequence[Part], projections: Sequence[int], adapters: AdapterSpec, spec: WeightSpec):
         super().__init__()
         self.projections = tuple(projections)
         self.tp, self.scaling, self.rank = spec.tp, adapters.scaling, adapters.rank
@@ -92,9 +90,7 @@ class Adapter(nn.Module):
 
     def _back(self, grad_NO: Tensor) -> Tensor:
         """The gradient of the first product, (N, R), through this rank's outputs."""
-        pieces = [
-            grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places
-        ]
+        pieces = [grad_NO[:, column : column + size] @ self.b[row : row + size] for column, row, size in self.places]
         return torch.cat(pieces, dim=-1) * self.scaling
 
     # Outside training and decoding.

@@ -55,7 +55,10 @@ class Linear(nn.Module):
         return F.linear(x_NI, self.weight)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add what one product contributes to the float32 gradients of weight, bias and adapter; frozen ones have none."""
+        """Add what one product contributes to the float32 gradients of weight, bias and adapter.
+
+        What is frozen has none.
+        """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_product(self.weight.grad, grad_NO.t(), x_NI)

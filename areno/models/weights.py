@@ -223,9 +223,9 @@ def gathered(
         buffer = torch.empty(sum(counts), dtype=dtype, pin_memory=pin_memory)
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
     adapted = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
-    before, whole = None, None  # the weight that was merged last: it may hold several tensors
-    for entry, out in zip(entries, outs, strict=True):
-        if entry.parameter is not before:
+    before = whole = entries[0].parameter if entries else model.embed.weight
+    for index, (entry, out) in enumerate(zip(entries, outs, strict=True)):
+        if index == 0 or entry.parameter is not before:  # it may hold several tensors, and is merged once
             before, linear = entry.parameter, adapted.get(id(entry.parameter))
             whole = entry.parameter if linear is None else linear.merged_weight()
         entry.part.gather(whole, model.tp, owner, out)

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def add_up(
-    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: Sequence[tuple[int, int, int]], scaling: float
-) -> Tensor:
+def add_up(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: Sequence[tuple[int, int, int]], scaling: float) -> Tensor:
     """A new tensor. Differentiable."""
     rank, end, pieces = b_SR.shape[1], 0, []
     for index, (column, row, size) in enumerate(places):

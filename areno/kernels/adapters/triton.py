@@ -1,4 +1,4 @@
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """All projections of a fused layer in one launch, added in fp32 and rounded once. Letters as in the package."""
 
 from __future__ import annotations
