@@ -28,8 +28,12 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 _HARMLESS = {
     "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "megatron_config",
     "qalora_group_size", "task_type", "loftq_config", "eva_config", "target_modules", "base_model_name_or_path",
-    "exclude_modules", "runtime_config",
+    "exclude_modules", "runtime_config", "init_lora_weights",
 }  # fmt: skip
+_NOT_HERE = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "lora_bias",
+    "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that do
 
 
@@ -78,14 +82,12 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     if raw.get("bias", str, "none") != "none":
         raw.refuse("bias", "'none'")
     init = raw.values.get("init_lora_weights")
-    raw.get("init_lora_weights", object, True)
     if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
         raw.refuse("init_lora_weights", "adapters whose base is the model as it was published")
-    for name in ("modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "lora_bias"):
-        raw.get(name, object, True)  # what peft writes there where it is not in use is empty
+    for name in _NOT_HERE:
         if raw.values.get(name):
-            raw.refuse(name, "none, since adapters of one rank on linear layers are all that there is")
-    raw.refuse_unknown(_HARMLESS)
+            raw.refuse(name, "none, since adapters of one rank on whole linear layers are all that there is")
+    raw.refuse_unknown({*_HARMLESS, *_NOT_HERE})
     if raw.problems:
         raise raw.error()
     targets = _targets(folder, model)
