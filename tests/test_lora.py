@@ -20,6 +20,7 @@ from areno.layers.adapter_config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models import cost
 from areno.models.adapters.folder import is_adapter, read_adapter_config
+from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 
@@ -160,8 +161,8 @@ def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: P
 def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folder: Path) -> None:
     backend = trained._workers.worker.roles["actor"].backend  # type: ignore[attr-defined]
     adapters, config = trained.spec.lora.adapters, load_config(folder)  # type: ignore[union-attr]
-    n = cost.adapter_parameters(config, adapters)
-    shapes = cost.linear_shapes(config)
+    n = adapter_parameters(config, adapters)
+    shapes = linear_shapes(config)
     assert n == sum(2 * adapters.rank * sum(shapes[name]) for name in adapters.targets)  # of two layers
     assert n == trained.info.n_adapter_params
     assert sum(p.numel() for p in backend.model.parameters() if p.requires_grad) == n

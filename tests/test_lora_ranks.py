@@ -74,7 +74,8 @@ def test_two_ranks_are_as_one(
                 engine.load_state(tmp_path / "one-state")
                 assert apart(scored(engine, "actor", ROWS), found[0][2]) < 1e-4
     (numbers, tokens, logprobs, ref), (numbers_2, tokens_2, logprobs_2, ref_2) = found
-    assert numbers_2 == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    # Blocks of 8-bit moments follow the layout of a rank.
+    assert numbers_2 == pytest.approx(numbers, rel=1e-4 if adam == "adam" else 2e-3, abs=1e-6)
     assert tokens_2 == tokens
     assert apart(logprobs_2, logprobs) < 1e-4
     assert apart(ref_2, ref) < 1e-5

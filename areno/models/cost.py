@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.layers.adapter_config import AdapterSpec
+from areno.models.adapters.shapes import adapter_parameters
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
@@ -36,34 +37,6 @@ def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     layer = size * (qkv + heads + 3 * inner + 2)
     layer += qkv * config.qkv_bias + size * config.o_bias + (2 * inner + size) * config.mlp_bias
     return layer + 2 * config.head_dim * config.qk_norm
-
-
-def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers of each of its layers that may have adapters: (outputs, inputs) by their checkpoint names."""
-    size, inner, q_size = config.hidden_size, config.intermediate_size, _q_size(config, 1)
-    kv_size = config.num_kv_heads * config.head_dim
-    return {
-        "q_proj": (q_size, size),
-        "k_proj": (kv_size, size),
-        "v_proj": (kv_size, size),
-        "o_proj": (size, q_size),
-        "gate_proj": (inner, size),
-        "up_proj": (inner, size),
-        "down_proj": (size, inner),
-    }
-
-
-_DIVIDES_INPUTS = ("o_proj", "down_proj")  # over tensor-parallel ranks; the others divide outputs
-
-
-def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
-    """Elements of all adapters on one rank."""
-    of_layer = 0
-    for name, (n_out, n_in) in linear_shapes(config).items():
-        if name in adapters.targets:
-            split, whole = (n_in, n_out) if name in _DIVIDES_INPUTS else (n_out, n_in)
-            of_layer += adapters.rank * (split // tp_size + whole)
-    return config.num_layers * of_layer
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:

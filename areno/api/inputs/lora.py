@@ -14,9 +14,9 @@ from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import existing_path, model_of
 from areno.layers.adapter_config import AdapterSpec
+from areno.models.adapters.shapes import linear_shapes
 from areno.models.companions import TOKENIZER
 from areno.models.config import TransformerConfig
-from areno.models.cost import linear_shapes
 from areno.models.hub import HUB_ID, resolve
 
 KEY = "actor.init_lora_from"

@@ -13,9 +13,9 @@ from areno.files.durable import sync, sync_tree
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.models.adapters.model import PREFIX, adapter_table
+from areno.models.adapters.shapes import linear_shapes
 from areno.models.companions import ADAPTER_CONFIG, TOKENIZER, copy_companions
 from areno.models.config import TransformerConfig
-from areno.models.cost import linear_shapes
 from areno.models.hub import resolve
 from areno.models.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
