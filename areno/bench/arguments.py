@@ -42,6 +42,7 @@ class Settings:
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
     exact: bool
+    lora_rank: int | None
     eager_decode: bool
     tokenizer: str | None
     folder: str | None
@@ -91,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
+    add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
     add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; others need one")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")

@@ -63,10 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run
     settings = [*_overrides(arguments), *arguments.settings]
     config, recipe = _config(of_run, model, arguments, settings)
+    config = without_training(config, model)
     output = _output(arguments.output, of_run, model)
     folder = new_run.make(output)
     assert folder is not None
-    config = without_training(config, model)
     folder.describe(config, settings, recipe)
     try:
         with RunLog(own_process=True):
