@@ -24,6 +24,7 @@ OWN_FOLDERS = {
     "paged": "attention",
     "spans": "attention",
     "products": "gemm",
+    "adapters": "gemm",
     "elementwise": "norm/rope/activation",
     "logprobs": "head",
     "sampling": "sampling",
