@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from test_fused import LENGTHS, SMALL
 from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
-from tiny_engine import request, rollout, scored, tokens_of, train_rows
+from tiny_engine import ROLLOUT, request, rollout, scored, spec, tokens_of, train_rows
 from torch import Tensor
 
 from areno.config.models import OptimizerConfig
+from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.adapters import Place, add_up, reference, tiles
@@ -93,6 +95,55 @@ def test_two_ranks_agree_exactly(folder: Path) -> None:
         for _ in range(2):
             stats = engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)
         assert stats["logp_abs_diff_max"] == 0.0
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu(folder: Path, dtype: str, exact: bool) -> None:
+    """Rollouts by CUDA graphs that were captured before the first update have the adapters as they are now."""
+    on_cuda = spec(folder, random_init=False, lora=lora(folder), exact=exact, dtype=dtype, attn_backend="auto")
+    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, lora(folder)) as on_cpu:
+        first = rollout(on_cpu, REQUESTS)
+        rows = train_rows(first, REQUESTS)
+        for row in rows:
+            row.staleness = 1  # sampled elsewhere
+        for each in (engine, on_cpu):
+            each.train(rows, grpo_loss_fn)
+        within = 2e-3 if dtype == "float32" else 0.5
+        assert apart(scored(engine, "actor", ROWS), scored(on_cpu, "actor", ROWS)) < within
+        for _ in range(3):
+            engine.begin_rollout(ROLLOUT)
+            outputs = engine.generate(REQUESTS)
+            assert sum(stats.graph_replays for stats in engine.rollout_stats()) > 0
+            engine.end_rollout()
+            stats = engine.train(train_rows(outputs, REQUESTS), grpo_loss_fn)
+            if exact:
+                assert stats["logp_abs_diff_max"] == 0.0
+            else:
+                assert stats["logp_abs_diff_mean"] < (1e-4 if dtype == "float32" else 0.05)
+        before = scored(engine, "actor", ROWS)
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
+        assert apart(scored(engine, "ref", ROWS), before) > 0.01
+        assert scored(engine, "actor", ROWS) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
+    places = (Place(0, 0, 1024), Place(1024, 1024, 200), Place(1300, 1224, 136))
+    for rank, n_rows in ((8, 1), (32, 256), (128, 700)):
+        y, h, b = (torch.randn(s, device="cuda").to(dtype) for s in ((n_rows, 1436), (n_rows, 3 * rank), (1360, rank)))
+        expected = reference.add_up(y.double(), h.double(), b.double(), places, 0.5)
+        with torch.no_grad():
+            found = add_up(y.clone(), h, b, places, tiles(places, rank, y.device), 0.5)
+            rows = [add_up(y[:n].clone(), h[:n], b, places, tiles(places, rank, y.device), 0.5) for n in (1, n_rows)]
+        close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+        torch.testing.assert_close(found.double(), expected, **close)
+        assert all(torch.equal(each, found[: len(each)]) for each in rows)
 
 
 # -- interpreted ---------------------------------------------------------------------------------------------------
