@@ -12,7 +12,7 @@ import transformers
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
-from areno.models.fields import HARMLESS
+from areno.models.config_json.fields import HARMLESS
 from areno.models.registry import load_config
 
 SHAPE = {

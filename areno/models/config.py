@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from areno.layers.experts_config import Experts
 from areno.layers.rope_config import Rope
-from areno.models.raw_config import RawConfig
-from areno.models.rope import read_rope
+from areno.models.config_json.raw_config import RawConfig
+from areno.models.config_json.rope import read_rope
 
 FamilyName = Literal["qwen3", "llama", "qwen2", "qwen3_moe", "mixtral"]
 HeadName = Literal["lm", "value"]

@@ -11,14 +11,14 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
+from areno.models.config_json.fields import HARMLESS
+from areno.models.config_json.raw_config import RawConfig, read_json
 from areno.models.cost import parameters
 from areno.models.experts.families import MIXTRAL, QWEN3_MOE
-from areno.models.fields import HARMLESS
 from areno.models.hub import MODEL, resolve
 from areno.models.llama import LLAMA
 from areno.models.qwen2 import QWEN2
 from areno.models.qwen3 import QWEN3
-from areno.models.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, LLAMA, QWEN2, QWEN3_MOE, MIXTRAL)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from areno.layers.experts_config import Experts
 from areno.models.config import Family, TransformerConfig, read_decoder
-from areno.models.raw_config import RawConfig
+from areno.models.config_json.raw_config import RawConfig
 
 
 def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:

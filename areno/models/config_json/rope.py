@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from areno.layers.rope_config import Rope
-from areno.models.fields import HARMLESS_IN_ROPE
-from areno.models.raw_config import RawConfig
+from areno.models.config_json.fields import HARMLESS_IN_ROPE
+from areno.models.config_json.raw_config import RawConfig
 
 
 def read_rope(raw: RawConfig, max_positions: int) -> Rope:

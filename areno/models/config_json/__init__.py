@@ -1,0 +1,1 @@
+"""Reading config.json: fields with their types, those that change nothing, and rotary frequencies."""
