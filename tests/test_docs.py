@@ -44,7 +44,7 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*.md")),
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
-GUIDES += ["exact.md"]
+GUIDES += ["adapters.md", "exact.md"]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
 
 

@@ -18,6 +18,7 @@ from areno.engine.layout.fitting import check_fits, ways_to_fit
 from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
+from areno.layers.adapter_config import AdapterSpec
 from areno.layers.rope_config import Rope
 from areno.models.config import TransformerConfig
 from areno.models.cost import parameters
@@ -52,6 +53,21 @@ def test_bytes_worked_by_hand() -> None:
     assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
     visiting = of(ACTOR, replace(CRITIC, offload=True))
     assert visiting.least - of().least > 17 * parameters(CRITIC.config)
+
+
+def test_adapters_worked_by_hand() -> None:
+    """What is trained is the adapters; a 32B model of 61 GiB then fits one device of 80."""
+    spec = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
+    n, adapters = parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
+    actor = replace(ACTOR, adapters=spec)
+    assert of(actor).resident == 2 * (n + adapters) + (4 + 4 + 8) * adapters
+    assert of(actor, world_size=2, zero_stage=1).resident == 2 * (n + adapters) + (4 + 2 + 4) * adapters
+    assert of(replace(actor, optimizer=None)).resident == 2 * (n + adapters)
+    on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
+    assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, 2) + 18 * on_two
+    large = replace(actor, config=QWEN3_32B)
+    assert of(large).fits(80 * GIB)
+    assert not of(replace(large, adapters=None)).fits(139 * GIB)
 
 
 def refused(footprint: Footprint, gib: float) -> str:

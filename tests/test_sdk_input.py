@@ -474,7 +474,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(
     trainer.save_checkpoint(tmp_path / "out")
     before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
 
-    def fail(folder: str, role: str, background: bool) -> None:
+    def fail(folder: str, *_: Any) -> None:
         (Path(folder) / "half").write_text("")
         raise OSError(28, "No space left on device")
 

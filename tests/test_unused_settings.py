@@ -103,7 +103,7 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "stats_logger.wandb.wandb_api_key=x",
             "stats_logger.wandb.wandb_api_key: unknown key; it would be kept",
         ),
-        ("gspo", "actor.use_lora=true", "actor.use_lora: unknown key; there are no LoRA adapters yet"),
+        ("ppo", "critic.use_lora=true", "critic.use_lora: unknown key; adapters are for the actor"),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from areno.api.inputs.lora import with_model
 from areno.api.rollout.collect import evaluate_policy
 from areno.api.trainers.setup import Setup
 from areno.config.experiments import PolicyExperimentConfig
@@ -18,7 +19,7 @@ def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperi
     console = "lines" if config.stats_logger.console in ("auto", "live") else config.stats_logger.console
     return replace(
         config,
-        actor=replace(config.actor, path=model, init_from_scratch=False),
+        actor=with_model(config.actor, model),
         evaluator=EvaluatorConfig(),
         recover=replace(config.recover, mode="off"),
         saver=SaverConfig(),

@@ -405,12 +405,12 @@ class Trainer:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | Path) -> str:
-        """Write the policy as a Hugging Face folder and return its path. A checkpoint that is there is replaced,
-        also where the path is a link to it.
+    def save_checkpoint(self, path: str | Path, *, merge_adapters: bool = False) -> str:
+        """Write the policy as a Hugging Face folder and return its path.
 
-        The folder appears when it is whole. CheckpointError, and nothing left behind, where that cannot be, and for a
-        folder of that name which is no checkpoint.
+        A checkpoint that is there is replaced, also where the path is a link to it. The folder appears when it is
+        whole. CheckpointError, and nothing left behind, where that cannot be, and for a folder that is no checkpoint.
+        With adapters it has only these, in the form of peft, or with merge_adapters the whole model with these in it.
         """
         _ = self.engine
         check_folder("path", path)
@@ -418,18 +418,20 @@ class Trainer:
         if os.path.exists(final) and not is_replaceable(final):
             raise CheckpointError(f"{path} is there and is no checkpoint, so it is not replaced; choose another path")
         with as_checkpoint_error(final, "hold the checkpoint", "path"):
-            write_whole(final, self.write_checkpoint)
+            write_whole(final, partial(self.write_checkpoint, merge_adapters=merge_adapters))
         logger.info("checkpoint saved: %s", path)
         return str(path)
 
-    def write_checkpoint(self, folder: str | Path, role: str = "actor", background: bool = False) -> None:
+    def write_checkpoint(
+        self, folder: str | Path, role: str = "actor", background: bool = False, merge_adapters: bool = False
+    ) -> None:
         """Write a role as a Hugging Face folder, file by file. save_checkpoint makes the folder appear whole.
 
         background: return as soon as a copy of the weights is in host memory; see checkpoint_written.
         """
         engine = self._outside_rollout("save_checkpoint")
         with self._named():
-            engine.save(str(folder), role, background)
+            engine.save(str(folder), role, background, merge_adapters)
 
     def checkpoint_written(self) -> bool:
         """Whether all that write_checkpoint began in the background is on the disk. CheckpointError if it cannot be."""

@@ -43,6 +43,7 @@ class Settings:
     attn_backend: Literal["auto", "flash", "native"]
     exact: bool
     routing_replay: bool
+    lora_rank: int | None
     eager_decode: bool
     tokenizer: str | None
     folder: str | None
@@ -93,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
+    add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
     add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; others need one")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")

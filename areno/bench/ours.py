@@ -19,11 +19,21 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
-from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.engine.spec import EngineSpec, LoraSpec, RolloutSpec
 from areno.errors import ConfigError, Problem
+from areno.layers.adapter_config import AdapterSpec
 from areno.loss_fns import gspo_loss_fn
+from areno.models.adapters.shapes import linear_shapes
 from areno.models.cost import Cost
+from areno.models.registry import load_config
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
+
+
+def _lora(settings: Settings, folder: str) -> LoraSpec | None:
+    if settings.lora_rank is None:
+        return None
+    targets = tuple(linear_shapes(load_config(folder)))
+    return LoraSpec(adapters=AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, targets), base=folder)
 
 
 class Ours:
@@ -47,6 +57,7 @@ class Ours:
                 attn_backend=settings.attn_backend,
                 exact=settings.exact,
                 routing_replay=settings.routing_replay,
+                lora=_lora(settings, folder),
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )

@@ -25,6 +25,7 @@ OWN_FOLDERS = {
     "spans": "attention",
     "products": "gemm",
     "experts": "gemm",
+    "adapters": "gemm",
     "elementwise": "norm/rope/activation",
     "logprobs": "head",
     "sampling": "sampling",

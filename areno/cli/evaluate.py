@@ -63,10 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run
     settings = [*_overrides(arguments), *arguments.settings]
     config, recipe = _config(of_run, model, arguments, settings)
+    config = without_training(config, model)
     output = _output(arguments.output, of_run, model)
     folder = new_run.make(output)
     assert folder is not None
-    config = without_training(config, model)
     folder.describe(config, settings, recipe)
     try:
         with RunLog(own_process=True):
@@ -99,8 +99,8 @@ def _found(named: str) -> tuple[Path | None, str, int]:
         raise ConfigError(Problem("FOLDER", "{} is a file; a run, a checkpoint or a model folder is expected", folder))
     if not folder.is_dir():  # a hub id, or nothing: what opens the model says so
         return None, named, 0
-    if not (folder / "config.json").exists():
-        text = "{} is neither the folder of a run nor that of a model: it has no config.json"
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
+        text = "{} is neither the folder of a run nor that of a model: it has no config.json or adapter_config.json"
         raise ConfigError(Problem("FOLDER", text, folder))
     of_run = next((parent for parent in folder.resolve().parents if is_described(parent)), None)
     number = folder.resolve().name.removeprefix("step-")

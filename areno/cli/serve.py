@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     from areno.agents.server.host import ServerThread
     from areno.agents.server.sampling import ServerLimits
     from areno.api.inputs.devices import find_devices
+    from areno.api.inputs.lora import own_tokenizer, with_model
     from areno.api.inputs.plan import open_actor
     from areno.config.models import ModelConfig
     from areno.config.run import DecoderConfig, EngineConfig
@@ -124,8 +126,10 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
         device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
         dummy_load=arguments.random_weights,
     )  # fmt: skip
-    actor = ModelConfig(path=_model(arguments.folder), dtype=arguments.dtype)
-    plan = open_actor(actor, engine_config, lambda: find_devices(engine_config))
+    path = _model(arguments.folder)
+    actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
+    devices = partial(find_devices, engine_config)
+    plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path))
     decoder = DecoderConfig(
         mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,
         max_prefill_tokens=arguments.max_prefill_tokens, eager_decode=arguments.eager_decode,

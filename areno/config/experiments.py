@@ -75,6 +75,10 @@ class ExperimentConfig(Section):
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
+    @forbid("saver.merge_adapters", "is true, but actor.use_lora is false, so there are no adapters; leave it out")
+    def merging_nothing(self) -> bool:
+        return self.saver.merge_adapters and not self.actor.use_lora
+
     @forbid(
         "cluster.n_nodes",
         "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray",
@@ -224,6 +228,14 @@ class PolicyExperimentConfig(ExperimentConfig):
     def advantages(self, rows: Any, groups: Any) -> Any:
         """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
+
+    @forbid(
+        "ref.offload",
+        "is true, but with actor.use_lora the reference is the actor without its adapters, which stays on the device; "
+        "leave it out",
+    )
+    def offloaded_base(self) -> bool:
+        return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
 
     @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_of_one(self) -> bool:

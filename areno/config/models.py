@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.config.lora import LoraConfig
 from areno.config.schema.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
@@ -97,8 +98,8 @@ class NormConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ModelConfig(Section):
-    """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
+class UpdatedModelConfig(Section):
+    """The model that is trained, and how it is updated."""
 
     path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
@@ -141,6 +142,19 @@ class ModelConfig(Section):
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
         return unknown and decays and self.optimizer.lr_decay_steps is None
+
+
+@dataclass(kw_only=True)
+class ModelConfig(LoraConfig, UpdatedModelConfig):
+    """The model that is trained, and how it is updated. Supervised fine-tuning needs no other settings."""
+
+    @forbid(
+        "use_lora",
+        "is true, and so is init_from_scratch. Adapters are saved without the model that they are on, and that would "
+        "be lost; train the model whole",
+    )
+    def adapters_on_nothing_that_stays(self) -> bool:
+        return self.use_lora and self.init_from_scratch
 
 
 @dataclass(kw_only=True)

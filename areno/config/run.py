@@ -109,6 +109,11 @@ class SaverConfig(FrequencyConfig):
         None, help="Whether a large or a small best_metric is good. null: min for a loss, max otherwise"
     )
     keep_best: int = setting(1, help="So many best checkpoints stay beside the newest", gt=0)
+    merge_adapters: bool = setting(
+        False,
+        help="With actor.use_lora: checkpoints are whole models, with the adapters merged into the weights. Without it "
+        "they are folders of peft that hold the adapters only",
+    )
     push_to_hub: str | None = setting(
         None,
         help="Model repository (owner/name) of the Hugging Face hub that every checkpoint is uploaded to, beside the "

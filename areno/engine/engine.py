@@ -349,14 +349,14 @@ class Engine(AbstractContextManager["Engine"]):
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
-    def save(self, folder: str, role: str = "actor", background: bool = False) -> None:
+    def save(self, folder: str, role: str = "actor", background: bool = False, merge: bool = False) -> None:
         """Write a role's model as a Hugging Face folder, one with a value head as a ...ForSequenceClassification.
 
-        background: return as soon as a copy of the weights is in host memory. What changes them afterwards does not
-        change the files, and `saved` says when these are there.
+        Adapters are written alone, as a folder of peft; with `merge`, merged into the weights of the whole model.
+        background: return as soon as a copy of the weights is in host memory; `saved` says when the files are there.
         """
         self._role(role)
-        self._call("save", folder, role, background)
+        self._call("save", folder, role, background, merge)
 
     def saved(self) -> bool:
         """Whether all that `save` began in the background is on the disk. CheckpointError, once, where it cannot be."""

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from areno.errors import EngineError, Key
+from areno.kernels.adapters import add_up
 from areno.kernels.backend import use_triton
 from areno.kernels.products import UnsplitProduct
 from areno.kernels.spans import row_multiple
+from areno.layers.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.experts import ExpertMLP
 from areno.layers.linear import Linear
@@ -40,6 +42,7 @@ def make_exact(model: Transformer) -> str:
             "{} is not supported on {} for a model with experts, whose products have no fixed order there; set it to "
             "false", Key("engine.exact"), model.device.type,
         )  # fmt: skip
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
     if model.device.type == "cpu":
         model.row_multiple = row_multiple()
@@ -50,6 +53,7 @@ def make_exact(model: Transformer) -> str:
             mixture.row_multiple = model.row_multiple
         for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
             _try_on_cpu(matrices.stack_EOI[0], model.row_multiple)
+        _try_adapters(adapters, model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
     if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):
         raise EngineError(
@@ -61,10 +65,37 @@ def make_exact(model: Transformer) -> str:
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
             module.unsplit = found[module.weight.shape]
+    for adapter in adapters:
+        adapter.in_order = use_triton(adapter.a)
+    _try_adapters(adapters, 1)
     return "products without a split up to " + ", ".join(
         f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
         for (o, i), how in found.items()
     )
+
+
+def _try_adapters(adapters: list[Adapter], multiple: int) -> None:
+    for adapter in {(each.a.shape, each.b.shape): each for each in adapters}.values():
+        _try_adapter(adapter, multiple)
+
+
+def _try_adapter(adapter: Adapter, multiple: int) -> None:
+    """As `_try_on_cpu`, of both products of an adapter. multiple: 1 where each row is computed by itself."""
+    x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
+    n_columns = max(column + size for column, _, size in adapter.places)
+
+    def added(n_rows: int) -> Tensor:
+        h_NR, y_NO = adapter.first_product(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
+        return add_up(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
+
+    all_NO = added(len(x_NI))
+    for n_rows in (size * multiple for size in _CPU_SIZES):
+        if not torch.equal(added(n_rows), all_NO[:n_rows]):
+            raise EngineError(
+                "{} cannot be kept on this machine: what an adapter of rank {} adds to {} rows differs in its last "
+                "bits from the same rows in a larger product; set it to false",
+                Key("engine.exact"), adapter.rank, n_rows,
+            )  # fmt: skip
 
 
 _PRODUCTS = (Linear, VocabParallelEmbedding)

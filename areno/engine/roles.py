@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from areno.engine.layout.fitting import check_fits
 from areno.engine.layout.footprint import Footprint, footprint_of
 from areno.engine.memory import device_bytes, out_of_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.spec import EngineSpec, RoleSpec
+from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.offload import Offload
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
+from areno.models.adapters.folder import load_adapters
+from areno.models.adapters.model import add_adapters, init_adapters, without_adapters
 from areno.models.registry import build_model, load_config, tp_problems
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -32,16 +34,21 @@ logger = logging.getLogger("areno")
 
 @dataclass
 class Role:
-    """One model of this worker. offload: of its buffers; of none where it stays on the device."""
+    """One model of this worker. offload: of its buffers; of none where it stays on the device.
+
+    is_base: it is the actor with its adapters off, and has nothing of its own.
+    """
 
     spec: RoleSpec
     backend: TrainBackend
     offload: Offload
+    is_base: bool = False
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
         """Its backend, with everything that scoring (or training) needs on the device."""
-        with self.offload.on_device(training):
+        base = without_adapters(self.backend.model) if self.is_base else nullcontext()
+        with self.offload.on_device(training), base:
             yield self.backend
 
 
@@ -88,6 +95,7 @@ class Roles:
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
         """What these roles take together. EngineError where they cannot fit."""
+        roles = {name: role for name, role in roles.items() if not self._is_base(role)}
         configs = {}
         for name, role in roles.items():
             with model_of(role.key):
@@ -99,7 +107,7 @@ class Roles:
 
     def trained(self) -> dict[str, Role]:
         """The roles that have an optimizer."""
-        return {name: role for name, role in self._roles.items() if role.backend.optimizer is not None}
+        return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
         """Forget a role and give its memory back."""
@@ -110,7 +118,17 @@ class Roles:
         """Parameters on this rank of the largest model."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
+    def _is_base(self, spec: RoleSpec) -> bool:
+        """Whether it is the model that the actor's adapters are on."""
+        frozen = spec.optimizer is None and spec.lora is None and spec.head == "lm"
+        return self.spec.lora is not None and frozen and self._is_of_the_actor(spec)
+
+    def _is_of_the_actor(self, spec: RoleSpec) -> bool:
+        return spec.path == self.spec.model_path or Path(spec.path).resolve() == Path(self.spec.model_path).resolve()
+
     def _load(self, spec: RoleSpec) -> Role:
+        if self._is_base(spec):
+            return Role(spec, self._roles["actor"].backend, Offload([]), is_base=True)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
         fewer = "" if is_actor else "keep roles in host memory while they are not used (offload), "
@@ -135,6 +153,8 @@ class Roles:
                 raise ConfigError(problems)
             model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
             self._fill(model, spec)
+            if spec.lora is not None:
+                self._adapt(model, spec.lora)
             if self.spec.exact:
                 logger.info("exact: %s", make_exact(model))
             backend = TrainBackend(
@@ -148,10 +168,9 @@ class Roles:
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
-        """Set the weights. A role of the actor's folder copies the actor as long as that has not been trained."""
-        own = spec.path == self.spec.model_path or Path(spec.path).resolve() == Path(self.spec.model_path).resolve()
-        actor = self._roles.get("actor")
-        if own and actor and (actor.backend.optimizer is None or actor.backend.optimizer.steps == 0):
+        """Set the weights. A role of the actor's folder copies the actor as long as these have not been trained."""
+        own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
+        if own and actor and (self.spec.lora or actor.backend.optimizer is None or actor.backend.optimizer.steps == 0):
             theirs = dict(self.actor.named_parameters())
             for name, parameter in model.named_parameters():
                 if name in theirs:
@@ -162,6 +181,14 @@ class Roles:
             model.init_weights(self.spec.seed)  # the very weights that the actor had at its start
         else:
             load_weights(model, spec.path)
+
+    def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
+        add_adapters(model, lora.adapters)
+        if not lora.init_from:
+            init_adapters(model, self.spec.seed)
+            return
+        with model_of("actor.init_lora_from"):
+            load_adapters(model, lora.init_from)
 
 
 def _offload(backend: TrainBackend) -> Offload:

@@ -10,9 +10,23 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.config.schema.values import flat
 from areno.engine.routing.rows import RouteShape
+from areno.layers.adapter_config import AdapterSpec
 from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """The adapters that are trained in the place of the actor's weights.
+
+    init_from: folder of peft that they start from; "" draws them from the seed. base: what is recorded in the folders
+    that they are saved to as the model which they belong to.
+    """
+
+    adapters: AdapterSpec
+    init_from: str = ""
+    base: str = ""
 
 
 @dataclass(kw_only=True)
@@ -22,6 +36,7 @@ class RoleSpec:
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
     key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
     needs_head: the folder must hold a trained value head (a reward model), not just a body to train one on (a critic).
+    lora: None has no adapters.
     """
 
     path: str
@@ -32,6 +47,7 @@ class RoleSpec:
     offload: bool = False
     needs_head: bool = False
     router_aux_loss_coef: float = 0.0  # of the loss that balances a model's experts
+    lora: LoraSpec | None = None
 
     @property
     def section(self) -> str:
@@ -68,6 +84,7 @@ class EngineSpec:
     known; () is the driver's own machine. shared: settings with the folders that all machines must see.
     random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
     every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
+    lora: the actor's adapters, which are trained instead of its weights; None trains all of it.
     planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
     the first is read. zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole.
     1: masters and moments. 2: gradients, too.
@@ -92,6 +109,7 @@ class EngineSpec:
     tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
     eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
     context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
+    lora: LoraSpec | None = None
     planned: dict[str, RoleSpec] = field(default_factory=dict)
     stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
     n_nodes: int = 1
@@ -109,6 +127,7 @@ class EngineSpec:
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
             router_aux_loss_coef=self.router_aux_loss_coef,
+            lora=self.lora,
         )
 
     @property
@@ -179,6 +198,7 @@ class EngineInfo:
     memory_gib: float
     cost: Cost  # of a token in the actor
     routes: RouteShape | None = None  # of its tokens; None where it has no experts
+    n_adapter_params: int = 0  # of its adapters, beside n_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

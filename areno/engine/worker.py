@@ -26,8 +26,10 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
+from areno.models.adapters.folder import adapter_writes
+from areno.models.adapters.model import adapter_table
 from areno.models.cost import Cost, kv_bytes
-from areno.models.weights import checkpoint_table, file_writes, write_all
+from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
 ONE_THREAD_BELOW = 5_000_000  # parameters
@@ -65,7 +67,8 @@ class Worker:
         """What was loaded."""
         config = self.actor.config
         return EngineInfo(
-            n_params=sum(math.prod(entry.part.full_shape) for entry in checkpoint_table(self.actor)),
+            n_params=_size(checkpoint_table(self.actor)),
+            n_adapter_params=_size(adapter_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
@@ -250,20 +253,24 @@ class Worker:
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, *settings)
 
-    def save(self, folder: str, role: str, background: bool = False) -> None:
+    def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's share of a role as a Hugging Face folder. A collective call over all ranks.
 
+        A role with adapters: only these, as a folder of peft, or with `merge` the model with the adapters merged in.
         background: only copy the weights to host memory; see `saved`.
         """
+        lora = self.roles[role].spec.lora
         paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
         with self.roles[role].on_device() as backend:
-            writes = file_writes(
-                backend.model,
-                folder,
-                source=[path for path in paths if path],
-                dp=self.context.dp,
-                pin_memory=background and self.context.device.type == "cuda",
-            )
+            how: dict[str, Any] = {
+                "source": [path for path in paths if path],
+                "dp": self.context.dp,
+                "pin_memory": background and self.context.device.type == "cuda",
+            }
+            if lora is None or merge:
+                writes = file_writes(backend.model, folder, **how)
+            else:
+                writes = adapter_writes(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
             if background:
                 self._saving.append(self._writer.submit(write_all, folder, list(writes)))
             else:
@@ -314,3 +321,8 @@ class Worker:
         """Return when the device has nothing left to do."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _size(table: Sequence[Entry]) -> int:
+    """Elements of some checkpoint tensors."""
+    return sum(math.prod(entry.part.full_shape) for entry in table)

@@ -20,15 +20,18 @@ TOKENIZER = (
     "additional_chat_templates",
 )
 GENERATION = ("generation_config.json",)
+ADAPTER_CONFIG = "adapter_config.json"
 
 
-def copy_companions(sources: Sequence[Path], folder: Path) -> list[Path]:
+def copy_companions(
+    sources: Sequence[Path], folder: Path, sets: Sequence[Sequence[str]] = (TOKENIZER, GENERATION)
+) -> list[Path]:
     """Copy them to `folder`. A set is taken from the first source that has any file of it, never mixed from several.
 
     Returns the copies: files and folders in `folder`.
     """
     copies = []
-    for names in (TOKENIZER, GENERATION):
+    for names in sets:
         for source in sources:
             found = [source / name for name in names if (source / name).exists()]
             for path in found:
@@ -48,5 +51,6 @@ def is_replaceable(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = {entry.name for entry in folder.iterdir()}
-    others = {name for name in names - {"config.json", *TOKENIZER, *GENERATION} if ".safetensors" not in name}
-    return not names or ("config.json" in names and not others)
+    configs = {"config.json", ADAPTER_CONFIG}
+    others = {name for name in names - {*configs, *TOKENIZER, *GENERATION} if ".safetensors" not in name}
+    return not names or (not configs.isdisjoint(names) and not others)

@@ -9,7 +9,7 @@ RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
 
 _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
-_NO_LORA = "there are no LoRA adapters yet; all weights are trained"
+_NO_LORA = "adapters are for the actor; the critic is trained whole"
 _SECRET = "it would be kept in the files of the run; set the environment variable"
 NOT_HERE = {
     "teacher": "there is no distillation from a teacher yet",
@@ -20,7 +20,7 @@ NOT_HERE = {
     "rollout.max_head_offpolicyness": "rollout and training take turns, so samples are never stale",
     **dict.fromkeys(("sglang", "vllm", "megatron", "fsdp", "archon"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "name_resolve", "allocation_mode"), _OWN_PROCESSES),
-    **dict.fromkeys([f"actor.{name}" for name in ("use_lora", "lora_rank", "lora_alpha", "target_modules")], _NO_LORA),
+    **dict.fromkeys([f"critic.{name}" for name in ("use_lora", "lora_rank", "lora_alpha", "target_modules")], _NO_LORA),
     "stats_logger.wandb.wandb_api_key": f"{_SECRET} WANDB_API_KEY",
     "stats_logger.swanlab.api_key": f"{_SECRET} SWANLAB_API_KEY",
     "stats_logger.wandb.id_suffix": "the id of a run is kept in its folder, in trackers.json",

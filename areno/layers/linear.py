@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.products import UnsplitProduct, add_product
+from areno.layers.adapter import Adapter
+from areno.layers.adapter_config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -30,19 +32,46 @@ class Linear(nn.Module):
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
         self.unsplit: UnsplitProduct | None = None
+        self.layout: Layout = {}
+        self.adapter: Adapter | None = None
+
+    def add_adapter(self, projections: Sequence[int], adapters: AdapterSpec) -> Adapter:
+        """Give these of the layer's projections an adapter, with uninitialised weights."""
+        parts = [self.layout["weight"][index] for index in projections]
+        self.adapter = Adapter(parts, projections, adapters, WeightSpec(self.weight.dtype, self.weight.device, self.tp))
+        return self.adapter
+
+    def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """y = x W^T with what the adapter adds."""
+        return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
+
+    def merged_weight(self) -> Tensor:
+        """The weight with what the adapter adds: itself, or a copy."""
+        return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
     def product(self, x_NI: Tensor) -> Tensor:
         """x W^T."""
         return F.linear(x_NI, self.weight) if self.unsplit is None else self.unsplit(x_NI, self.weight, x_NI.dtype)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add what one product contributes to the float32 gradients of weight and bias; frozen ones have none."""
+        """Add what one product contributes to the float32 gradients of weight, bias and adapter.
+
+        What is frozen has none.
+        """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_product(self.weight.grad, grad_NO.t(), x_NI)
         if self.bias is not None and self.bias.requires_grad:
             assert self.bias.grad is not None
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
+        if self.adapter is not None:
+            self.adapter.accumulate(grad_NO, x_NI)
+
+    def _input_gradient(self, grad_NO: Tensor) -> Tensor:
+        grad_NI = grad_NO @ self.weight
+        if self.adapter is not None and self.adapter.on:
+            self.adapter.add_input_gradient(grad_NI, grad_NO)
+        return grad_NI
 
 
 class ColumnParallelLinear(Linear):
@@ -62,18 +91,18 @@ class ColumnParallelLinear(Linear):
             weights.append(Part((full, in_size), **place))
             biases.append(Part((full,), **place))
             offset += local
-        self.layout: Layout = {"weight": tuple(weights), "bias": tuple(biases)}
+        self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
         x_NI = self.tp.copy_in(x_NI)
         if self.unsplit is None:
-            return F.linear(x_NI, self.weight, self.bias)
+            return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
-        return y_NO if self.bias is None else y_NO.add_(self.bias)
+        return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of x, summed over the ranks."""
-        return self.tp.all_reduce(grad_NO @ self.weight)
+        return self.tp.all_reduce(self._input_gradient(grad_NO))
 
 
 class RowParallelLinear(Linear):
@@ -85,15 +114,15 @@ class RowParallelLinear(Linear):
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
         local = spec.tp.shard(in_size, "input features")
         super().__init__(out_size, local, spec, bias=bias)
-        self.layout: Layout = {
+        self.layout = {
             "weight": (Part((out_size, in_size), dim=1, start=self.tp.rank * local, size=local),),
             "bias": (Part((out_size,)),),
         }
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        y_NO = self.tp.reduce_out(self.product(x_NI))
+        y_NO = self.tp.reduce_out(self._adapted(self.product(x_NI), x_NI))
         return y_NO if self.bias is None else y_NO.add_(self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of this rank's slice of x."""
-        return grad_NO @ self.weight
+        return self._input_gradient(grad_NO)

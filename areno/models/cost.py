@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.layers.adapter_config import AdapterSpec
 from areno.layers.experts_config import Experts
+from areno.models.adapters.shapes import adapter_parameters
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
@@ -94,25 +96,29 @@ def model_bytes(
     tp_size: int = 1,
     dp_size: int = 1,
     zero_stage: int = 0,
+    adapters: AdapterSpec | None = None,
 ) -> ModelBytes:
     """Of a model that dp_size * tp_size devices train with this optimizer; None is a frozen one.
 
-    zero_stage: see EngineSpec. Without the padding that makes parameters start at multiples of some elements.
+    zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. Without the padding that
+    makes parameters start at multiples of some elements.
     """
-    n = parameters(config, tp_size)
+    n_weights = n = parameters(config, tp_size)
+    layer, of_layers = layer_parameters(config, tp_size), body_parameters(config, tp_size) - config.hidden_size
+    if adapters is not None:
+        n = of_layers = adapter_parameters(config, adapters, tp_size)
+        n_weights, layer = n_weights + n, n // config.num_layers
     if optimizer is None:
-        return ModelBytes(weights=n * itemsize)
+        return ModelBytes(weights=n_weights * itemsize)
     divided = dp_size if zero_stage else 1
     moment = 4 if optimizer == "adam" else 1 + 4 / _CODES
     n_grads = n
     if zero_stage == 2 and dp_size > 1:
-        layer = layer_parameters(config, tp_size)
-        of_layers = body_parameters(config, tp_size) - config.hidden_size
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
     return ModelBytes(
-        weights=n * itemsize,
+        weights=n_weights * itemsize,
         gradients=4 * n_grads,
         masters=0 if is_master else 4 * n // divided,
         moments=int(2 * moment * n) // divided,

@@ -22,6 +22,7 @@ from areno.errors import CheckpointError, Key
 from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
@@ -60,10 +61,11 @@ class Entry(NamedTuple):
 
 
 def checkpoint_table(model: Transformer) -> list[Entry]:
-    """Every tensor of the model's checkpoint in a fixed order; a tied head has none of its own."""
+    """Every tensor of the model's checkpoint in a fixed order; a tied head and adapters have none of their own."""
     return [
         Entry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
+        if ".adapter." not in own_name
         for name, part in zip(_checkpoint_names(own_name, model), model.layout(own_name), strict=True)
     ]
 
@@ -102,12 +104,17 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
     module, kind = parameter.rsplit(".", 1)
+    return tuple(f"{name}.{kind}" for name in module_names(module, model))
+
+
+def module_names(module: str, model: Transformer) -> tuple[str, ...]:
+    """ "layers.3.attention.qkv" -> the checkpoint's modules stacked in it, from the first row down."""
     if module in NAMES:
-        return tuple(f"{name}.{kind}" for name in NAMES[module])
+        return NAMES[module]
     _, index, inner = module.split(".", 2)
     own = {**LAYER_NAMES, **FAMILIES[model.config.family].names}
     names = expert_modules(model.config.family, model.config.experts, inner) or own[inner]
-    return tuple(f"model.layers.{index}.{name}.{kind}" for name in names)
+    return tuple(f"model.layers.{index}.{name}" for name in names)
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
@@ -126,22 +133,22 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         del table["score.weight"]
     missing = [name for name in table if name not in file_of]
     if missing:
-        raise CheckpointError(f"{folder}: the weights lack {_listing(missing)}, which its config.json asks for")
+        raise CheckpointError(f"{folder}: the weights lack {listing(missing)}, which its config.json asks for")
     extra = [name for name in file_of if name not in table and not _is_harmless(name, model)]
     if extra:
-        raise CheckpointError(f"{folder}: the weights hold {_listing(extra)}, which its config.json has no place for")
+        raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which its config.json has no place for")
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.clear_padding()
     damaged = []
     for file in sorted(set(file_of.values())):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             for name in (name for name in tensors.keys() if file_of[name] == file and name in table):  # noqa: SIM118
-                if not _fill(name, table[name], tensors.get_slice(name), file):
+                if not fill(name, table[name], tensors.get_slice(name), file):
                     damaged.append(name)
     if damaged:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
-        wrong = f"{folder}: {_listing(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
+        wrong = f"{folder}: {listing(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
@@ -155,6 +162,8 @@ def save_weights(
     dp: ParallelGroup | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: config.json, safetensors files, and the companions of `source`.
+
+    Adapters are merged into the weights.
 
     Every rank calls it and writes its share of the files, which are on the disk when it returns there. `folder` is made
     if need be; to make it appear whole or not at all is the caller's task.
@@ -202,9 +211,9 @@ def file_writes(
         for owner, file in enumerate(files):
             if file is not None:
                 named = {name: table[name] for name in plan.filename_to_tensors[file]}
-                tensors = _gathered(named, model, owner, dtype, pin_memory)
+                tensors = gathered(named, model, owner, dtype, pin_memory)
                 if owner == model.tp.rank:
-                    write = partial(_write_tensors, tensors, named, folder / file, _reached(model.device))
+                    write = partial(write_tensors, tensors, named, folder / file, reached(model.device))
         if write is not None:
             yield write
 
@@ -237,10 +246,13 @@ def _shares(sizes: dict[str, int], n: int) -> list[list[str]]:
     return shares
 
 
-def _gathered(
+def gathered(
     named: Mapping[str, Stored], model: Transformer, owner: int, dtype: torch.dtype, pin_memory: bool
 ) -> dict[str, Tensor]:
-    """The tensors in host memory, on the rank `owner`, with our order of heads; nothing on the others."""
+    """The tensors in host memory, on the rank `owner`, with our order of heads; nothing on the others.
+
+    A weight has its adapter merged in.
+    """
     entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
     outs: Sequence[Tensor | None] = [None] * len(entries)
@@ -250,21 +262,26 @@ def _gathered(
         # One buffer for the file: pinned memory is given out in powers of two.
         buffer = torch.empty(sum(counts), dtype=dtype, pin_memory=pin_memory)
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
-    for entry, out in zip(entries, outs, strict=True):
-        entry.part.gather(entry.parameter, model.tp, owner, out)
+    adapted = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
+    before = whole = entries[0].parameter if entries else model.embed.weight
+    for index, (entry, out) in enumerate(zip(entries, outs, strict=True)):
+        if index == 0 or entry.parameter is not before:  # it may hold several tensors, and is merged once
+            before, linear = entry.parameter, adapted.get(id(entry.parameter))
+            whole = entry.parameter if linear is None else linear.merged_weight()
+        entry.part.gather(whole, model.tp, owner, out)
         heartbeat.beat()
     if owner != model.tp.rank:
         return {}
-    whole = buffer.split([math.prod(stored.shape) for stored in named.values()])
-    return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), whole, strict=True)}
+    tensors = buffer.split([math.prod(stored.shape) for stored in named.values()])
+    return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), tensors, strict=True)}
 
 
-def _reached(device: torch.device) -> Any:
+def reached(device: torch.device) -> Any:
     """A mark behind what the device has been given to do. None for a CPU, which has done it."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def _write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
+def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
     if copied is not None:
         copied.synchronize()
     for name, stored in named.items():
@@ -286,10 +303,10 @@ def _write_companions(
     folder.mkdir(parents=True, exist_ok=True)
     sources = [source] if isinstance(source, str | Path) else source
     written = copy_companions([resolve(path) for path in sources], folder)
-    written.append(_write_json(folder / "config.json", _saved_config(model, dtype)))
+    written.append(write_json(folder / "config.json", _saved_config(model, dtype)))
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        written.append(_write_json(folder / INDEX, index))
+        written.append(write_json(folder / INDEX, index))
     for path in written:
         sync_tree(path) if path.is_dir() else sync(path)
     sync(folder)
@@ -312,7 +329,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing, though {INDEX} lists it; download the model again")
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             file_of.update(dict.fromkeys(tensors.keys(), file))
     return file_of
 
@@ -334,7 +351,7 @@ def _check_layers(names: Iterable[str], num_layers: int, folder: Path) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     """The safetensors file; what is wrong with it names it."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
@@ -347,11 +364,11 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _fill(name: str, target: Stored, source: Any, file: Path) -> bool:
-    """Copy this rank's piece. Whether all of it is finite."""
+def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
+    """Copy this rank's piece. Whether all of it is finite. shaped_by: what tells the shape, for the message."""
     shape = tuple(source.get_shape())
     if shape != target.shape:
-        raise CheckpointError(f"{file}: {name} has shape {shape}, expected {target.shape} from config.json")
+        raise CheckpointError(f"{file}: {name} has shape {shape}, expected {target.shape} from {shaped_by}")
     if source.get_dtype() not in FLOATS:
         raise CheckpointError(f"{file}: {name} is {source.get_dtype()}, expected one of {sorted(FLOATS)}")
     is_finite, row = True, 0
@@ -373,7 +390,7 @@ def _is_harmless(name: str, model: Transformer) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
-def _listing(names: list[str]) -> str:
+def listing(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -391,6 +408,6 @@ def _saved_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
     return values
 
 
-def _write_json(file: Path, values: dict[str, Any]) -> Path:
+def write_json(file: Path, values: dict[str, Any]) -> Path:
     file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return file

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
+from areno.api.inputs.lora import with_model
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.trainers.rows import correct_rows, needs_proximal, sample_rewards
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
@@ -135,7 +136,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     if config.ref is not None and run.config["actor"]["init_from_scratch"] and config.ref.path == config.actor.path:
         missing.append("the reference: the run began with random weights")
         config.ref = None
-    config.actor.path = str(folder)
+    config.actor = with_model(config.actor, str(folder))
     return config, algorithm
 
 

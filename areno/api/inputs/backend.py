@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from areno.api.inputs.devices import find_devices
 from areno.api.inputs.plan import TrainerPlan, open_actor
+from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
 from areno.config.schema.build import build
@@ -52,7 +53,7 @@ def _as_in(section: type[Section], name: str) -> Any:
 
 
 @dataclass(kw_only=True)
-class RuntimeConfig(DecoderConfig):
+class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
 
     attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
@@ -137,23 +138,24 @@ class Areno:
     """The local engine: the backend_type of a Trainer, and the only one there is."""
 
 
-def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
+def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
     """The plan of a script's arguments. Nothing large is loaded yet.
 
     Raises ConfigError for what does not fit model or machine, CheckpointError for a folder that is no model.
     """
-    config, runtime = settings.custom_config, settings.custom_config.runtime
+    config, runtime = given.custom_config, given.custom_config.runtime
     actor = ModelConfig(
-        path=config.model_path or settings.model_path,
+        path=config.model_path or given.model_path,
         dtype=runtime.dtype,
         gradient_checkpointing=runtime.gradient_checkpointing,
         router_aux_loss_coef=runtime.router_aux_loss_coef,
         mb_spec=MicroBatchSpec(max_tokens_per_mb=runtime.max_tokens_per_mb),
         optimizer=config.optimizer,
+        **{name: vars(runtime)[name] for name in settings(LoraConfig)},
     )
     engine = EngineConfig(
         device=runtime.device,
-        world_size=settings.world_size,
+        world_size=given.world_size,
         tp_size=config.tp_size,
         zero_stage=runtime.zero_stage,
         workers=runtime.workers,
@@ -163,7 +165,7 @@ def plan_of_arguments(settings: TrainerSettings) -> TrainerPlan:
         dummy_load=config.dummy_load,
         stall_timeout_s=runtime.stall_timeout_s,
     )
-    tokenizer_path = runtime.tokenizer_path or settings.model_path
+    tokenizer_path = runtime.tokenizer_path or given.model_path
     return replace(
         open_actor(
             actor,

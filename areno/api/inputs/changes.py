@@ -38,13 +38,14 @@ _KINDS: dict[str, tuple[Kind, str]] = {
         ),
         ("harmless", _SPEED),
     ),
-    **dict.fromkeys(("actor.path", "tokenizer_path"), ("harmless", _SAME)),
+    **dict.fromkeys(("actor.path", "actor.init_lora_from", "tokenizer_path"), ("harmless", _SAME)),
     **dict.fromkeys(("train_dataset.path", "train_dataset.loader"), ("harmless", _SAME)),
     "critic.path": ("harmless", "nothing: the critic comes from the state"),
     **dict.fromkeys(
         (
             "seed", "train_dataset", "actor.init_from_scratch", "engine.dummy_load", "actor.optimizer.type",
-            "critic.optimizer.type",
+            "critic.optimizer.type", "actor.use_lora", "actor.lora_rank", "actor.lora_alpha", "actor.target_modules",
+            "actor.use_rslora",
         ),
         ("never", ""),
     ),

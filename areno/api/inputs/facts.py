@@ -25,6 +25,7 @@ def facts(
     """The models, the training rows and the devices, in words. roles: the models beside the actor."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.model_path else of.path})" for name, of in roles.items()]
+    lora = f" (LoRA of rank {spec.lora.adapters.rank})" if spec.lora is not None else ""
     step = f"{loader.config.batch_size} a step"
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"
@@ -36,7 +37,7 @@ def facts(
     if spec.cp_size > 1:
         layout += f", {spec.cp_size} copies to a row"
     return {
-        "model": " + ".join([config.actor.path, *others]),
+        "model": " + ".join([config.actor.path + lora, *others]),
         "rows": f"{len(loader.rows):,} of {loader.name}, {step}",
         "layout": f"{layout}, {spec.dtype}",
     }
@@ -46,12 +47,18 @@ def tell_model(engine: Engine) -> None:
     """Log what an engine has come up with."""
     from areno.kernels.attention import BACKENDS  # imports torch
 
-    info = engine.info
+    info, lora = engine.info, engine.spec.lora
     active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
     logger.info(
         "model: %.1fM parameters%s, %s on %s, attention by %s", info.n_params / 1e6, active, info.dtype,
         ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend],
     )  # fmt: skip
+    if lora is not None:
+        share = info.n_adapter_params / info.n_params
+        logger.info(
+            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s", info.n_adapter_params / 1e6, 100 * share,
+            lora.adapters.rank, ", ".join(lora.adapters.targets),
+        )  # fmt: skip
     _tell_memory(engine)
 
 

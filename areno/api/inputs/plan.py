@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areno.api.inputs.devices import devices_of
+from areno.api.inputs.lora import KEY as LORA_KEY
+from areno.api.inputs.lora import lora_of
 from areno.config.experiments import (
     CriticExperimentConfig,
     ExperimentConfig,
@@ -21,7 +23,7 @@ from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, layout_problems
 from areno.config.schema.fields import settings
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import CheckpointError, ConfigError, Problem, all_of
+from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of
 from areno.files.paths import existing_path, model_of
 from areno.models.config import TransformerConfig
 from areno.models.folder.hub import resolve
@@ -121,8 +123,7 @@ def open_actor(
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
-    if problems:
-        raise ConfigError(problems)
+    lora, *_ = all_of(lambda: lora_of(actor, model), lambda: _raise(problems))
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     spec = EngineSpec(
         model_path=path,
@@ -140,6 +141,7 @@ def open_actor(
         routing_replay=routing_replay,
         router_aux_loss_coef=actor.router_aux_loss_coef,
         optimizer=actor.optimizer,
+        lora=lora,
         mb_spec=actor.mb_spec,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
@@ -153,11 +155,20 @@ def _dtype_on(device: str) -> str:
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
 def _open_config(path: str) -> tuple[str, TransformerConfig]:
     """The folder of the actor, and what its config.json says."""
+    from areno.models.adapters.folder import is_adapter
     from areno.models.registry import load_config
 
     folder = model_folder(path, "actor.path")
+    if is_adapter(folder):
+        text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
+        raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(LORA_KEY), folder))
     with model_of("actor.path"):
         return folder, load_config(folder)
 

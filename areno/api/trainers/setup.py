@@ -178,12 +178,15 @@ class Setup(Generic[Config]):
             return {}
         models = {"actor.path": plan.spec.model_path, "tokenizer_path": plan.spec.tokenizer_path}
         models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
+        if plan.spec.lora is not None and plan.spec.lora.init_from:
+            models["actor.init_lora_from"] = plan.spec.lora.init_from
         found = {key: folder_fingerprint(path) for key, path in models.items()}
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _write_checkpoint(self, folder: Path) -> None:
         background = self.config.saver.mode == "async"
-        self.trainer.write_checkpoint(folder, background=background)
+        merge = self.config.saver.merge_adapters
+        self.trainer.write_checkpoint(folder, background=background, merge_adapters=merge)
         for role in self._also_saved:
             self.trainer.write_checkpoint(folder / role, role, background)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.engine.spec import EngineSpec, RoleSpec
+from areno.layers.adapter_config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.cost import ModelBytes, kv_bytes, logits_bytes, model_bytes, token_bytes
 
@@ -28,13 +29,16 @@ class Model:
     key: str
     offload: bool = False
     recompute: bool = True
+    adapters: AdapterSpec | None = None  # all that is trained, where there are any
 
     @staticmethod
     def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
         """can_offload: whether the device has memory of its own."""
         kind = role.optimizer.type if role.optimizer else None
         section = role.key.removesuffix(".path")
-        return Model(name, config, kind, section, role.offload and can_offload, role.gradient_checkpointing)
+        adapters = role.lora.adapters if role.lora else None
+        away = role.offload and can_offload
+        return Model(name, config, kind, section, away, role.gradient_checkpointing, adapters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Footprint:
     def of_model(self, model: Model) -> ModelBytes:
         """While it is on the device."""
         layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
-        return model_bytes(model.config, self.itemsize, model.optimizer, **layout)
+        return model_bytes(model.config, self.itemsize, model.optimizer, adapters=model.adapters, **layout)
 
     @property
     def resident(self) -> int:

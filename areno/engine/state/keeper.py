@@ -116,7 +116,7 @@ class StateKeeper:
         def load() -> None:
             for name, role in roles.items():
                 with role.on_device(training=True) as backend:
-                    take_over(readers[0], name, backend)
+                    take_over(readers[0], name, backend, role.spec.lora)
 
         def spread() -> None:
             for role in roles.values():

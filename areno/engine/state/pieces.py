@@ -21,6 +21,7 @@ from areno.engine.train.optimizer import AdamW, blocks
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
+from areno.models.adapters.model import adapter_table
 from areno.models.weights import checkpoint_table
 
 PIECE_ELEMENTS = 2**24  # most elements of a piece: what data-parallel ranks share out, and what is read at once
@@ -134,7 +135,7 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
     """(checkpoint name, our name, place) of what is trained."""
     flat, _ = trained(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
-    for entry in checkpoint_table(backend.model):
+    for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
         if (own := own_names[id(entry.parameter)]) in flat.places:
             yield entry.name, own, entry.part
 

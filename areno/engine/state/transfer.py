@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from areno.engine.roles import Role
+from areno.engine.spec import LoraSpec
 from areno.engine.state.pieces import COUNTERS, MASTER, Piece, about, buffers_of, pieces_of, shapes_of, trained, vector
 from areno.engine.state.planners import PieceReading, PieceWriting
 from areno.engine.state.storage import HostFile, Reader, Writer
@@ -22,6 +23,7 @@ from areno.engine.train.optimizer import blocks
 from areno.errors import ArenoError, CheckpointError, EngineError, Key
 from areno.kernels.adam.reference import BLOCK, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
+from areno.models.adapters.model import add_adapters
 from areno.models.registry import build_model
 from areno.models.transformer import Transformer
 
@@ -74,14 +76,17 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 
 
 @torch.no_grad()
-def take_over(reader: Reader, role: str, backend: TrainBackend) -> None:
-    """Fill masters and moments of a role, which must be on their device. Every rank reads what it needs, by itself."""
+def take_over(reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None) -> None:
+    """Fill masters and moments of a role, which must be on their device. Every rank reads what it needs, by itself.
+
+    lora: of the role's spec.
+    """
     _, optimizer = trained(backend)
     buffers, pieces = buffers_of(role, backend), pieces_of(role, backend)
     stored_tp = reader.about[role]["tp_size"]
     if optimizer.in_8_bits and stored_tp != backend.model.tp.size:
         pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
-        _requantise(reader, role, backend, stored_tp)
+        _requantise(reader, role, backend, stored_tp, lora)
     _read(reader, pieces, buffers)
     optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
 
@@ -93,7 +98,7 @@ def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]
         raise _failure(error, "the state of the run cannot be read") from error
 
 
-def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int) -> None:
+def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
     """Fill 8-bit moments from those of another tensor-parallel size, whose blocks hold other elements together."""
     flat, _ = trained(backend)
     model = backend.model
@@ -102,6 +107,9 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
         build_model(model.config, dtype=dtype, device="meta", tp=ParallelGroup(rank, stored_tp))
         for rank in range(stored_tp)
     ]
+    if lora is not None:
+        for each in stored:
+            add_adapters(each, lora.adapters)
     buffers, device = buffers_of(role, backend), flat.masters.device
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         for name, place in flat.places.items():

@@ -88,7 +88,7 @@ class TrainBackend:
                 divide_grads=zero_stage == 2,
             )
             self._gradients = ReducedGradients(self.flat, model) if self.flat.is_divided else Gradients(self.flat, dp)
-            self.params = [self.flat.params] + ([] if self.flat.frozen is None else [self.flat.frozen])
+            self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:

@@ -87,7 +87,7 @@ class FlatParameters:
     places: name -> its slice of params. shapes: name -> shape. grads: float32, whatever the model's dtype. Each
     `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32 and not divided.
-    frozen: the parameters whose requires_grad is False, in a buffer of their own; None where there are none.
+    frozen: the parameters whose requires_grad is False. They stay where they are: there may be no room for a copy.
     is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
     align: elements; every trained parameter starts at a multiple of it, and so does what a rank owns.
 
@@ -108,8 +108,7 @@ class FlatParameters:
     ):
         named = list(model.named_parameters())  # a tied parameter appears once
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self.frozen = flatten(frozen)[0] if frozen else None
+        self.frozen = [parameter.detach() for _, parameter in named if not parameter.requires_grad]
         self.dp = dp if stage is not None else ParallelGroup()
         self.shapes = {name: parameter.shape for name, parameter in trained}
         self.buckets: list[Bucket] = []

@@ -146,7 +146,7 @@ class RayProcesses:
         """Check that the nodes are alike and see what they must, and start the workers."""
         signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
         try:
-            paths = [self.spec.model_path, *map(str, signs.values())]
+            paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
             asked = [_ask(node.actor.report, paths) for node in self._nodes]
             reports = [self._report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
         finally:
@@ -301,12 +301,19 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
             raise EngineError(text, report.host, ", ".join(other))
 
 
+def read_folders(spec: EngineSpec) -> dict[str, str]:
+    """What every node reads itself, by setting."""
+    adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
+    return {"actor.path": spec.model_path, **adapters}
+
+
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
     """The error of a node that does not see the model, or not the files that this process writes."""
     for report in reports:
-        if spec.model_path in report.missing:
-            text = "node {} has no {}; each node reads the model itself, so it must be there on all of them"
-            raise CheckpointError(Problem("actor.path", text, report.host, spec.model_path))
+        for key, folder in read_folders(spec).items():
+            if folder in report.missing:
+                text = "node {} has no {}; each node reads the model itself, so it must be there on all of them"
+                raise CheckpointError(Problem(key, text, report.host, folder))
         for key, sign in signs.items():
             if str(sign) in report.missing:
                 text = "node {} does not see what is written to {}; set a folder of a file system that all nodes share"

@@ -1,0 +1,111 @@
+"""From the settings of adapters to those of the engine, and from a folder of adapters to the model they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
+from areno.config.models import ModelConfig
+from areno.config.schema.values import show
+from areno.engine.spec import LoraSpec
+from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
+from areno.files.companions import TOKENIZER
+from areno.files.paths import existing_path, model_of
+from areno.layers.adapter_config import AdapterSpec
+from areno.models.adapters.shapes import OF_EXPERTS, linear_shapes
+from areno.models.config import TransformerConfig
+from areno.models.folder.hub import HUB_ID, resolve
+
+KEY = "actor.init_lora_from"
+Actor = TypeVar("Actor", bound=ModelConfig)
+
+
+def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
+    """The adapters that are asked for; None without.
+
+    ConfigError for target modules that the model does not have and settings that differ from the folder's,
+    CheckpointError for a folder of adapters that cannot be used.
+    """
+    if not actor.use_lora:
+        return None
+    local = existing_path(actor.path)
+    base = actor.path if local is None else str(local)
+    if actor.init_lora_from is None:
+        if problems := list(_unknown_targets(actor, model)):
+            raise ConfigError(problems)
+        chosen = actor.target_modules
+        targets = tuple(name for name in linear_shapes(model) if name in chosen or chosen == [ALL_LINEAR])
+        adapters = AdapterSpec(actor.lora_rank, float(actor.lora_alpha), targets, actor.use_rslora)
+        return LoraSpec(adapters=adapters, base=base)
+    from areno.models.adapters.folder import read_adapter_config  # imports torch
+
+    with model_of(KEY):
+        folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from))
+        adapters = read_adapter_config(folder, model).adapters
+    if problems := list(_other_than(adapters, actor)):
+        raise ConfigError(problems)
+    return LoraSpec(adapters=adapters, init_from=folder, base=base)
+
+
+def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
+    known = list(linear_shapes(model))
+    for name in actor.target_modules:
+        if name not in (*known, ALL_LINEAR):
+            there = f"there are {', '.join(known)}, or {ALL_LINEAR} for all of them"
+            guess = did_you_mean(name, known, otherwise="")
+            what = f"is no linear layer of the model{guess}"
+            if model.experts is not None and name in OF_EXPERTS:
+                what = "belongs to the experts, and adapters on these are not supported"
+            yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")
+
+
+def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
+    """Settings that were given and are not those of the folder that the adapters come from."""
+    theirs = dict(
+        zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
+    )
+    for name, value in theirs.items():
+        given = vars(actor)[name]
+        same = sorted(given) == sorted(value) if isinstance(value, list) else given == value
+        if not same and not actor.is_default(name):
+            text = "is {}, but the adapters of {} have {}; leave it out"
+            yield Problem(f"actor.{name}", text, show(given), Key(KEY), show(value))
+
+
+def adapter_folder(path: str) -> Path | None:
+    """The local folder where `path` is one of adapters, or the hub id of one; else None."""
+    from areno.models.adapters.folder import is_adapter
+
+    folder = existing_path(path)
+    if folder is None and HUB_ID.fullmatch(path):
+        with model_of("actor.path"):
+            folder = resolve(path)
+    return folder if folder is not None and is_adapter(folder) else None
+
+
+def with_model(actor: Actor, path: str) -> Actor:
+    """The settings with another model: a folder or hub id, also one of adapters, which then are on their base.
+
+    CheckpointError where that is not there.
+    """
+    no_lora = {name: vars(LoraConfig())[name] for name in vars(LoraConfig())}
+    folder = adapter_folder(path)
+    if folder is None:
+        return replace(actor, **no_lora, path=path, init_from_scratch=False)
+    from areno.models.adapters.folder import base_of
+
+    base = base_of(folder)
+    if existing_path(base) is None and not HUB_ID.fullmatch(base):
+        text = "{} belongs to the model {}, which is not there; correct base_model_name_or_path in its "
+        raise CheckpointError(text + "adapter_config.json", folder, base)
+    lora = {**no_lora, "use_lora": True, "init_lora_from": str(folder)}
+    return replace(actor, **lora, path=base, init_from_scratch=False)
+
+
+def own_tokenizer(path: str) -> str | None:
+    """The folder of adapters where it has a tokenizer of its own."""
+    folder = adapter_folder(path)
+    return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

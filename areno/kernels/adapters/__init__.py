@@ -1,0 +1,30 @@
+"""The second product of an adapter: y += scaling * h B^T, in the columns of each projection that has an adapter.
+
+A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products of the P adapted
+ones, R columns each. b (S, R) holds their B matrices one below the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areno.kernels.adapters import reference
+from areno.kernels.adapters.places import TILE, Place, tiles
+from areno.kernels.backend import use_triton
+
+__all__ = ["TILE", "Place", "add_up", "tiles"]
+
+
+def add_up(
+    y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, places: tuple[Place, ...], tiles_T4: Tensor, scaling: float
+) -> Tensor:
+    """The sum, perhaps in place of y. One order of operations for each row, whatever N.
+
+    Under autograd the plain form runs: the Triton kernel has no backward pass.
+    """
+    if use_triton(y_NO) and not torch.is_grad_enabled():
+        from areno.kernels.adapters.triton import add_up as kernel
+
+        return kernel(y_NO, h_NR, b_SR, tiles_T4, scaling)
+    return reference.add_up(y_NO, h_NR, b_SR, places, scaling)

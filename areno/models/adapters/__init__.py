@@ -1,0 +1,1 @@
+"""LoRA adapters of a model, and the folders of peft that hold them."""

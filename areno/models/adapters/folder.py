@@ -1,0 +1,189 @@
+"""Folders of peft (adapter_config.json, adapter_model.safetensors): read and written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areno.errors import CheckpointError
+from areno.files.companions import ADAPTER_CONFIG, TOKENIZER, copy_companions
+from areno.files.durable import sync, sync_tree
+from areno.layers.adapter_config import AdapterSpec
+from areno.layers.parallel import ParallelGroup
+from areno.models.adapters.model import PREFIX, stored_adapters
+from areno.models.adapters.shapes import linear_shapes
+from areno.models.config import TransformerConfig
+from areno.models.folder.hub import resolve
+from areno.models.folder.raw_config import RawConfig, read_json
+from areno.models.transformer import Transformer
+from areno.models.weights import fill, gathered, listing, opened, reached, write_json, write_tensors
+
+WEIGHTS = "adapter_model.safetensors"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+# Fields that say nothing of the numbers, or only of how the adapters were trained elsewhere.
+_HARMLESS = {
+    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "megatron_config",
+    "qalora_group_size", "task_type", "loftq_config", "eva_config", "target_modules", "base_model_name_or_path",
+    "exclude_modules", "runtime_config", "init_lora_weights",
+}  # fmt: skip
+_NOT_HERE = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "lora_bias",
+    "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
+_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that do
+
+
+class PeftFolder(NamedTuple):
+    """What adapter_config.json says. base: the model that the adapters were trained on; "" where it is not said."""
+
+    adapters: AdapterSpec
+    base: str
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a local folder holds adapters and no model."""
+    folder = Path(folder).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: str | Path) -> str:
+    """The model that the adapters of a folder were trained on. CheckpointError where it is not said."""
+    file = Path(folder).expanduser() / ADAPTER_CONFIG
+    raw = RawConfig(read_json(file), str(file))
+    base = raw.get("base_model_name_or_path", str, "")
+    if not base and not raw.problems:
+        raw.wrong("base_model_name_or_path is missing; expected the folder or hub id of the model it belongs to")
+    if raw.problems:
+        raise raw.error()
+    return base
+
+
+def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
+    """Of a folder or hub id, for a model of this shape.
+
+    CheckpointError where there is none, and naming every field that asks for something that is not implemented.
+    """
+    folder = resolve(path)
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        raise CheckpointError("{} has no {}; expected a folder of peft", folder, ADAPTER_CONFIG)
+    raw = RawConfig(read_json(file), str(file))
+    kind = raw.get("peft_type", str)
+    if kind.upper() != "LORA" and not raw.problems:
+        raw.refuse("peft_type", "'LORA'")
+    if raw.values.get("task_type") not in (None, "CAUSAL_LM"):
+        raw.refuse("task_type", "'CAUSAL_LM'")
+    rank, alpha = raw.get("r", int, ge=1), raw.get("lora_alpha", float, gt=0)
+    use_rslora = raw.get("use_rslora", bool, False)
+    if raw.get("bias", str, "none") != "none":
+        raw.refuse("bias", "'none'")
+    init = raw.values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
+        raw.refuse("init_lora_weights", "adapters whose base is the model as it was published")
+    for name in _NOT_HERE:
+        if raw.values.get(name):
+            raw.refuse(name, "none, since adapters of one rank on whole linear layers are all that there is")
+    raw.refuse_unknown({*_HARMLESS, *_NOT_HERE})
+    if raw.problems:
+        raise raw.error()
+    targets = _targets(folder, model)
+    return PeftFolder(AdapterSpec(rank, alpha, targets, use_rslora), raw.values.get("base_model_name_or_path") or "")
+
+
+def _targets(folder: Path, model: TransformerConfig) -> tuple[str, ...]:
+    """The adapted modules by the names of the tensors: target_modules may also be a pattern."""
+    with opened(_weights_file(folder)) as tensors:
+        names = list(tensors.keys())
+    known = linear_shapes(model)
+    of_module = {name: name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B) for name in names}
+    strange = [
+        name for name, module in of_module.items()
+        if not name.startswith(PREFIX) or not name.endswith((_A, _B)) or module.rsplit(".", 1)[-1] not in known
+    ]  # fmt: skip
+    if strange:
+        raise CheckpointError(
+            f"{folder}: the weights hold {listing(strange)}; expected adapters of {', '.join(known)} only"
+        )
+    found = {module.rsplit(".", 1)[-1] for module in of_module.values()}
+    return tuple(name for name in known if name in found)
+
+
+def load_adapters(model: Transformer, path: str | Path) -> None:
+    """Fill the model's adapters, which must be those of `read_adapter_config`, reading only this rank's pieces.
+
+    CheckpointError where tensors are missing, left over, not finite, or not of the shape that the model asks for.
+    """
+    folder = resolve(path)
+    file, table = _weights_file(folder), stored_adapters(model)
+    with opened(file) as tensors:
+        names = list(tensors.keys())
+        if missing := [name for name in table if name not in names]:
+            text = "every layer of the model has the same adapters; it may be of another model, or of some layers only"
+            raise CheckpointError(f"{folder}: the weights lack {listing(missing)}; {text}")
+        if extra := [name for name in names if name not in table]:
+            raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which the model has no place for")
+        source = f"the shape of the model and r of {ADAPTER_CONFIG}"
+        damaged = [name for name in names if not fill(name, table[name], tensors.get_slice(name), file, source)]
+    if damaged:
+        wrong = f"{folder}: {listing(damaged)}: numbers that are nan or infinite; "
+        raise CheckpointError(wrong + "expected finite weights: download or save the adapters again")
+
+
+def _weights_file(folder: Path) -> Path:
+    if not (folder / WEIGHTS).is_file():
+        advice = "; save it again with safe_serialization" if (folder / "adapter_model.bin").is_file() else ""
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{advice}")
+    return folder / WEIGHTS
+
+
+def adapter_writes(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    adapters: AdapterSpec,
+    base: str,
+    source: Sequence[str | Path] = (),
+    dp: ParallelGroup | None = None,
+    pin_memory: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """The work of this rank in writing a folder that peft loads, as functions for `weights.write_all`.
+
+    As `weights.file_writes`, whose arguments these are. base: recorded as the model that they belong to.
+    """
+    if dp is not None and dp.rank > 0:
+        return
+    folder = Path(folder)
+    table = stored_adapters(model)
+    tensors = gathered(table, model, 0, model.embed.weight.dtype, pin_memory)
+    if model.tp.rank == 0:
+        yield partial(_write_companions, folder, source, _config(adapters, base))
+        yield partial(write_tensors, tensors, table, folder / WEIGHTS, reached(model.device))
+
+
+def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
+    alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "target_modules": list(adapters.targets),
+        "use_rslora": adapters.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _write_companions(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = copy_companions([resolve(path) for path in source], folder, (TOKENIZER,))
+    written.append(write_json(folder / ADAPTER_CONFIG, config))
+    for path in written:
+        sync_tree(path) if path.is_dir() else sync(path)
+    sync(folder)

@@ -1,0 +1,255 @@
+"""Adapters on two ranks against one, and as fused layers with Triton, interpreted."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from test_fused import LENGTHS, SMALL
+from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
+from tiny_engine import ROLLOUT, request, rollout, scored, spec, tokens_of, train_rows
+from torch import Tensor
+
+from areno.config.models import OptimizerConfig
+from areno.engine.engine import Engine
+from areno.engine.spec import RoleSpec
+from areno.engine.train.flat import FlatParameters
+from areno.kernels.adapters import Place, add_up, reference, tiles
+from areno.kernels.attention import choose_backend
+from areno.layers.adapter import Adapter
+from areno.layers.adapter_config import AdapterSpec
+from areno.layers.attention import PackedAttend
+from areno.layers.parallel import ParallelGroup
+from areno.layers.shard import WeightSpec
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.adapters.model import add_adapters, init_adapters
+from areno.models.config import TransformerConfig
+from areno.models.transformer import Transformer
+from tests.interpreted import run_interpreted
+
+GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
+ALONE = ParallelGroup()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, pytest.param({"zero_stage": 2}, marks=pytest.mark.slow)])
+def test_two_ranks_are_as_one(folder: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Loss, gradient, what is sampled, scored and saved, the reference, and a state read on the other layout."""
+    found, rows = [], None
+    for name, settings in (("one", {}), ("two", {"devices": 2, **layout})):
+        with engine_of(folder, lora(folder), **settings) as engine:
+            rows = rows or train_rows(rollout(engine, REQUESTS), REQUESTS)
+            stats = [engine.train(rows, grpo_loss_fn) for _ in range(3)]
+            numbers = [step[key] for step in stats for key in ("loss", "grad_norm", "grad_zero_frac")]
+            engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
+            logprobs = scored(engine, "actor", ROWS)
+            ref = scored(engine, "ref", ROWS)
+            engine.save(str(tmp_path / name))
+            engine.save(str(tmp_path / f"{name}-merged"), merge=True)
+            engine.save_state(tmp_path / f"{name}-state")
+            assert engine.state_written(wait=True)
+            found.append((numbers, tokens_of(rollout(engine, GREEDY)), logprobs, ref))
+            if name == "two":
+                engine.load_state(tmp_path / "one-state")
+                assert apart(scored(engine, "actor", ROWS), found[0][2]) < 1e-4
+    (numbers, tokens, logprobs, ref), (numbers_2, tokens_2, logprobs_2, ref_2) = found
+    assert numbers_2 == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    assert tokens_2 == tokens
+    assert apart(logprobs_2, logprobs) < 1e-4
+    assert apart(ref_2, ref) < 1e-5
+    for kind, file in (("", "adapter_model"), ("-merged", "model")):
+        files = [sorted((tmp_path / f"{name}{kind}").glob(f"{file}*.safetensors")) for name in ("one", "two")]
+        one, two = ({k: v for each in of for k, v in load_file(each).items()} for of in files)
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+def test_a_state_with_8_bit_moments_is_read_on_another_layout(folder: Path, tmp_path: Path) -> None:
+    """Its blocks follow the layout of a rank, so they are quantised anew."""
+    optimizer = OptimizerConfig(lr=1e-3, lr_scheduler_type="constant", warmup_steps_proportion=0.0, type="adam_8bit")
+    with engine_of(folder, lora(folder, SOME), optimizer=optimizer) as one:
+        rows = train_rows(rollout(one, REQUESTS), REQUESTS)
+        for _ in range(3):
+            one.train(rows, grpo_loss_fn)
+        one.save_state(tmp_path)
+        assert one.state_written(wait=True)
+        expected = scored(one, "actor", ROWS)
+        one.train(rows, grpo_loss_fn)
+        after = scored(one, "actor", ROWS)
+    with engine_of(folder, lora(folder, SOME), optimizer=optimizer, devices=2, tp_size=2) as two:
+        two.load_state(tmp_path)
+        assert apart(scored(two, "actor", ROWS), expected) < 1e-4
+        two.train(rows, grpo_loss_fn)
+        assert apart(scored(two, "actor", ROWS), after) < 0.1 * apart(after, expected)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_exactly(folder: Path) -> None:
+    with engine_of(folder, lora(folder), devices=2, tp_size=2, exact=True) as engine:
+        for _ in range(2):
+            stats = engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)
+        assert stats["logp_abs_diff_max"] == 0.0
+
+
+# -- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu(folder: Path, dtype: str, exact: bool) -> None:
+    """Rollouts by CUDA graphs that were captured before the first update have the adapters as they are now."""
+    on_cuda = spec(folder, random_init=False, lora=lora(folder), exact=exact, dtype=dtype, attn_backend="auto")
+    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, lora(folder)) as on_cpu:
+        first = rollout(on_cpu, REQUESTS)
+        rows = train_rows(first, REQUESTS)
+        for row in rows:
+            row.staleness = 1  # sampled elsewhere
+        for each in (engine, on_cpu):
+            each.train(rows, grpo_loss_fn)
+        within = 2e-3 if dtype == "float32" else 0.5
+        assert apart(scored(engine, "actor", ROWS), scored(on_cpu, "actor", ROWS)) < within
+        for _ in range(3):
+            engine.begin_rollout(ROLLOUT)
+            outputs = engine.generate(REQUESTS)
+            assert sum(stats.graph_replays for stats in engine.rollout_stats()) > 0
+            engine.end_rollout()
+            stats = engine.train(train_rows(outputs, REQUESTS), grpo_loss_fn)
+            if exact:
+                assert stats["logp_abs_diff_max"] == 0.0
+            else:
+                assert stats["logp_abs_diff_mean"] < (1e-4 if dtype == "float32" else 0.05)
+        before = scored(engine, "actor", ROWS)
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), head="lm", key="ref.path")})
+        assert apart(scored(engine, "ref", ROWS), before) > 0.01
+        assert scored(engine, "actor", ROWS) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
+    places = (Place(0, 0, 1024), Place(1024, 1024, 200), Place(1300, 1224, 136))
+    for rank, n_rows in ((8, 1), (32, 256), (128, 700)):
+        y, h, b = (torch.randn(s, device="cuda").to(dtype) for s in ((n_rows, 1436), (n_rows, 3 * rank), (1360, rank)))
+        expected = reference.add_up(y.double(), h.double(), b.double(), places, 0.5)
+        with torch.no_grad():
+            found = add_up(y.clone(), h, b, places, tiles(places, rank, y.device), 0.5)
+            rows = [add_up(y[:n].clone(), h[:n], b, places, tiles(places, rank, y.device), 0.5) for n in (1, n_rows)]
+        close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+        torch.testing.assert_close(found.double(), expected, **close)
+        assert all(torch.equal(each, found[: len(each)]) for each in rows)
+
+
+# -- interpreted ---------------------------------------------------------------------------------------------------
+
+
+def compare_kernel() -> None:
+    """Places that are no multiples of a tile, between columns that stay; ranks beyond a tile of inputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for rank, n_rows in ((1, 1), (8, 17), (70, 65)):
+        places = (Place(3, 0, 130), Place(140, 130, 7))
+        y, h, b = draw(n_rows, 150), draw(n_rows, 2 * rank), draw(137, rank)
+        expected = reference.add_up(y, h, b, places, 0.7)
+        with torch.no_grad():
+            found = add_up(y, h, b, places, tiles(places, rank, y.device), 0.7)
+        assert found is y
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(expected[:, :3], y[:, :3])
+    bits = [add_up_alone(n) for n in (1, 16, 17, 64, 65)]
+    assert all(torch.equal(one, bits[-1][: len(one)]) for one in bits)
+
+
+def add_up_alone(n_rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    y, h, b = (torch.randn(shape, generator=generator) for shape in ((65, 40), (65, 8), (40, 8)))
+    places = (Place(0, 0, 40),)
+    with torch.no_grad():
+        return add_up(y[:n_rows].clone(), h[:n_rows], b, places, tiles(places, 8, y.device), 2.0)
+
+
+def adapted(tp: ParallelGroup, targets: tuple[str, ...]) -> Transformer:
+    """With every adapter away from zero, and a buffer for the gradients."""
+    torch.manual_seed(0)
+    config = TransformerConfig(**{**SMALL, "num_heads": 4, "num_kv_heads": 2})
+    model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
+    model.init_weights(1)
+    add_adapters(model, AdapterSpec(rank=3, alpha=6.0, targets=targets))
+    init_adapters(model, 2)
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            generator = torch.Generator().manual_seed(4)
+            for part in module.layout["b"]:
+                part.region(module.b).copy_(part.cut(torch.randn(part.full_shape, generator=generator)))
+    FlatParameters(model, model.is_sharded)
+    return model
+
+
+def passed(model: Transformer, fused: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """Hidden states, and the full gradients of the adapters."""
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+    attend = PackedAttend(cu, max(LENGTHS), choose_backend("native", model.device, torch.float32))
+    tokens = torch.arange(sum(LENGTHS)) * 7 % model.config.vocab_size
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    with mock.patch.object(Transformer, "runs_fused", return_value=fused):
+        hidden = model(tokens, positions, attend)
+        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
+        (hidden * weights).sum().backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            for index, part in enumerate(model.layout(name)):
+                full = torch.empty(part.full_shape)
+                for owner in range(model.tp.size):
+                    part.gather(parameter.grad, model.tp, owner, full if model.tp.rank == owner else None)
+                grads[f"{name}.{index}"] = full
+    assert all("adapter" in name for name in grads)
+    return hidden.detach(), grads
+
+
+def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME) -> None:
+    """Fused layers against plain ones through autograd, on one rank or on two."""
+    hidden, grads = passed(adapted(ALONE, targets), fused=False)
+    assert min(float(grad.abs().max()) for grad in grads.values()) > 1e-3
+    found, found_grads = passed(adapted(tp, targets), fused=True)
+    torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-4)
+    assert found_grads.keys() == grads.keys()
+    for name, grad in found_grads.items():
+        torch.testing.assert_close(grad, grads[name], atol=2e-4, rtol=1e-3, msg=name)
+
+
+def compare_two_ranks() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank_main, args=(f"file://{folder}/rendezvous",), nprocs=2)
+
+
+def _rank_main(rank: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    compare_fused(ParallelGroup(rank=rank, size=2, group=dist.group.WORLD), ALL)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["compare_kernel", *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_two_ranks"))],
+)
+def test_interpreted(name: str) -> None:
+    run_interpreted(f"import sys; sys.path.insert(0, 'tests'); from tests.test_lora_ranks import {name}; {name}()")

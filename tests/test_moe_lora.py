@@ -1,0 +1,59 @@
+"""Adapters on a model with experts: on its attention, trained with the experts as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moe_models import random_reference
+from safetensors.torch import load_file
+from test_lora import ROWS, apart, engine_of, lora, of_peft, train
+from tiny_engine import scored
+
+from areno.api.inputs.lora import lora_of
+from areno.config.models import ModelConfig
+from areno.errors import ConfigError
+from areno.models.adapters.shapes import adapter_parameters, linear_shapes
+from areno.models.registry import load_config
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.fixture(scope="module", params=["qwen3", "mixtral"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts")
+    random_reference(request.param, path)
+    return path
+
+
+def test_peft_loads_what_was_trained_on_attention(folder: Path, tmp_path: Path) -> None:
+    assert tuple(linear_shapes(load_config(folder))) == ATTENTION
+    with engine_of(folder, lora(folder, ATTENTION), routing_replay=True) as engine:
+        base = scored(engine, "actor", ROWS)
+        train(engine)
+        assert engine.info.n_adapter_params == adapter_parameters(load_config(folder), lora(folder).adapters)
+        assert engine.info.routes is not None
+        engine.save(str(tmp_path / "alone"))
+        engine.save(str(tmp_path / "merged"), merge=True)
+        found = scored(engine, "actor", ROWS)
+        trained = [name for name, p in engine._workers.worker.actor.named_parameters() if p.requires_grad]  # type: ignore[attr-defined]
+    assert apart(found, base) > 0.01
+    assert all(".attention." in name and ".adapter." in name for name in trained)
+    assert apart(found, of_peft(folder, tmp_path / "alone")) < 1e-4
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert all("self_attn" in name for name in changed)
+
+
+def test_adapters_on_experts_are_refused(folder: Path) -> None:
+    model = load_config(folder)
+    actor = ModelConfig(path=str(folder), use_lora=True)
+    asked = lora_of(actor, model)
+    assert asked is not None
+    assert asked.adapters.targets == ATTENTION
+    for name in ("gate_proj", "down_proj", "w1", "gate"):
+        with pytest.raises(ConfigError, match=f"has {name}, which belongs to the experts, .* not supported; there are"):
+            lora_of(replace(actor, target_modules=["q_proj", name]), model)
