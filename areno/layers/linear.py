@@ -51,15 +51,22 @@ class ColumnParallelLinear(Linear):
 
     Each rank holds a slice of every projection's outputs; `out_sizes` are the full sizes. The output is this rank's
     slices side by side, `local_sizes` wide. The input is the same on every rank.
+    copies: for each projection, how many ranks hold the same slice of it; () is one. The gradients of such a slice are
+    those of each rank's own outputs: `Transformer.in_parts` names them to who sums them.
     """
 
-    def __init__(self, in_size: int, out_sizes: Sequence[int], spec: WeightSpec, *, bias: bool):
-        local_sizes = tuple(spec.tp.shard(size, "output features") for size in out_sizes)
+    def __init__(
+        self, in_size: int, out_sizes: Sequence[int], spec: WeightSpec, *, bias: bool, copies: Sequence[int] = ()
+    ):
+        copies = copies or [1] * len(out_sizes)
+        local_sizes = tuple(
+            spec.tp.shard(size * n, "output features") for size, n in zip(out_sizes, copies, strict=True)
+        )
         super().__init__(sum(local_sizes), in_size, spec, bias=bias)
         self.local_sizes = local_sizes
         weights, biases, offset = [], [], 0
-        for full, local in zip(out_sizes, self.local_sizes, strict=True):
-            place = {"offset": offset, "dim": 0, "start": self.tp.rank * local, "size": local}
+        for full, local, n in zip(out_sizes, self.local_sizes, copies, strict=True):
+            place = {"offset": offset, "dim": 0, "start": self.tp.rank // n * local, "size": local, "copies": n}
             weights.append(Part((full, in_size), **place))
             biases.append(Part((full,), **place))
             offset += local

@@ -70,6 +70,20 @@ class ParallelGroup:
         n = x.numel() // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
+    def of_copies(self, x: Tensor, n: int) -> Tensor:
+        """(n, x.numel()): x (any,) of each of the `n` ranks that follow each other and hold copies of something."""
+        counts = [x.numel() if rank // n == self.rank // n else 0 for rank in range(self.size)]
+        out = x.new_empty((n, x.numel()))
+        dist.all_to_all_single(out.view(-1), x.repeat(n), counts, counts, group=self.group)
+        return out
+
+    def sum_copies(self, x: Tensor, n: int) -> None:
+        """Sum x (any,) over these ranks, in place. All of them get the same bits."""
+        if n == self.size:
+            self.all_reduce(x)
+        elif n > 1:
+            x.copy_(self.of_copies(x, n).sum(0))
+
     def copy_in(self, x: Tensor) -> Tensor:
         """Identity in the forward pass, sum of the gradients in the backward pass: before a column-parallel layer."""
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]

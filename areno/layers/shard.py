@@ -37,6 +37,7 @@ class Part:
     full_shape: of the checkpoint tensor. offset: first row of the parameter that it fills.
     dim: dimension that is divided over the tensor-parallel ranks, None where every rank holds all of it.
     start, size: this rank's range along `dim`; `size` may be smaller on the last ranks (a padded vocabulary).
+    copies: so many ranks that follow each other hold the same range (key-value heads, where there are fewer than ranks).
     """
 
     full_shape: tuple[int, ...]
@@ -44,6 +45,7 @@ class Part:
     dim: int | None = None
     start: int = 0
     size: int = 0
+    copies: int = 1
 
     def cut(self, full: Any) -> Tensor:
         """This rank's piece of the checkpoint tensor; `full` is a tensor or a safetensors slice."""
@@ -69,7 +71,7 @@ class Part:
                 out.copy_(piece, non_blocking=True)
             return
         total = self.full_shape[self.dim]
-        share = -(-total // tp.size)  # of a rank along `dim`
+        share = -(-total * self.copies // tp.size)  # of a rank along `dim`
         n_rows = share if self.dim == 0 else piece.shape[0]
         step = max(1, GATHERED_BYTES // (piece.element_size() * math.prod(piece.shape[1:])))
         for row in range(0, n_rows, step):
@@ -79,7 +81,7 @@ class Part:
             received = tp.gather_to(sent, owner)
             if out is None:
                 continue
-            for rank, block in enumerate(received):
+            for rank, block in enumerate(received[:: self.copies]):
                 if self.dim == 0:
                     place = out[rank * share + row :][: len(sent)]  # fewer at the end of a padded vocabulary
                 else:

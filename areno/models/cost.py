@@ -39,7 +39,12 @@ def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
     """Cached keys and values of one token in all layers."""
-    return 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * itemsize
+    return 2 * config.num_layers * kv_heads(config, tp_size) * config.head_dim * itemsize
+
+
+def kv_heads(config: TransformerConfig, tp_size: int = 1) -> int:
+    """Key-value heads of one rank. Where there are fewer than ranks, several ranks hold the same one."""
+    return -(-config.num_kv_heads // tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,4 +182,4 @@ def _q_size(config: TransformerConfig, tp_size: int) -> int:
 
 
 def _qkv_size(config: TransformerConfig, tp_size: int) -> int:
-    return (config.num_heads + 2 * config.num_kv_heads) // tp_size * config.head_dim
+    return (config.num_heads // tp_size + 2 * kv_heads(config, tp_size)) * config.head_dim

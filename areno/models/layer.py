@@ -21,7 +21,10 @@ class Attention(nn.Module):
         self.index = index
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = ColumnParallelLinear(config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias)
+        copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias, copies=(1, copies, copies)
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)

@@ -7,6 +7,7 @@ rank's share under tensor parallelism.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -151,6 +152,15 @@ class Transformer(nn.Module):
     def is_sharded(self, parameter: str) -> bool:
         """Whether the ranks hold different pieces of the named parameter, rather than equal copies."""
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
+
+    def in_parts(self, parameter: str) -> list[tuple[slice, int]]:
+        """Of which elements of the named parameter a backward pass leaves only a part of the gradient on each rank.
+
+        With the number of ranks, which follow each other and hold copies of these elements, to sum it over.
+        """
+        row = math.prod(self.get_parameter(parameter).shape[1:])
+        parts = [part for part in self.layout(parameter) if part.copies > 1]
+        return [(slice(part.offset * row, (part.offset + part.size) * row), part.copies) for part in parts]
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

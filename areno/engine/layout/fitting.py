@@ -81,10 +81,10 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
 
 
 def _divides(footprint: Footprint, tp_size: int) -> bool:
-    sizes = [footprint.world_size]
-    for model in footprint.models:
-        sizes += [model.config.num_heads, model.config.num_kv_heads, model.config.intermediate_size]
-    return not any(size % tp_size for size in sizes)
+    configs = [model.config for model in footprint.models]
+    sizes = [footprint.world_size, *(size for each in configs for size in (each.num_heads, each.intermediate_size))]
+    shared = all(each.num_kv_heads % tp_size == 0 or tp_size % each.num_kv_heads == 0 for each in configs)
+    return shared and not any(size % tp_size for size in sizes)
 
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:

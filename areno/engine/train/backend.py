@@ -77,11 +77,13 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 BLOCK if optimizer.type == "adam_8bit" else ALIGN,
+                in_parts=model.in_parts,
                 stage=model.stage if zero_stage else None,
                 dp=dp,
                 divide_grads=zero_stage == 2,
             )
-            self._gradients = ReducedGradients(self.flat, model) if self.flat.is_divided else Gradients(self.flat, dp)
+            is_divided = self.flat.is_divided
+            self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
             self.params = [self.flat.params] + ([] if self.flat.frozen is None else [self.flat.frozen])
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
