@@ -140,7 +140,7 @@ class Roles:
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
-                section=spec.section,
+                sequence_parallel=self.spec.splits_tokens, section=spec.section,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"

@@ -20,6 +20,7 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class Linear(nn.Module):
     """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank.
 
+    split (of the methods): outside of such a pair of layers the ranks have a share of the tokens each, n of N.
     unsplit_rows: None, or a product of at most so many rows may not divide the sum over I; see areno/engine/exact.py.
     """
 
@@ -72,22 +73,24 @@ class ColumnParallelLinear(Linear):
             offset += local
         self.layout: Layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
-    def forward(self, x_NI: Tensor) -> Tensor:
-        x_NI = self.tp.copy_in(x_NI)
+    def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
+        """(N, I), or (n, I) if split, to (N, O)."""
+        x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
         if self.unsplit_rows is None:
             return F.linear(x_NI, self.weight, self.bias)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
         return y_NO if self.bias is None else y_NO.add_(self.bias)
 
-    def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """The gradient of x, summed over the ranks."""
-        return self.tp.all_reduce(grad_NO @ self.weight)
+    def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
+        """The gradient of x, summed over the ranks: that of this rank's share if split."""
+        grad_NI = grad_NO @ self.weight
+        return self.tp.summed(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
 class RowParallelLinear(Linear):
     """y = x W^T + b where each rank holds a slice of the input features, as a column-parallel layer leaves them.
 
-    The ranks' partial products are summed; the output is the same on every rank.
+    The ranks' partial products are summed; the output is the same on every rank, or each has its share of the tokens.
     """
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
@@ -98,9 +101,13 @@ class RowParallelLinear(Linear):
             "bias": (Part((out_size,)),),
         }
 
-    def forward(self, x_NI: Tensor) -> Tensor:
-        y_NO = self.tp.reduce_out(self.product(x_NI))
-        return y_NO if self.bias is None else y_NO.add_(self.bias)
+    def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
+        """(N, I) to (N, O), or to (n, O) if split."""
+        y_NO = self.product(x_NI)
+        y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)
+        if self.bias is None:
+            return y_NO
+        return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of this rank's slice of x."""

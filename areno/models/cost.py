@@ -108,20 +108,26 @@ class ActivationBytes:
     at_work: int
 
 
-def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> ActivationBytes:
-    """Of one fused layer and one token."""
+def activation_bytes(
+    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, split: bool = False
+) -> ActivationBytes:
+    """Of one fused layer and one token. split: the ranks divide the tokens of the residual stream."""
+    shares = tp_size if split else 1
     products = _qkv_size(config, tp_size) + 2 * config.intermediate_size // tp_size
     return ActivationBytes(
-        always=2 * config.hidden_size * 4 + _q_size(config, tp_size) * itemsize,
+        always=2 * config.hidden_size * 4 // shares + _q_size(config, tp_size) * itemsize,
         kept=products * itemsize,
-        # Products and their gradients, and both halves of the layer at once.
-        at_work=(3 * products + 12 * config.hidden_size) * itemsize,
+        # Products and their gradients, and both halves of the layer at once. A third of what has the size of the
+        # residual stream goes into products or comes out of them, and is there for all tokens.
+        at_work=(3 * products + (4 + 8 // shares) * config.hidden_size) * itemsize,
     )
 
 
-def token_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True) -> int:
+def token_bytes(
+    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True, split: bool = False
+) -> int:
     """Of one token in training, apart from logits; without `recompute`, all layers keep what can be kept."""
-    layer = activation_bytes(config, itemsize, tp_size)
+    layer = activation_bytes(config, itemsize, tp_size, split=split)
     kept = 0 if recompute else layer.kept
     return config.num_layers * (layer.always + kept) + layer.at_work
 

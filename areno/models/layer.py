@@ -31,13 +31,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.qkv(x_ND).split(self.qkv.local_sizes, dim=-1)
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        parts = self.qkv(x_ND, split).split(self.qkv.local_sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
         out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC)
-        return self.out(out_NHC.flatten(-2))
+        return self.out(out_NHC.flatten(-2), split)
 
 
 def make_mlp(config: TransformerConfig, spec: WeightSpec) -> GatedMLP:
@@ -46,7 +46,10 @@ def make_mlp(config: TransformerConfig, spec: WeightSpec) -> GatedMLP:
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    split: tensor-parallel ranks have a share of the residual stream's tokens each. Attention sees all of them.
+    """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
@@ -56,6 +59,6 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(size, eps, spec)
         self.mlp = make_mlp(config, spec)
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)
-        return x_ND + self.mlp(self.post_norm(x_ND))
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend, split)
+        return x_ND + self.mlp(self.post_norm(x_ND), split)

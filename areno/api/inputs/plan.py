@@ -130,6 +130,7 @@ def open_actor(
         tp_size=engine.tp_size,
         cp_size=engine.cp_size,
         zero_stage=engine.zero_stage,
+        sequence_parallel=engine.sequence_parallel,
         dtype=dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,

@@ -43,7 +43,7 @@ class TrainBackend:
     pass instead of keeping them (on CUDA in as many layers as memory requires).
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
-    zero_stage: see EngineSpec. section: the configuration section that messages name.
+    zero_stage, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -59,14 +59,16 @@ class TrainBackend:
         context: ParallelGroup = ParallelGroup(),  # noqa: B008
         data: ParallelGroup | None = None,
         zero_stage: int = 0,
+        sequence_parallel: bool = False,
         section: str = "actor",
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device = section, model.device
         on_cuda = self.device.type == "cuda"
+        self._split = sequence_parallel and model.tp.size > 1
         alone = model.tp.size == context.size == 1
-        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone)
+        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone, self._split)
         self.flat: FlatParameters | None = None
         self.optimizer: AdamW | None = None
         if optimizer is None:
@@ -77,7 +79,7 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 BLOCK if optimizer.type == "adam_8bit" else ALIGN,
-                in_parts=model.in_parts,
+                in_parts=partial(model.in_parts, split=self._split),
                 stage=model.stage if zero_stage else None,
                 dp=dp,
                 divide_grads=zero_stage == 2,
@@ -142,9 +144,10 @@ class TrainBackend:
 
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
         """The hidden states (n, D) of this rank's share of the tokens."""
-        share = TokenShare.of(packed, self.context, self.attn_backend)
+        multiple = self.model.tp.size if self._split else 1
+        share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         n_kept = self._kept_layers.count(len(share.tokens_n)) if self.recompute else 0
-        how = {"recompute": self.recompute, "n_kept": n_kept}
+        how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:
