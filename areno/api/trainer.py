@@ -34,7 +34,7 @@ from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
 from areno.files.durable import as_checkpoint_error, write_whole
-from areno.models.companions import is_replaceable
+from areno.files.companions import is_replaceable
 from areno.tracking.display.progress import RolloutProgress
 from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.run_log import RunLog

@@ -23,7 +23,7 @@ from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
-from areno.models.companions import copy_companions
+from areno.files.companions import copy_companions
 from areno.models.hub import resolve
 from areno.models.raw_config import read_json
 from areno.models.registry import FAMILIES

@@ -94,7 +94,7 @@ class _Need:
     logits: int
 
     @staticmethod
-    def of(model: Transformer, split: bool) -> _Need:
+    def of(model: Transformer, split: bool = False) -> _Need:
         itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
         kept = activation_bytes(model.config, itemsize, tp_size).kept
         logits = 0
