@@ -59,7 +59,8 @@ def compare(folder: Path, tmp_path: Path, layout: dict[str, Any], steps: Any) ->
             # A vocabulary that the ranks do not divide is padded, and the padding counts as zeros.
             assert ours.get("grad_zero_frac") == pytest.approx(wanted.get("grad_zero_frac"), abs=0.02)
             apart = {name: ours[name] for name in ("memory_gib", "grad_zero_frac")}
-            assert ours == pytest.approx(wanted | apart, rel=1e-3, abs=2e-3)
+            for name, value in (wanted | apart).items():
+                assert ours[name] == pytest.approx(value, rel=1e-3, abs=2e-3), name
         else:
             np.testing.assert_allclose(ours, wanted, atol=1e-4, rtol=0)
 
@@ -85,7 +86,7 @@ def other_losses(engine: Engine, rows: list[TrainSequence], folder: Path) -> lis
     for row in rows:
         row.values = [0.0] * len(row.tokens)
         row.returns = [0.5] * len(row.tokens)
-        row.ref_logprobs = row.logprobs
+        row.ref_logprobs = [0.9 * number for number in row.logprobs]  # apart, so that no pair is a draw
     found = [engine.train(rows, value_loss_fn, UPDATE, role="critic"), *values]
     found += engine.values("critic", ROWS)
     found.append(np.array(engine.rewards("critic", ROWS)))

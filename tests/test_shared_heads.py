@@ -27,13 +27,13 @@ def compare_forms(folder: Path, forms: list[dict[str, Any]]) -> None:
 def test_four_ranks_train_two_heads_as_one_rank_does(tmp_path: Path) -> None:
     """The gradient of a head is the sum over its ranks, and counts once in the norm. With 8-bit moments, too, whose
     blocks a head shares with others."""
-    on_ranks(4, compare_forms, folder_with(tmp_path, 64, **BIASED), [{}, {"head": "value"}, {"kind": "adam_8bit"}])
+    on_ranks(4, compare_forms, folder_with(tmp_path, 64, **BIASED), [{"kind": "adam_8bit"}])
 
 
 def compare_copies(folder: Path) -> None:
-    for zero_stage in (0, 1, 2):
-        for kind in ("adam", "adam_8bit"):
-            compare(folder, Layout.of(tp=2), {"kind": kind}, zero_stage=zero_stage)
+    layout = Layout.of(tp=2)
+    compare(folder, layout, {"head": "value"}, zero_stage=1)
+    compare(folder, layout, {"kind": "adam_8bit"}, zero_stage=2)
 
 
 @pytest.mark.slow
@@ -42,9 +42,8 @@ def test_with_two_copies_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_kv_heads", [1, 2])
-def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path, n_kv_heads: int) -> None:
-    folder = folder_with(tmp_path / "model", **BIASED | {"num_key_value_heads": n_kv_heads})
+def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model", **BIASED)
     compare_engines(folder, tmp_path, {"devices": 4, "tp_size": 4}, policy_steps)
 
 

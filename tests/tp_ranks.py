@@ -136,9 +136,10 @@ def compare(folder: Path, layout: Layout, alone: dict[str, Any], **how: Any) -> 
         expected = full_gradients(one)
         for name, grad in full_gradients(several).items():
             close = 1e-5 * float(expected[name].abs().max())
-            torch.testing.assert_close(grad, expected[name], atol=close, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
-    for n in (5, 8):
-        assert_like([train(several, n)], [train(one, n)], 1e-3)
+            torch.testing.assert_close(
+                grad, expected[name], atol=close, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    assert_like([train(several, 5)], [train(one, 5)], 1e-3)
     atol = 1e-2 if alone.get("kind") == "adam_8bit" else 1e-3
     whole = dict(one.model.named_parameters())
     for name, parameter in several.model.named_parameters():

@@ -33,8 +33,8 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
-from areno.files.durable import as_checkpoint_error, write_whole
 from areno.files.companions import is_replaceable
+from areno.files.durable import as_checkpoint_error, write_whole
 from areno.tracking.display.progress import RolloutProgress
 from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.run_log import RunLog

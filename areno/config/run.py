@@ -240,7 +240,10 @@ class EngineConfig(Section):
     def flash_is_not_exact(self) -> bool:
         return self.exact and self.attn_backend == "flash"
 
-    @forbid("sequence_parallel", "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out")
+    @forbid(
+        "sequence_parallel",
+        "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
+    )
     def sums_of_shares_are_not_exact(self) -> bool:
         return self.exact and self.sequence_parallel is True
 

@@ -16,8 +16,8 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the mean is taken in fp32 whatever the dtype of x.
 
     own_data: the ranks normalise different data with the same weight (each rank its own heads), so the gradient of the
-    weight is summed over them. Otherwise all ranks see the same x, or a share of its rows each; then the gradient of the
-    weight is left in parts, see `Transformer.in_parts`.
+    weight is summed over them. Otherwise all ranks see the same x. Or each sees a share of its rows; then the gradient
+    of the weight is left in parts, see `Transformer.in_parts`.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False):

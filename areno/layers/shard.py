@@ -37,7 +37,7 @@ class Part:
     full_shape: of the checkpoint tensor. offset: first row of the parameter that it fills.
     dim: dimension that is divided over the tensor-parallel ranks, None where every rank holds all of it.
     start, size: this rank's range along `dim`; `size` may be smaller on the last ranks (a padded vocabulary).
-    copies: so many ranks that follow each other hold the same range (key-value heads, where there are fewer than ranks).
+    copies: so many ranks that follow each other hold the same range (key-value heads that are fewer than the ranks).
     """
 
     full_shape: tuple[int, ...]

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.errors import CheckpointError, Key
+from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
-from areno.files.companions import copy_companions
 from areno.models.hub import resolve
 from areno.models.raw_config import read_json
 from areno.models.registry import FAMILIES

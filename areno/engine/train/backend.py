@@ -15,9 +15,9 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.spec import UpdateSpec
-from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients
