@@ -84,6 +84,8 @@ def other_losses(engine: Engine, rows: list[TrainSequence], folder: Path) -> lis
     )
     values = engine.values("critic", ROWS)
     for row in rows:
+        assert row.tokens is not None
+        assert row.logprobs is not None
         row.values = [0.0] * len(row.tokens)
         row.returns = [0.5] * len(row.tokens)
         row.ref_logprobs = [0.9 * number for number in row.logprobs]  # apart, so that no pair is a draw

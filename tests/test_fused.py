@@ -168,12 +168,13 @@ def compare_rank(rank: int, rendezvous: str) -> None:
         got = run(divided, "sdpa", is_fused=True, **how)
         torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
         for name, parameter in divided.named_parameters():
-            mine = parameter.grad
+            mine, expected_grad = parameter.grad, whole[name].grad
             assert mine is not None
+            assert expected_grad is not None
             for elements, n in divided.in_parts(name, split="split" in how):
                 tp.sum_copies(mine.view(-1)[elements], n)
             for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
-                theirs = part.cut(full.region(whole[name].grad))
+                theirs = part.cut(full.region(expected_grad))
                 torch.testing.assert_close(part.region(mine), theirs, atol=1e-4, rtol=1e-4, msg=f"{name} {how}")
     dist.destroy_process_group()
 

@@ -43,7 +43,7 @@ def compare_all(folder: Path) -> None:
     compare_forms(folder, 4, 1, FORMS)
     compare_forms(folder, 2, 1, FORMS[:1], (0, 2))
     if load_config(folder).num_kv_heads == 4:
-        compare_forms(folder, 2, 2, FORMS[1:2])
+        compare_forms(folder, 2, 2, FORMS[1:2], (0,))
 
 
 @pytest.mark.slow
