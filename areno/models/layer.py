@@ -23,20 +23,23 @@ class Attention(nn.Module):
         self.index = index
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = ColumnParallelLinear(config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias)
+        copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias, copies=(1, copies, copies)
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec, own_data=True)
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.qkv(x_ND).split(self.qkv.local_sizes, dim=-1)
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        parts = self.qkv(x_ND, split).split(self.qkv.local_sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
         out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC)
-        return self.out(out_NHC.flatten(-2))
+        return self.out(out_NHC.flatten(-2), split)
 
 
 def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None) -> GatedMLP | ExpertMLP:
@@ -49,7 +52,10 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    split: tensor-parallel ranks have a share of the residual stream's tokens each. Attention sees all of them.
+    """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
         super().__init__()
@@ -59,6 +65,6 @@ class Layer(nn.Module):
         self.post_norm = RMSNorm(size, eps, spec)
         self.mlp = make_mlp(config, index, spec, routing)
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend)
-        return x_ND + self.mlp(self.post_norm(x_ND))
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        x_ND = x_ND + self.attention(self.input_norm(x_ND), cos, sin, attend, split)
+        return x_ND + self.mlp(self.post_norm(x_ND), split)
