@@ -12,7 +12,7 @@ import torch
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
+from areno.engine.layout.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.errors import DataError, EngineError

@@ -70,6 +70,23 @@ def test_adapters_worked_by_hand() -> None:
     assert not of(replace(large, adapters=None)).fits(139 * GIB)
 
 
+def test_activations_are_divided_by_tokens() -> None:
+    """Over copies that share a row, and what lies between products over tensor-parallel ranks."""
+    products, q_size = 6144 + 2 * 12288, 4096  # outputs of qkv and gate-up; one layer keeps q_size of attention
+    whole = of(world_size=2, tp_size=2).training_bytes(ACTOR, 8192)
+    logits = 2048 * 151936 // 2 * (4 + 2)
+    layers = 36 * (2 * 4096 * 4 + q_size // 2 * 2) + (3 * products // 2 + 12 * 4096) * 2
+    assert whole == 8192 * layers + logits
+    split = 36 * (4096 * 4 + q_size // 2 * 2) + (3 * products // 2 + 8 * 4096) * 2
+    assert of(world_size=2, tp_size=2, split=True).training_bytes(ACTOR, 8192) == 8192 * split + logits
+    alone = of().training_bytes(ACTOR, 8192)
+    assert of(split=True).training_bytes(ACTOR, 8192) == alone
+    shared = of(world_size=2, cp_size=2, budget=4096)
+    assert shared.training_bytes(ACTOR, 8192) == of().training_bytes(ACTOR, 4096) < alone
+    assert shared.batch_tokens == 8192  # the budget is that of one device
+    assert shared.layout() == "tp_size=1, 2 copies, zero_stage=0, 2 of them to a row"
+
+
 def refused(footprint: Footprint, gib: float) -> str:
     with pytest.raises(EngineError) as caught:
         check_fits(footprint, int(gib * GIB / (1 - RESERVE)))

@@ -55,9 +55,9 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
     model.init_weights(3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, parameter in model.named_parameters():
+            for part in model.layout(name) if parameter.dim() == 1 else ():
+                part.region(parameter).add_(part.cut(torch.randn(part.full_shape, generator=generator)) * 0.3)
     return model.to(device, dtype)
 
 
@@ -170,32 +170,36 @@ def compare_families() -> None:
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
-    """One of two ranks."""
+    """One of two ranks, with shared tokens, too: hidden states and gradients are those of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    for like, n_norms in (({}, 5), (LIKE_OLMO, 5)):
-        compare_share(rank, n_norms, **like)
+    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}):
+        compare_share(rank, **like)
     dist.destroy_process_group()
 
 
-def compare_share(rank: int, n_norms: int, **like: Any) -> None:
-    """Hidden states, and the gradients of norms, of which ranks hold copies or pieces, are those of one alone."""
-    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_kv_heads": 2, "num_layers": 1, **like}
+def compare_share(rank: int, **like: Any) -> None:
+    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_layers": 1, **like}
     with mock.patch("areno.kernels.backend._interprets", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
-    divided = build(torch.float32, "cpu", ParallelGroup(rank, 2, dist.group.WORLD), **changes)
-    weights = dict(alone.named_parameters())
-    for name, parameter in divided.named_parameters():
-        for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
-            part.region(parameter).copy_(part.cut(of_alone.region(weights[name])))
-    got = run(divided, "sdpa", is_fused=True)
-    torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
     whole = dict(alone.named_parameters())
-    norms = [(name, parameter) for name, parameter in divided.named_parameters() if "norm" in name]
-    assert len(norms) == n_norms
-    for name, parameter in norms:
-        [part] = divided.layout(name)
-        torch.testing.assert_close(parameter.grad, part.cut(whole[name].grad), atol=1e-4, rtol=1e-4)
+    tp = ParallelGroup(rank, 2, dist.group.WORLD)
+    for how in ({}, {"split": True, "recompute": True}, {"split": True}):
+        divided = build(torch.float32, "cpu", tp, **changes)
+        for name, parameter in divided.named_parameters():
+            for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
+                part.region(parameter).copy_(part.cut(of_alone.region(whole[name])))
+        got = run(divided, "sdpa", is_fused=True, **how)
+        torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
+        for name, parameter in divided.named_parameters():
+            mine, expected_grad = parameter.grad, whole[name].grad
+            assert mine is not None
+            assert expected_grad is not None
+            for elements, n in divided.in_parts(name, split="split" in how):
+                tp.sum_copies(mine.view(-1)[elements], n)
+            for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
+                theirs = part.cut(full.region(expected_grad))
+                torch.testing.assert_close(part.region(mine), theirs, atol=1e-4, rtol=1e-4, msg=f"{name} {how}")
 
 
 def compare_two_ranks() -> None:

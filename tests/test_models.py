@@ -197,8 +197,8 @@ def test_init_weights_follows_seed_and_kind(tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None:
     random_reference("qwen3", tmp_path)
     config = load_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, .*num_key_value_heads=2"):
-        build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=4))
+    with pytest.raises(ConfigError, match=r"engine\.tp_size: is 3, .*num_key_value_heads=2"):
+        build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=3))
 
 
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_does_not_divide_names_the_argument() -> None:
-    trainer = Trainer(4, MODEL, custom_config=ArenoConfig(tp_size=4, runtime={"device": "cpu"}))
-    with pytest.raises(ConfigError, match=r"custom_config.tp_size: is 4, which does not divide the model's 2"):
+    trainer = Trainer(3, MODEL, custom_config=ArenoConfig(tp_size=3, runtime={"device": "cpu"}))
+    with pytest.raises(ConfigError, match=r"custom_config.tp_size: is 3, which does not divide the model's 4"):
         trainer.init()
 
 

@@ -159,7 +159,7 @@ class RolloutSession:
         requests = [
             GenerationRequest(
                 request_id=index,
-                prompt=[int(token) for token in tokens],
+                prompt=list(map(int, tokens)),
                 n_samples=n_samples,
                 params=params,
                 # Requests have 64 bits; what a large seed has beyond the 32 left for it is folded back in.

@@ -212,6 +212,11 @@ class EngineConfig(Section):
         "moments. 2: the gradients of its layers, too, at the price of communication in every micro-batch. It changes "
         "memory use and speed, not the result",
     )
+    sequence_parallel: bool | None = setting(
+        None,
+        help="With tp_size, divide what lies between the matrix products of a layer by tokens (sequence parallel, "
+        "2205.05198), in training only. It takes less memory and does not change the result. null: yes, unless exact",
+    )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
@@ -239,6 +244,13 @@ class EngineConfig(Section):
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
     def flash_is_not_exact(self) -> bool:
         return self.exact and self.attn_backend == "flash"
+
+    @forbid(
+        "sequence_parallel",
+        "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
+    )
+    def sums_of_shares_are_not_exact(self) -> bool:
+        return self.exact and self.sequence_parallel is True
 
     @check
     def copies_divide_world(self) -> Iterator[Problem]:

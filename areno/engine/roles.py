@@ -160,7 +160,8 @@ class Roles:
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
-                exact=self.spec.exact, section=spec.section, router_aux_loss_coef=spec.router_aux_loss_coef,
+                sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
+                router_aux_loss_coef=spec.router_aux_loss_coef,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"

@@ -87,7 +87,8 @@ class EngineSpec:
     lora: the actor's adapters, which are trained instead of its weights; None trains all of it.
     planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
     the first is read. zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole.
-    1: masters and moments. 2: gradients, too.
+    1: masters and moments. 2: gradients, too. sequence_parallel: in training and scoring, the tensor-parallel ranks
+    share the tokens between the products of a layer; None lets `splits_tokens` decide.
     """
 
     model_path: str
@@ -95,6 +96,7 @@ class EngineSpec:
     tp_size: int = 1
     cp_size: int = 1
     zero_stage: Literal[0, 1, 2] = 1
+    sequence_parallel: bool | None = None
     dtype: str = "float32"
     random_init: bool = False
     dummy_load: bool = False
@@ -149,6 +151,12 @@ class EngineSpec:
     def dp_size(self) -> int:
         """Copies of the model."""
         return self.world_size // self.tp_size
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether sequence parallel is on. Where bits count it is not: sums of shares have an order of their own."""
+        wanted = not self.exact if self.sequence_parallel is None else self.sequence_parallel
+        return wanted and self.tp_size > 1
 
     @property
     def data_size(self) -> int:

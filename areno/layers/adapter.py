@@ -39,7 +39,8 @@ class Adapter(nn.Module):
         self.on, self.in_order = True, False
         rank, of_a, of_b, places, row = self.rank, [], [], [], 0
         for index, part in enumerate(parts):
-            (n_out, n_in), cut = part.full_shape, {"dim": part.dim, "start": part.start, "size": part.size}
+            n_out, n_in = part.full_shape
+            cut = {"dim": part.dim, "start": part.start, "size": part.size, "copies": part.copies}
             of_a.append(Part((rank, n_in), offset=index * rank, **(cut if self.divides_inputs else {})))
             of_b.append(Part((n_out, rank), offset=row, **({} if self.divides_inputs else cut)))
             size = n_out if self.divides_inputs else part.size

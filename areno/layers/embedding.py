@@ -35,14 +35,15 @@ class VocabParallelEmbedding(nn.Module):
         """Zero the rows below the vocabulary. Loading calls this, since no checkpoint tensor fills them."""
         self.weight.detach()[self.n_valid :].zero_()
 
-    def forward(self, tokens_N: Tensor) -> Tensor:
-        """int64 token ids to (N, D), the same on every rank."""
+    def forward(self, tokens_N: Tensor, split: bool = False) -> Tensor:
+        """int64 token ids to (N, D), the same on every rank, or if split to this rank's share of the tokens."""
         if self.tp.size == 1:
             return F.embedding(tokens_N, self.weight)
         local_N = tokens_N - self.first
         elsewhere_N = (local_N < 0) | (local_N >= self.n_valid)
         x_ND = F.embedding(local_N.masked_fill(elsewhere_N, 0), self.weight)
-        return self.tp.reduce_out(x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0))
+        x_ND = x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0)
+        return self.tp.sum_out(x_ND) if split else self.tp.reduce_out(x_ND)
 
     def product(self, hidden_KD: Tensor) -> Tensor:
         """This rank's columns of the logits, (K, V / ranks) float32, and zeros for rows of padding.

@@ -85,7 +85,8 @@ class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, times their weights.
 
     layer: its number among the model's expert layers. routing: what these share; see there for what can be told and
-    read. `forward` runs under autograd, the two fused halves outside it.
+    read. `forward` runs under autograd, the two fused halves outside it. split: see Linear. A rank then has a share of
+    the tokens as input and output, but all of them are routed on every rank.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
@@ -97,7 +98,9 @@ class ExpertMLP(nn.Module):
         self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
 
-    def forward(self, x_ND: Tensor) -> Tensor:
+    def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
+        if split:  # the router's gradient is the same on every rank, and `copy_in` sums that of the experts
+            x_ND = self.tp.join_equal(x_ND)
         logits_NE = self.router(x_ND)
         chosen_Nk = self.routing.choose(self.layer, logits_NE)
         weights_Nk = self.tp.copy_in(self._weights(logits_NE, chosen_Nk))
@@ -106,7 +109,8 @@ class ExpertMLP(nn.Module):
         how = groups.ends_E, False, self.row_multiple
         gate_MI, up_MI = reference.grouped_product(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
         y_MD = reference.grouped_product(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
-        return self.tp.reduce_out(reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E))
+        out_ND = reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        return self.tp.sum_out(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _groups(self, chosen_Nk: Tensor) -> Groups:
         n_local = self.experts_gate_up.n_local
@@ -121,10 +125,12 @@ class ExpertMLP(nn.Module):
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
-    def fused_forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def fused_forward(self, x_ND: Tensor, split: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
+        if split:
+            x_ND = self.tp.joined(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
         if routing.is_free:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
@@ -137,14 +143,19 @@ class ExpertMLP(nn.Module):
         gate_up_M2I = grouped_product(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
         del rows_MD
         y_MD = grouped_product(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
-        out_ND = self.tp.reduce_out(combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E))
+        out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        out_ND = self.tp.summed(out_ND) if split else self.tp.reduce_out(out_ND)
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
 
-    def fused_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...]) -> Tensor:
+    def fused_backward(
+        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
+    ) -> Tensor:
         """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again.
 
         saved: what `fused_forward` returned last. The experts are those of the forward pass, not chosen again.
         """
+        if split:
+            grad_ND, x_ND = self.tp.joined(grad_ND), self.tp.joined(x_ND)
         chosen_Nk = saved[0].long()
         groups = self._groups(chosen_Nk)
         gate_up, down, ends_E = self.experts_gate_up, self.experts_down, groups.ends_E
@@ -163,14 +174,15 @@ class ExpertMLP(nn.Module):
         gate_up.accumulate(grad_gate_up_M2I, rows_MD, groups)
         del rows_MD
         grad_x_MD = grouped_product(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
-        grad_x_ND = self.tp.all_reduce(combine(grad_x_MD, groups.places_Nk, None, ends_E))
+        grad_x_ND = combine(grad_x_MD, groups.places_Nk, None, ends_E)
+        grad_x_ND = self.tp.summed(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.places_Nk.flatten()).view_as(weights_Nk)
         # All ranks have the same of this half, so it is added after their sum.
         grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
         grad_logits_NE = grad_logits_NE.to(x_ND.dtype)
         self.router.accumulate(grad_logits_NE, x_ND)
-        return grad_x_ND + grad_logits_NE @ self.router.weight
+        return grad_x_ND + (self.tp.rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
 
 
 class _Balance(torch.autograd.Function):

@@ -22,6 +22,7 @@ from areno.layers.shard import Layout, Part, WeightSpec
 class Linear(nn.Module):
     """What both kinds share: `weight` (O, I) and `bias` (O,) or None, of this rank.
 
+    split (of the methods): outside of such a pair of layers the ranks have a share of the tokens each, n of N.
     unsplit: None, or how products are computed so that a row has the same bits beside any others; see
     areno/engine/exact.py.
     """
@@ -79,36 +80,45 @@ class ColumnParallelLinear(Linear):
 
     Each rank holds a slice of every projection's outputs; `out_sizes` are the full sizes. The output is this rank's
     slices side by side, `local_sizes` wide. The input is the same on every rank.
+    copies: for each projection, how many ranks hold the same slice of it; () is one. The gradients of such a slice are
+    those of each rank's own outputs: `Transformer.in_parts` names them to who sums them.
     """
 
-    def __init__(self, in_size: int, out_sizes: Sequence[int], spec: WeightSpec, *, bias: bool):
-        local_sizes = tuple(spec.tp.shard(size, "output features") for size in out_sizes)
+    def __init__(
+        self, in_size: int, out_sizes: Sequence[int], spec: WeightSpec, *, bias: bool, copies: Sequence[int] = ()
+    ):
+        copies = copies or [1] * len(out_sizes)
+        local_sizes = tuple(
+            spec.tp.shard(size * n, "output features") for size, n in zip(out_sizes, copies, strict=True)
+        )
         super().__init__(sum(local_sizes), in_size, spec, bias=bias)
         self.local_sizes = local_sizes
         weights, biases, offset = [], [], 0
-        for full, local in zip(out_sizes, self.local_sizes, strict=True):
-            place = {"offset": offset, "dim": 0, "start": self.tp.rank * local, "size": local}
+        for full, local, n in zip(out_sizes, self.local_sizes, copies, strict=True):
+            place = {"offset": offset, "dim": 0, "start": self.tp.rank // n * local, "size": local, "copies": n}
             weights.append(Part((full, in_size), **place))
             biases.append(Part((full,), **place))
             offset += local
         self.layout = {"weight": tuple(weights), "bias": tuple(biases)}
 
-    def forward(self, x_NI: Tensor) -> Tensor:
-        x_NI = self.tp.copy_in(x_NI)
+    def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
+        """(N, I), or (n, I) if split, to (N, O)."""
+        x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
         if self.unsplit is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
         return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
-    def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """The gradient of x, summed over the ranks."""
-        return self.tp.all_reduce(self._input_gradient(grad_NO))
+    def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
+        """The gradient of x, summed over the ranks: that of this rank's share if split."""
+        grad_NI = self._input_gradient(grad_NO)
+        return self.tp.summed(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
 class RowParallelLinear(Linear):
     """y = x W^T + b where each rank holds a slice of the input features, as a column-parallel layer leaves them.
 
-    The ranks' partial products are summed; the output is the same on every rank.
+    The ranks' partial products are summed; the output is the same on every rank, or each has its share of the tokens.
     """
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
@@ -119,9 +129,13 @@ class RowParallelLinear(Linear):
             "bias": (Part((out_size,)),),
         }
 
-    def forward(self, x_NI: Tensor) -> Tensor:
-        y_NO = self.tp.reduce_out(self._adapted(self.product(x_NI), x_NI))
-        return y_NO if self.bias is None else y_NO.add_(self.bias)
+    def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
+        """(N, I) to (N, O), or to (n, O) if split."""
+        y_NO = self._adapted(self.product(x_NI), x_NI)
+        y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)
+        if self.bias is None:
+            return y_NO
+        return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """The gradient of this rank's slice of x."""

@@ -17,13 +17,14 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the mean is taken in fp32 whatever the dtype of x.
 
     own_data: the ranks normalise different data with the same weight (each rank its own heads), so the gradient of the
-    weight is summed over them. Otherwise all ranks see the same x.
+    weight is summed over them. Otherwise all ranks see the same x. Or each sees a share of its rows; then the gradient
+    of the weight is left in parts, see `Transformer.in_parts`.
     plus_one: the factor is 1 + weight, computed in fp32.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):
         super().__init__()
-        self.eps, self.plus_one = eps, plus_one
+        self.eps, self.plus_one, self.own_data = eps, plus_one, own_data
         self.tp = spec.tp if own_data else ParallelGroup()
         self.weight = spec.empty(size)
         self.layout: Layout = {"weight": (Part((size,)),)}
@@ -34,7 +35,7 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.float(), factor.shape, factor, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.tp.copy_in(self.weight), self.eps)
 
-    # What the fused layers call, outside autograd and with Triton only. All ranks see the same x there.
+    # What the fused layers call, outside autograd and with Triton only.
 
     def add_and_norm(self, x_ND: Tensor, delta_ND: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sum x + delta (x itself where delta is None) and its norm: in the dtypes of x and of the weight."""

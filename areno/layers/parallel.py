@@ -70,6 +70,20 @@ class ParallelGroup:
         n = x.numel() // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
+    def of_copies(self, x: Tensor, n: int) -> Tensor:
+        """(n, x.numel()): x (any,) of each of the `n` ranks that follow each other and hold copies of something."""
+        counts = [x.numel() if rank // n == self.rank // n else 0 for rank in range(self.size)]
+        out = x.new_empty((n, x.numel()))
+        dist.all_to_all_single(out.view(-1), x.repeat(n), counts, counts, group=self.group)
+        return out
+
+    def sum_copies(self, x: Tensor, n: int) -> None:
+        """Sum x (any,) over these ranks, in place. All of them get the same bits."""
+        if n == self.size:
+            self.all_reduce(x)
+        elif n > 1:
+            x.copy_(self.of_copies(x, n).sum(0))
+
     def copy_in(self, x: Tensor) -> Tensor:
         """Identity in the forward pass, sum of the gradients in the backward pass: before a column-parallel layer."""
         return x if self.size == 1 else _CopyIn.apply(x, self)  # type: ignore[return-value]
@@ -81,6 +95,47 @@ class ParallelGroup:
         if self.peers is not None and not torch.is_grad_enabled() and self.peers.takes(x):
             return self.peers.sum(x)
         return _ReduceOut.apply(x, self)  # type: ignore[return-value]
+
+    # Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198): between the products of a layer each rank has a
+    # share of the tokens, which follow each other. A reduce-scatter and an all-gather move what an all-reduce does.
+
+    def join(self, x: Tensor) -> Tensor:
+        """(n, ...) of each rank to (size n, ...); gradients are summed. `copy_in` for shares of the tokens."""
+        return x if self.size == 1 else _Trade.apply(x, self.joined, self.summed)  # type: ignore[return-value]
+
+    def sum_out(self, x: Tensor) -> Tensor:
+        """The sum of x (size n, ...) over the ranks, of which each gets (n, ...). `reduce_out` for such shares."""
+        return x if self.size == 1 else _Trade.apply(x, self.summed, self.joined)  # type: ignore[return-value]
+
+    def join_equal(self, x: Tensor) -> Tensor:
+        """As `join`, where all ranks find the same gradient, which is therefore not summed."""
+        return x if self.size == 1 else _Trade.apply(x, self.joined, self.rows)  # type: ignore[return-value]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """`join` outside autograd."""
+        out, work = self.begin_join(x)
+        wait_for(work)
+        return out
+
+    def begin_join(self, x: Tensor) -> tuple[Tensor, Any]:
+        """What `joined` returns, and what to `wait_for` before it is read."""
+        if self.size == 1:
+            return x, _Done()
+        out = x.new_empty((self.size * len(x), *x.shape[1:]))
+        return out, _all_gather(out, x.contiguous(), group=self.group, async_op=True)  # type: ignore[misc]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """`sum_out` outside autograd."""
+        if self.size == 1:
+            return x
+        out = x.new_empty((len(x) // self.size, *x.shape[1:]))
+        _reduce_scatter(out, x.contiguous(), group=self.group)  # type: ignore[misc]
+        return out
+
+    def rows(self, x: Tensor) -> Tensor:
+        """This rank's share (n, ...) of x (size n, ...)."""
+        n = len(x) // self.size
+        return x[self.rank * n : (self.rank + 1) * n]
 
     def gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenate the ranks' pieces, which have one shape, along a dimension, outside autograd."""

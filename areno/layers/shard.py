@@ -38,6 +38,7 @@ class Part:
     dim: dimension that is divided over the tensor-parallel ranks, None where every rank holds all of it.
     start, size: this rank's range along `dim`; `size` may be smaller on the last ranks (a padded vocabulary).
     holder: the rank that has all of it, `dim` being 0 and `size` 0 on the others; None where `dim` is really divided.
+    copies: so many ranks that follow each other hold the same range (key-value heads that are fewer than the ranks).
     """
 
     full_shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Part:
     start: int = 0
     size: int = 0
     holder: int | None = None
+    copies: int = 1
 
     def cut(self, full: Any) -> Tensor:
         """This rank's piece of the checkpoint tensor; `full` is a tensor or a safetensors slice."""
@@ -71,7 +73,7 @@ class Part:
                 out.copy_(piece, non_blocking=True)
             return
         total = self.full_shape[self.dim]
-        share = -(-total // tp.size) if self.holder is None else total  # of a rank along `dim`
+        share = total if self.holder is not None else -(-total * self.copies // tp.size)  # of a rank along `dim`
         n_rows = share if self.dim == 0 else piece.shape[0]
         step = max(1, GATHERED_BYTES // (piece.element_size() * math.prod(piece.shape[1:])))
         for row in range(0, n_rows, step):
@@ -81,7 +83,7 @@ class Part:
             received = tp.gather_to(sent, owner)
             if out is None:
                 continue
-            for rank, block in enumerate(received):
+            for rank, block in enumerate(received[:: self.copies]):
                 if self.holder not in (None, rank):
                     continue
                 if self.dim == 0:

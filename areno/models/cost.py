@@ -71,7 +71,12 @@ def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
     """Cached keys and values of one token in all layers."""
-    return 2 * config.num_layers * (config.num_kv_heads // tp_size) * config.head_dim * itemsize
+    return 2 * config.num_layers * kv_heads(config, tp_size) * config.head_dim * itemsize
+
+
+def kv_heads(config: TransformerConfig, tp_size: int = 1) -> int:
+    """Key-value heads of one rank. Where there are fewer than ranks, several ranks hold the same one."""
+    return -(-config.num_kv_heads // tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,31 +145,37 @@ class ActivationBytes:
     at_work: int
 
 
-def activation_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> ActivationBytes:
-    """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies."""
-    experts, inner = config.experts, 2 * config.intermediate_size // tp_size
+def activation_bytes(
+    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, split: bool = False
+) -> ActivationBytes:
+    """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies.
+
+    split: the ranks divide the tokens of the residual stream.
+    """
+    experts, inner, size = config.experts, 2 * config.intermediate_size // tp_size, config.hidden_size
+    shares = tp_size if split else 1
     ids = copies = scores = 0
     if experts is not None:
-        ids, copies, scores = (
-            experts.top_k * experts.id_bytes,
-            3 * experts.top_k * config.hidden_size,
-            experts.n_experts,
-        )
+        ids, copies, scores = experts.top_k * experts.id_bytes, 3 * experts.top_k * size, experts.n_experts
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
     products = _qkv_size(config, tp_size) + inner
     return ActivationBytes(
-        always=2 * config.hidden_size * (4 + behind) + _q_size(config, tp_size) * itemsize + ids,
+        always=2 * size * (4 + behind) // shares + _q_size(config, tp_size) * itemsize + ids,
         kept=products * itemsize,
-        # Products and their gradients, and both halves of the layer at once; copies of inputs and of their gradients.
-        at_work=(3 * products + 12 * config.hidden_size + copies) * itemsize + 24 * scores,
+        # Products and their gradients, and both halves of the layer at once; experts' copies of inputs and of their
+        # gradients. A third of what has the size of the residual stream goes into products or comes out of them, and
+        # is there for all tokens.
+        at_work=(3 * products + (4 + 8 // shares) * size + copies) * itemsize + 24 * scores,
     )
 
 
-def token_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True) -> int:
+def token_bytes(
+    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True, split: bool = False
+) -> int:
     """Of one token in training, apart from logits; without `recompute`, all layers keep what can be kept."""
-    layer = activation_bytes(config, itemsize, tp_size)
+    layer = activation_bytes(config, itemsize, tp_size, split=split)
     kept = 0 if recompute else layer.kept
     return config.num_layers * (layer.always + kept) + layer.at_work
 
@@ -239,4 +250,4 @@ def _q_size(config: TransformerConfig, tp_size: int) -> int:
 
 
 def _qkv_size(config: TransformerConfig, tp_size: int) -> int:
-    return (config.num_heads + 2 * config.num_kv_heads) // tp_size * config.head_dim
+    return (config.num_heads // tp_size + 2 * kv_heads(config, tp_size)) * config.head_dim

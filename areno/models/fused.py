@@ -22,18 +22,28 @@ from torch import Tensor, nn
 from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
 from areno.layers.attention import Attend, PackedAttend
 from areno.layers.norm import RMSNorm
+from areno.layers.parallel import wait_for
 from areno.models.layer import Attention, Layer
 
 
 def fused_layer(
-    layer: Layer, stream_ND: Tensor, delta_ND: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend, keep: bool
+    layer: Layer,
+    stream_ND: Tensor,
+    delta_ND: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    keep: bool,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
 
     Their sum is left to the next norm, which adds and normalises in one pass.
     keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
+    split: of Layer.
     """
-    return _FusedLayer.apply(layer, _tracked(stream_ND, layer), delta_ND, cos, sin, attend, keep)  # type: ignore[return-value]
+    stream_ND = _tracked(stream_ND, layer)
+    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor) -> Tensor:
@@ -106,23 +116,25 @@ class _FusedLayer(torch.autograd.Function):
         sin: Tensor,
         attend: Any,
         keep: bool,
+        split: bool,
     ) -> tuple[Tensor, Tensor]:
         attention, dtype = layer.attention, layer.attention.qkv.weight.dtype
         stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype)
-        qkv_NX = attention.qkv(normed_ND)
+        qkv_NX = attention.qkv(normed_ND, split)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         if isinstance(attend, PackedAttend):
             out_NHC, saved = attend.forward(*heads, attention.window)
         else:  # the decoder's, which has no backward pass
             out_NHC, saved = attend(attention.index, *heads, attention.window), ()
         del heads
-        added_ND = attention.out(out_NHC.flatten(-2))
+        added_ND = attention.out(out_NHC.flatten(-2), split)
         middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype)
-        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND)
+        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split)
         kept = (qkv_NX, inner) if keep else (None, None)
         behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
         ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *behind, *needed, *saved)
-        ctx.layer, ctx.attend, ctx.has_delta, ctx.n_needed = layer, attend, delta_ND is not None, len(needed)
+        ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
+        ctx.n_needed = len(needed)
         return middle_ND, _normed(layer.mlp_norm, down_ND)
 
     @staticmethod
@@ -130,19 +142,26 @@ class _FusedLayer(torch.autograd.Function):
         stream_ND, middle_ND, out_NHC, cos, sin, qkv_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
         needed, saved = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
-        attention, dtype = layer.attention, layer.attention.qkv.weight.dtype
+        attention, split, tp = layer.attention, ctx.split, layer.attention.qkv.tp
+        dtype = attention.qkv.weight.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
         grad_down_ND = _normed_backward(layer.mlp_norm, grad_down_ND, down_ND)
         _, normed_ND = _add(layer.post_norm, middle_ND, None, dtype)
-        grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed)
+        grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed, split)
         grad_ND, grad_added_ND = _add_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
         grad_added_ND = _normed_backward(layer.attention_norm, grad_added_ND, added_ND)
 
+        _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
+        work = None
+        if split:  # the input comes while the output's gradient goes through attention
+            grad_added_ND = tp.joined(grad_added_ND)
+            normed_ND, work = tp.begin_join(normed_ND)
         attention.out.accumulate(grad_added_ND, out_NHC.flatten(-2))
         grad_out_NHC = attention.out.input_gradient(grad_added_ND).view(out_NHC.shape)
-        _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
         if qkv_NX is None:
+            if work is not None:
+                wait_for(work)
             qkv_NX = attention.qkv(normed_ND)
         heads = _to_heads(attention, qkv_NX, cos, sin)
         attend: PackedAttend = ctx.attend
@@ -155,10 +174,12 @@ class _FusedLayer(torch.autograd.Function):
             if isinstance(norm, RMSNorm) and grad_C is not None:
                 norm.accumulate(grad_C)
         grad_qkv_NX = attention.whole_gradient(grad_qkv_NX, qkv_NX)
+        if work is not None:
+            wait_for(work)
         attention.qkv.accumulate(grad_qkv_NX, normed_ND)
-        grad_normed_ND = attention.qkv.input_gradient(grad_qkv_NX)
+        grad_normed_ND = attention.qkv.input_gradient(grad_qkv_NX, split)
         grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
-        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None
+        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -24,7 +24,10 @@ class Attention(nn.Module):
         self.index, self.window = index, config.kind(index).window
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.qkv = ColumnParallelLinear(config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias)
+        copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias, copies=(1, copies, copies)
+        )
         self.q_norm = self.k_norm = None
         if config.qk_norm_whole:
             self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
@@ -35,13 +38,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, eps, spec, own_data=True, plus_one=plus_one)
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        parts = self.norm_whole(self.qkv(x_ND)).split(self.qkv.local_sizes, dim=-1)
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        parts = self.norm_whole(self.qkv(x_ND, split)).split(self.qkv.local_sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
         out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC, self.window)
-        return self.out(out_NHC.flatten(-2))
+        return self.out(out_NHC.flatten(-2), split)
 
     def norm_whole(self, qkv_NX: Tensor) -> Tensor:
         """With the norms of all queries and of all keys of a token, where the family has these; else as it is."""
@@ -71,7 +74,10 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm (or before one, or both) and added to the residual stream."""
+    """Attention and MLP, each behind a norm (or before one, or both) and added to the residual stream.
+
+    split: tensor-parallel ranks have a share of the residual stream's tokens each. Attention sees all of them.
+    """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec, routing: Routing | None = None):
         super().__init__()
@@ -88,8 +94,8 @@ class Layer(nn.Module):
         self.mlp = make_mlp(config, index, spec, routing)
         self.mlp_norm = norm("after", "both")
 
-    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        y_ND = self.attention(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend)
+    def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
+        y_ND = self.attention(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.attention_norm is None else self.attention_norm(y_ND))
-        y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND))
+        y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND), split)
         return x_ND + (y_ND if self.mlp_norm is None else self.mlp_norm(y_ND))

@@ -11,7 +11,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
-from areno.models.cost import parameters
+from areno.models.cost import kv_heads, parameters
 from areno.models.experts.families import MIXTRAL, QWEN3_MOE
 from areno.models.families.fields import HARMLESS
 from areno.models.families.gemma3 import GEMMA3
@@ -79,18 +79,22 @@ def has_value_head(folder: Path) -> bool:
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
     """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message.
 
+    Of fewer key-value heads than ranks, equally many ranks hold each.
     cp_size: ranks of a context, which divide the heads of each of these.
     """
     sizes = config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
+    if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # whose norm is over different keys of a rank
+        wrong = [each for each in wrong if each[1] != "num_key_value_heads"]
     shown = ", ".join(f"{size} ({what})" for what, _, size in wrong)
     fields = ", ".join(f"{name}={size}" for _, name, size in wrong)
     message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
     if wrong:
         return [Problem("engine.tp_size", message)]
-    heads = [(what, name, size) for what, name, size in sizes[:2] if size // tp_size % cp_size]
-    shown = " and ".join(f"{size // tp_size} {what}" for what, _, size in heads)
-    fields = ", ".join(f"{name}={size}" for _, name, size in heads)
+    each = (config.num_heads // tp_size, kv_heads(config, tp_size))
+    heads = [(n, *names) for n, names in zip(each, sizes[:2], strict=True) if n % cp_size]
+    shown = " and ".join(f"{n} {what}" for n, what, _, _ in heads)
+    fields = ", ".join(f"{name}={size}" for _, _, name, size in heads)
     text = "is {}, which does not divide the {} of {} on each device (config.json: {}; {}={})"
     problem = Problem("engine.cp_size", text, cp_size, shown, whose, fields, Key("engine.tp_size"), tp_size)
     return [problem] if heads else []

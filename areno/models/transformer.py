@@ -7,6 +7,7 @@ rank's share under tensor parallelism.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -56,20 +57,29 @@ class Transformer(nn.Module):
             self.head = VocabParallelEmbedding(vocab, size, spec)
 
     def forward(
-        self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, recompute: bool = False, n_kept: int = 0
+        self,
+        tokens_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        recompute: bool = False,
+        n_kept: int = 0,
+        split: bool = False,
     ) -> Tensor:
         """Hidden states after the final norm, (N, D), the same on every rank.
 
         tokens_N, positions_N: int64; positions count from 0 in each row.
         recompute: keep little of each layer for the backward pass and compute the rest again; not so the last `n_kept`
         layers.
+        split: sequence parallel. Each tensor-parallel rank has a share of the residual stream's tokens, whose number
+        they divide.
         """
+        assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, "tokens that ranks cannot share"
         n_tokens = len(tokens_N)
         if more := -n_tokens % self.row_multiple:
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             attend = FirstTokensAttend(attend, n_tokens)
         angles = [rotary(positions_N) for rotary in self.rotaries]  # cos and sin
-        x_ND = self.embed(tokens_N)
+        x_ND = self.embed(tokens_N, split)
         if self.config.embed_scale != 1.0:  # rounded as transformers does
             x_ND = x_ND * torch.tensor(self.config.embed_scale, dtype=x_ND.dtype).item()
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
@@ -82,19 +92,21 @@ class Transformer(nn.Module):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed
                 cos, sin = angles[self.rotary_of[index]]
-                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep)  # type: ignore[arg-type]
+                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
-            return fused_norm(self.final_norm, x_ND, delta_ND)
+            hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND)
+            return self.tp.join_equal(hidden_ND) if split else hidden_ND
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
             cos, sin = angles[self.rotary_of[index]]
             if index < n_recomputed and torch.is_grad_enabled():
-                x_ND = checkpoint(layer, x_ND, cos, sin, attend, use_reentrant=False, preserve_rng_state=False)
+                x_ND = checkpoint(layer, x_ND, cos, sin, attend, split, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_ND = layer(x_ND, cos, sin, attend)
+                x_ND = layer(x_ND, cos, sin, attend, split)
         self._mark(x_ND, len(self.layers))
-        return self.final_norm(x_ND)[:n_tokens]
+        hidden_ND = self.final_norm(x_ND)[:n_tokens]
+        return self.tp.join_equal(hidden_ND) if split else hidden_ND
 
     def _mark(self, x_ND: Tensor, stage: int) -> None:
         """Report in the backward pass that it has come to x, the input of a stage. Autograd runs later nodes first."""
@@ -160,6 +172,19 @@ class Transformer(nn.Module):
     def is_sharded(self, parameter: str) -> bool:
         """Whether the ranks hold different pieces of the named parameter, rather than equal copies."""
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
+
+    def in_parts(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
+        """Of which elements of the named parameter a backward pass leaves only a part of the gradient on each rank.
+
+        With the number of ranks, which follow each other and hold copies of these elements, to sum it over.
+        """
+        whole = self.get_parameter(parameter)
+        module = self.get_submodule(parameter.rsplit(".", 1)[0])
+        if split and isinstance(module, RMSNorm) and not module.own_data:
+            return [(slice(0, whole.numel()), self.tp.size)]
+        row = math.prod(whole.shape[1:])
+        parts = [part for part in self.layout(parameter) if part.copies > 1]
+        return [(slice(part.offset * row, (part.offset + part.size) * row), part.copies) for part in parts]
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -36,6 +36,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SHOWN = 5  # names listed in an error
+MAPPED_BYTES = 2**26  # of a file, before it is closed and opened again, where no tensor is larger
 MAX_SHARD_BYTES = 2**32  # of a file, unless a single tensor is larger; a power of two fills pinned memory
 
 # Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
@@ -142,10 +143,17 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
             module.clear_padding()
     damaged = []
     for file in sorted(set(file_of.values())):
-        with opened(file) as tensors:
-            for name in (name for name in tensors.keys() if file_of[name] == file and name in table):  # noqa: SIM118
-                if not fill(name, table[name], tensors.get_slice(name), file):
-                    damaged.append(name)
+        names = iter([name for name in file_of if file_of[name] == file and name in table])
+        name = next(names, None)
+        while name is not None:
+            # What has been read of a file stays mapped as long as it is open, and counts as memory of this process.
+            with opened(file) as tensors:
+                mapped = 0
+                while name is not None and mapped < MAPPED_BYTES:
+                    if not fill(name, table[name], tensors.get_slice(name), file):
+                        damaged.append(name)
+                    mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
+                    name = next(names, None)
     if damaged:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
         wrong = f"{folder}: {listing(damaged)}: numbers that are nan, infinite or beyond {dtype}; "

@@ -60,6 +60,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
     exact: bool = _as_in(EngineConfig, "exact")
     cp_size: int = _as_in(EngineConfig, "cp_size")
     zero_stage: Literal[0, 1, 2] = _as_in(EngineConfig, "zero_stage")
+    sequence_parallel: bool | None = _as_in(EngineConfig, "sequence_parallel")
     device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
     workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
     stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
@@ -158,6 +159,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
         world_size=given.world_size,
         tp_size=config.tp_size,
         zero_stage=runtime.zero_stage,
+        sequence_parallel=runtime.sequence_parallel,
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
         exact=runtime.exact,

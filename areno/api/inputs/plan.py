@@ -116,8 +116,7 @@ def open_actor(
     tokenizer_folder = tokenizer_folder or path
     with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
-    problems: list[Problem] = []
-    problems += [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
+    problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
     problems += expert_problems(model, actor, engine, routing_replay, devices[0])
     if len(tokenizer) > model.vocab_size:
@@ -131,6 +130,7 @@ def open_actor(
         tp_size=engine.tp_size,
         cp_size=engine.cp_size,
         zero_stage=engine.zero_stage,
+        sequence_parallel=engine.sequence_parallel,
         dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
         random_init=actor.init_from_scratch,
         dummy_load=engine.dummy_load,

@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.api.agent_rows import score_missing
 from areno.api.trainer import Trainer
-from areno.api.trainers.rows import Arrays, places_of, set_trained
+from areno.api.trainers.rows import Arrays, n_trained, set_trained
 from areno.types import ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -50,7 +50,7 @@ def set_advantages(
         return  # these are the rows
     arrays: Arrays = []
     for array, start, size in zip(found, np.cumsum([0, *sizes]), sizes, strict=False):
-        counts = [int(places_of(row).sum()) for row in rows[start : start + size]]
+        counts = [n_trained(row) for row in rows[start : start + size]]
         arrays += np.split(np.asarray(array), np.cumsum(counts)[:-1])
     set_trained(rows, name, arrays)
 

@@ -19,7 +19,8 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
     by_sample = trained(joined(rows, rollout.sizes), "advantages")
-    advantages_B[rollout.keep] = [array.mean() if array.size else 0.0 for array in by_sample]
+    # Not by mean(), which takes longer than to add up so few numbers.
+    advantages_B[rollout.keep] = [np.add.reduce(array) / max(1, array.size) for array in by_sample]
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )

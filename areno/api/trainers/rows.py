@@ -120,21 +120,32 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
         raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
-    for index, (row, array) in enumerate(zip(rows, arrays, strict=True)):
-        places = places_of(row)
-        if np.shape(array) != (places.sum(),):
+    places = [places_of(row) for row in rows]
+    for index, (of_row, array) in enumerate(zip(places, arrays, strict=True)):
+        if np.shape(array) != (n := np.count_nonzero(of_row),):
             raise DataError(
-                f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {places.sum()} "
+                f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {n} "
                 "trained tokens is expected"
             )
-        values = np.zeros(len(places))
-        values[places] = array
-        vars(row)[name] = values
+    if not rows:
+        return
+    together = np.concatenate(places)  # one assignment for all rows, since each takes longer than its numbers
+    values = np.zeros(len(together))
+    values[together] = np.concatenate(arrays)
+    start = 0
+    for row, of_row in zip(rows, places, strict=True):
+        vars(row)[name] = values[start : start + len(of_row)]
+        start += len(of_row)
 
 
 def places_of(row: TrainSequence) -> np.ndarray:
     """Where the trained tokens of a row are, (T,) bool."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
+
+
+def n_trained(row: TrainSequence) -> int:
+    """Number of these."""
+    return int(np.count_nonzero(places_of(row)))
 
 
 def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
@@ -143,7 +154,7 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
         arrays = [-actor.kl_ctl * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
     else:
-        arrays = [np.zeros(int(places_of(row).sum())) for row in rows]
+        arrays = [np.zeros(n_trained(row)) for row in rows]
     for row, array in zip(rows, arrays, strict=True):
         if array.size:
             array[-1] += row.reward
@@ -158,13 +169,15 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     token has the sum of what follows, normalised over the tokens of the batch (REINFORCE++).
     """
     norm = actor.adv_norm
-    per_token = token_rewards(rows, actor)
+    per_token = token_rewards(rows, actor) if actor.use_kl_in_reward else []
     if actor.use_kl_in_reward and (norm is None or "group" not in (norm.mean_level, norm.std_level)):
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
         return returns if norm is None else normalize_tokens(returns, groups, **asdict(norm))
-    earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
+    earned = [row.reward for row in rows]
+    if actor.use_kl_in_reward:
+        earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
     values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **asdict(norm))
-    return [np.full(rewards.size, value) for rewards, value in zip(per_token, values_B, strict=True)]
+    return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:

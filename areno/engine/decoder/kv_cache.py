@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from areno.models.cost import kv_heads
 from areno.models.transformer import Transformer
 
 
@@ -16,8 +17,8 @@ class KVCache:
 
     def __init__(self, model: Transformer, n_blocks: int, block_size: int):
         config, weight = model.config, model.output.weight
-        n_kv_heads = model.tp.shard(config.num_kv_heads, "num_key_value_heads")
-        shape = (config.num_layers, 2, n_blocks + 1, block_size, n_kv_heads, config.head_dim)
+        n_heads = kv_heads(config, model.tp.size)
+        shape = (config.num_layers, 2, n_blocks + 1, block_size, n_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.block_size = block_size

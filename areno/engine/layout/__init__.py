@@ -1,1 +1,1 @@
-"""What models take on the devices of a layout, and which layouts fit."""
+"""What models take on the devices of a layout, which layouts fit, and what a step may keep."""

@@ -81,10 +81,11 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
 
 
 def _divides(footprint: Footprint, tp_size: int) -> bool:
-    sizes = [footprint.world_size]
-    for model in footprint.models:
-        sizes += [size for _, _, size in model.config.divided]
-    return not any(size % tp_size for size in sizes)
+    divided = [size for model in footprint.models for size in model.config.divided]
+    sizes = [footprint.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
+    heads = [model.config.num_kv_heads for model in footprint.models]
+    shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
+    return shared and not any(size % tp_size for size in sizes)
 
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:

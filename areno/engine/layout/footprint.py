@@ -16,6 +16,7 @@ from areno.models.cost import ModelBytes, kv_bytes, logits_bytes, model_bytes, t
 
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
 GIB = 2**30
+_TYPICAL_TOKENS = 1024  # of a micro-batch
 _LEAST_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
 
 
@@ -43,12 +44,18 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Models on a layout. itemsize: bytes of a weight. budget: tokens of a micro-batch; None where rows are counted."""
+    """Models on a layout.
+
+    itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
+    budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
+    """
 
     models: tuple[Model, ...]
     itemsize: int
     world_size: int = 1
     tp_size: int = 1
+    cp_size: int = 1
+    split: bool = False
     zero_stage: int = 0
     budget: int | None = None
 
@@ -57,12 +64,18 @@ class Footprint:
         """Of these models on the layout of an engine."""
         return Footprint(
             models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
+            cp_size=spec.cp_size, split=spec.sequence_parallel is not False and not spec.exact,
             zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb,
         )  # fmt: skip
 
     @property
     def dp_size(self) -> int:
         return self.world_size // self.tp_size
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of a micro-batch; where rows are counted, an example."""
+        return self.budget * self.cp_size if self.budget else _TYPICAL_TOKENS
 
     def of_model(self, model: Model) -> ModelBytes:
         """While it is on the device."""
@@ -80,15 +93,17 @@ class Footprint:
         work = [0]
         for model in self.models:
             visit = self.of_model(model).total if model.offload else 0
-            of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.budget or _LEAST_TOKENS))
+            of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.batch_tokens))
             work.append(visit + of_tokens if model.optimizer else visit)
         kv = _LEAST_TOKENS * kv_bytes(self.models[0].config, self.itemsize, self.tp_size)
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:
-        """Activations of a micro-batch, with all layers recomputed where any may be."""
+        """Activations of a micro-batch of n_tokens, with all layers recomputed where any may be."""
         config, itemsize = model.config, self.itemsize
-        found = n_tokens * token_bytes(config, itemsize, self.tp_size, recompute=model.recompute)
+        n_tokens = -(-n_tokens // self.cp_size)  # of this device
+        of_token = token_bytes(config, itemsize, self.tp_size, recompute=model.recompute, split=self.split)
+        found = n_tokens * of_token
         if config.head == "lm":
             found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.tp_size)
         return found
@@ -110,7 +125,7 @@ class Footprint:
             )
             for row in rows
         ]
-        actor, n_tokens = self.models[0], self.budget or 1024
+        actor, n_tokens = self.models[0], self.batch_tokens
         room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
         kv = kv_bytes(actor.config, self.itemsize, self.tp_size)
         work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
@@ -134,7 +149,8 @@ class Footprint:
     def layout(self) -> str:
         """In words."""
         copies = f"{self.dp_size} copies, zero_stage={self.zero_stage}" if self.dp_size > 1 else "one copy"
-        return f"tp_size={self.tp_size}, {copies}"
+        together = f", {self.cp_size} of them to a row" if self.cp_size > 1 else ""
+        return f"tp_size={self.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
         """Whether it may; what rows and requests need beyond the least of work depends on them."""

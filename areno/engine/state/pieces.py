@@ -148,7 +148,7 @@ def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[Piece]:
         if part.dim is not None:
             offsets[part.dim], sizes[part.dim] = part.start, part.size
         start = flat.places[own].start + part.offset * row
-        repeated = part.dim is None and tp_rank(backend) > 0
+        repeated = tp_rank(backend) % (backend.model.tp.size if part.dim is None else part.copies) > 0
         buffer = f"{role}.{kind}"
         yield from _boxes(f"{buffer}.{name}", part.full_shape, offsets, sizes, buffer, start, repeated)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.routing.trained import StepRouting
 from areno.engine.spec import UpdateSpec
-from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients
@@ -44,7 +44,7 @@ class TrainBackend:
     pass instead of keeping them (on CUDA in as many layers as memory requires).
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
-    zero_stage, exact: see EngineSpec. section: the configuration section that messages name.
+    zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
     router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
@@ -62,6 +62,7 @@ class TrainBackend:
         data: ParallelGroup | None = None,
         zero_stage: int = 0,
         exact: bool = False,
+        sequence_parallel: bool = False,
         section: str = "actor",
         router_aux_loss_coef: float = 0.0,
     ):
@@ -69,8 +70,9 @@ class TrainBackend:
         self.dp, self.context, self.data = dp, context, data or dp
         self.section, self.device, self.exact = section, model.device, exact
         on_cuda = self.device.type == "cuda"
+        self._split = sequence_parallel and model.tp.size > 1
         alone = model.tp.size == context.size == 1
-        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone)
+        self._kept_layers = KeptLayers(model, partial(free_bytes, self.device) if on_cuda else None, alone, self._split)
         routing = model.routing
         self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
         self.flat: FlatParameters | None = None
@@ -83,11 +85,13 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 BLOCK if optimizer.type == "adam_8bit" else ALIGN,
+                in_parts=partial(model.in_parts, split=self._split),
                 stage=model.stage if zero_stage else None,
                 dp=dp,
                 divide_grads=zero_stage == 2,
             )
-            self._gradients = ReducedGradients(self.flat, model) if self.flat.is_divided else Gradients(self.flat, dp)
+            is_divided = self.flat.is_divided
+            self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
@@ -162,11 +166,12 @@ class TrainBackend:
 
     def _hidden(self, packed: PackedTokens) -> tuple[Tensor, TokenShare]:
         """The hidden states (n, D) of this rank's share of the tokens."""
-        share = TokenShare.of(packed, self.context, self.attn_backend)
+        multiple = self.model.tp.size if self._split else 1
+        share = TokenShare.of(packed, self.context, self.attn_backend, multiple)
         if self._routing is not None:
             self._routing.begin(packed, share)
         n_kept = self._kept_layers.count(len(share.tokens_n)) if self.recompute else 0
-        how = {"recompute": self.recompute, "n_kept": n_kept}
+        how = {"recompute": self.recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens, trained_T: Tensor) -> Tensor:

@@ -28,12 +28,12 @@ class TokenShare:
     n_tokens: int  # N
 
     @classmethod
-    def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str) -> TokenShare:
-        """Equal shares; a row of padding fills them up."""
+    def of(cls, packed: PackedTokens, context: ParallelGroup, attn_backend: str, multiple: int = 1) -> TokenShare:
+        """Equal shares, whose size is a multiple of a number; a row of padding fills them up."""
         tokens_N, positions_N, cu_seqlens, n_tokens = (
             packed.tokens_N, packed.positions_N, packed.cu_seqlens, len(packed.tokens_N)
         )  # fmt: skip
-        if more := -n_tokens % context.size:
+        if more := -n_tokens % (context.size * multiple):
             tokens_N, positions_N = F.pad(tokens_N, (0, more)), F.pad(positions_N, (0, more))
             cu_seqlens = F.pad(cu_seqlens, (0, 1), value=n_tokens + more)
         n = len(tokens_N) // context.size

@@ -22,6 +22,7 @@ CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the
 
 Named = Sequence[tuple[str, nn.Parameter]]
 Stage = Callable[[str], int]
+InParts = Callable[[str], list[tuple[slice, int]]]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class FlatParameters:
     `parameter.grad` is a view of it, so it is cleared by `grads.zero_()` and must never be set to None.
     masters: float32, the values that the optimizer updates; `params` itself where that is float32 and not divided.
     frozen: the parameters whose requires_grad is False. They stay where they are: there may be no room for a copy.
-    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter.
+    is_sharded: whether tensor-parallel ranks hold different pieces of a named parameter. in_parts: of Transformer.
     align: elements; every trained parameter starts at a multiple of it, and so does what a rank owns.
 
     stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with
@@ -102,6 +103,7 @@ class FlatParameters:
         is_sharded: Callable[[str], bool] | None = None,
         align: int = ALIGN,
         *,
+        in_parts: InParts = lambda name: [],
         stage: Stage | None = None,
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         divide_grads: bool = False,
@@ -132,6 +134,9 @@ class FlatParameters:
         self.params = _moved(trained, self.places, end)
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
         self.n_local = end // self.dp.size
+        self._copied = [
+            (_shifted(elements, self.places[name].start), n) for name, _ in trained for elements, n in in_parts(name)
+        ]
 
         self.grads = torch.zeros(n_grads, dtype=torch.float32, device=self.params.device)
         divided = [bucket for bucket in self.buckets if not bucket.is_whole]
@@ -165,11 +170,15 @@ class FlatParameters:
         """What this rank owns (of a bucket, or of all) in parts of at most CHUNK elements."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
-                low, high = max(segment.start, each.own.start), min(segment.stop, each.own.stop)
-                for start in range(low, high, CHUNK):
-                    place = slice(start, min(start + CHUNK, high))
-                    local = _shifted(place, each.local.start - each.own.start)
-                    yield Chunk(place, local, _shifted(place, each.own_grads.start - each.own.start), segment)
+                yield from _chunks(each, segment, segment.start, segment.stop)
+
+    def copies(self, bucket: Bucket | None = None) -> Iterator[tuple[Chunk, int]]:
+        """Of what this rank owns, that whose gradients are in parts, and the ranks that hold copies of it."""
+        for each in self.buckets if bucket is None else [bucket]:
+            for segment in each.segments:
+                for place, n in self._copied:
+                    low, high = max(segment.start, place.start), min(segment.stop, place.stop)
+                    yield from ((chunk, n) for chunk in _chunks(each, segment, low, high))
 
     def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
         """What this rank owns of a stretch of params: (its place there, its place in masters and moments)."""
@@ -190,6 +199,15 @@ class FlatParameters:
                 self.params[bucket.own].copy_(self.masters[bucket.local])
         for work in [self.gather(bucket) for bucket in self.buckets]:
             wait_for(work)
+
+
+def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:
+    """What this rank owns of a stretch of a segment."""
+    high = min(high, bucket.own.stop)
+    for start in range(max(low, bucket.own.start), high, CHUNK):
+        place = slice(start, min(start + CHUNK, high))
+        local = _shifted(place, bucket.local.start - bucket.own.start)
+        yield Chunk(place, local, _shifted(place, bucket.own_grads.start - bucket.own.start), segment)
 
 
 def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:

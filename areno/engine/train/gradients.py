@@ -6,12 +6,14 @@ backward pass goes on (ZeRO, arXiv 1910.02054).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from areno.engine.train.flat import Bucket, FlatParameters
+from areno.engine.train.flat import CHUNK, Bucket, FlatParameters
 from areno.engine.train.micro_batches import StepShare
 from areno.layers.parallel import ParallelGroup, wait_for
 from areno.models.transformer import Transformer
@@ -20,8 +22,8 @@ from areno.models.transformer import Transformer
 class Gradients:
     """Every rank has the whole sum: one all-reduce after the last micro-batch."""
 
-    def __init__(self, flat: FlatParameters, dp: ParallelGroup):
-        self._flat, self._dp = flat, dp
+    def __init__(self, flat: FlatParameters, dp: ParallelGroup, tp: ParallelGroup):
+        self._flat, self._dp, self._tp = flat, dp, tp
 
     def begin(self, step: StepShare, again: bool = False) -> None:
         """Before the first micro-batch of a step. again: memory ran out in this step, which starts anew here alone."""
@@ -34,6 +36,21 @@ class Gradients:
     def finish(self) -> None:
         """After the last one: leave the sum over the ranks in `flat.grads`, at least where this rank owns it."""
         self._dp.all_reduce(self._flat.grads)
+        self._join_parts()
+
+    def _join_parts(self) -> None:
+        """Sum over tensor-parallel ranks what each has a part of. Once for a step, so not in every micro-batch."""
+        found = sorted(self._flat.copies(), key=lambda pair: pair[1])
+        for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
+            parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
+            while parts:  # some at a time, in one collective
+                size = list(itertools.accumulate(map(len, parts)))
+                taken = max(1, sum(end <= CHUNK for end in size))
+                joined = torch.cat(parts[:taken])
+                self._tp.sum_copies(joined, n)
+                for part, total in zip(parts, joined.split([len(part) for part in parts[:taken]]), strict=False):
+                    part.copy_(total)
+                del parts[:taken]
 
 
 class ReducedGradients(Gradients):
@@ -49,7 +66,7 @@ class ReducedGradients(Gradients):
     """
 
     def __init__(self, flat: FlatParameters, model: Transformer):
-        super().__init__(flat, flat.dp)
+        super().__init__(flat, flat.dp, model.tp)
         self._order = flat.buckets[::-1]  # as the backward pass comes by
         self._divided = [bucket for bucket in self._order if not bucket.is_whole]
         self._rounds = self._round = 0
@@ -87,6 +104,7 @@ class ReducedGradients(Gradients):
         self._wait()
         for bucket, piece in self._kept:
             self._flat.grads[bucket.own_grads].copy_(piece)
+        self._join_parts()
 
     def _open_round(self) -> None:
         """A micro-batch: buckets are reduced in order, as soon as the backward pass is past them."""

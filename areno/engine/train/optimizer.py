@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.train.flat import Chunk, FlatParameters
+from areno.engine.train.flat import Bucket, Chunk, FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup, wait_for
@@ -91,6 +91,11 @@ class AdamW:
         for segment in flat.segments:
             n_params = segment.n_params / flat.dp.size
             totals_3[2] += n_params if segment.sharded else n_params / self.tp.size
+        for chunk, n in flat.copies():
+            if chunk.segment.sharded:  # found by each of n ranks just now
+                grads = flat.grads[chunk.grads]
+                totals_3[:2] -= squares_and_nonzeros(grads) * (1 - 1 / n)
+                totals_3[2] -= len(grads) * (1 - 1 / n)
         squares, nonzeros, entries = flat.dp.all_reduce(self.tp.all_reduce(totals_3)).tolist()
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
@@ -117,9 +122,23 @@ class AdamW:
         for bucket in flat.buckets:
             for chunk in flat.chunks(bucket):
                 self._update(chunk, decayed if chunk.segment.decayed else update)
+            if self.in_8_bits:
+                self._equal_copies(bucket)
             works.append(flat.gather(bucket))  # while the next one is updated
         for work in works:
             wait_for(work)
+
+    def _equal_copies(self, bucket: Bucket) -> None:
+        """Let what several ranks hold be as on the first of them.
+
+        A block of 8-bit moments may hold other elements beside a copy. So its scale differs from rank to rank.
+        """
+        flat = self.flat
+        for chunk, n in flat.copies(bucket):
+            if chunk.segment.sharded:
+                masters = flat.masters[chunk.local]
+                masters.copy_(self.tp.of_copies(masters, n)[0])
+                flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
         flat, local = self.flat, chunk.local

@@ -34,6 +34,7 @@ _STACKED = {  # see Family.stacked
     "glm4": ("gate_proj", "up_proj"),
 }
 _DIVIDES_INPUTS = ("o_proj", "down_proj")  # over tensor-parallel ranks; the others divide outputs
+_OF_HEADS = ("k_proj", "v_proj")  # whose outputs are key-value heads; a rank has one at least
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
@@ -42,5 +43,6 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size
     for name, (n_out, n_in) in linear_shapes(config).items():
         if name in adapters.targets:
             split, whole = (n_in, n_out) if name in _DIVIDES_INPUTS else (n_out, n_in)
-            of_layer += adapters.rank * (split // tp_size + whole)
+            of_rank = max(split // tp_size, config.head_dim) if name in _OF_HEADS else split // tp_size
+            of_layer += adapters.rank * (of_rank + whole)
     return config.num_layers * of_layer

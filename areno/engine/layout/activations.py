@@ -34,10 +34,11 @@ class KeptLayers:
     """Of how many layers the large matrix products are kept in a micro-batch; the others compute them again.
 
     free: bytes that could be allocated now; None keeps no layer. alone: no other rank waits for this one in a layer.
+    split: see Transformer.forward.
     """
 
-    def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True):
-        self._model, self._free, self._alone = model, free, alone
+    def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
+        self._model, self._free, self._alone, self._split = model, free, alone, split
         self._share = 1.0  # of the free memory that may be used; lowered when it was too much
         self._last = 0  # layers kept in the micro-batch that was last begun
 
@@ -45,14 +46,14 @@ class KeptLayers:
         """For a micro-batch of n_tokens."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
-        self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()))
+        self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
         return self._last
 
     def fitting(self) -> str:
         """For messages: how large a micro-batch would fit into what is free now."""
         if self._free is None:
             return ""
-        n_tokens = fitting_tokens(self._model, self._free()) // 256 * 256
+        n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
         if not n_tokens:
             return "; beside the models and the KV cache no micro-batch fits"
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
@@ -71,16 +72,16 @@ class KeptLayers:
         return True
 
 
-def layers_to_keep(model: Transformer, n_tokens: int, free: int) -> int:
+def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
     """Of how many layers the large matrix products can be kept over a micro-batch of n_tokens within `free` bytes."""
-    need = _Need.of(model)
+    need = _Need.of(model, split)
     left = free - n_tokens * need.of_token - need.logits
     return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
 
 
-def fitting_tokens(model: Transformer, free: int) -> int:
+def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
     """Tokens of the largest micro-batch that can be trained within `free` bytes, with no layer kept; 0 if none can."""
-    need = _Need.of(model)
+    need = _Need.of(model, split)
     return max(0, (free - need.logits) // need.of_token)
 
 
@@ -93,10 +94,10 @@ class _Need:
     logits: int
 
     @staticmethod
-    def of(model: Transformer) -> _Need:
+    def of(model: Transformer, split: bool = False) -> _Need:
         itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
         kept = activation_bytes(model.config, itemsize, tp_size).kept
         logits = 0
         if model.score is None:
             logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
-        return _Need(token_bytes(model.config, itemsize, tp_size), kept, logits)
+        return _Need(token_bytes(model.config, itemsize, tp_size, split=split), kept, logits)

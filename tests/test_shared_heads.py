@@ -1,0 +1,70 @@
+"""Fewer key-value heads than tensor-parallel ranks: several ranks hold the same head, and all is as on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import compare as compare_engines
+from layouts import folder_with, policy_steps
+from tp_ranks import Layout, compare, on_ranks
+
+from areno.layers.parallel import ParallelGroup
+from areno.models.cost import kv_bytes, parameters
+from areno.models.registry import build_model, load_config, tp_problems
+
+BIASED = {"num_key_value_heads": 2, "attention_bias": True}
+
+
+def compare_forms(folder: Path, forms: list[dict[str, Any]]) -> None:
+    layout = Layout.of(tp=4)
+    for alone in forms:
+        compare(folder, layout, alone)
+
+
+def test_four_ranks_train_two_heads_as_one_rank_does(tmp_path: Path) -> None:
+    """The gradient of a head is the sum over its ranks, and counts once in the norm. With 8-bit moments, too, whose
+    blocks a head shares with others."""
+    on_ranks(4, compare_forms, folder_with(tmp_path, 64, **BIASED), [{"kind": "adam_8bit"}])
+
+
+def compare_copies(folder: Path) -> None:
+    layout = Layout.of(tp=2)
+    compare(folder, layout, {"head": "value"}, zero_stage=1)
+    compare(folder, layout, {"kind": "adam_8bit"}, zero_stage=2)
+
+
+@pytest.mark.slow
+def test_with_two_copies_of_the_model(tmp_path: Path) -> None:
+    on_ranks(4, compare_copies, folder_with(tmp_path, 64, num_key_value_heads=1))
+
+
+@pytest.mark.slow
+def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model", **BIASED)
+    compare_engines(folder, tmp_path, {"devices": 4, "tp_size": 4}, policy_steps)
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, n_kv_heads: int) -> None:
+    config = load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads))
+    assert tp_problems(config, 4) == []
+    for rank in range(4):
+        model = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 4))
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters(config, 4)
+        head = rank * n_kv_heads // 4
+        for part in model.layout("layers.0.attention.qkv.weight")[1:]:
+            assert (part.start, part.size) == (head * config.head_dim, config.head_dim)
+    assert kv_bytes(config, 4, 4) == kv_bytes(config, 4) // n_kv_heads
+
+
+def test_ranks_that_do_not_share_heads_evenly_are_refused(tmp_path: Path) -> None:
+    config = load_config(folder_with(tmp_path, num_attention_heads=6, num_key_value_heads=2))
+    assert tp_problems(config, 6) == []
+    (problem,) = tp_problems(config, 3)
+    assert problem.key == "engine.tp_size"
+    assert "2 (key-value heads)" in problem.message
+    (problem,) = tp_problems(config, 2, cp_size=2)
+    assert "3 attention heads and 1 key-value heads" in problem.message

@@ -1,0 +1,163 @@
+"""Train backends on tensor-parallel ranks against one alone: losses, gradients, scores and weights.
+
+What the processes of test_shared_heads.py and test_sequence_parallel.py run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from zero_ranks import ALONE, OPTIMIZER, assert_like, rows
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.spec import UpdateSpec
+from areno.engine.train import flat as flat_module
+from areno.engine.train import gradients
+from areno.engine.train.backend import TrainBackend
+from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.rows import read_rows
+from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.sft import sft_loss_fn
+from areno.loss_fns.value import value_loss_fn
+from areno.models.registry import build_model, load_config
+
+SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The groups of one of data * cp * tp ranks, in the order of areno/engine/processes/process_groups.py."""
+
+    tp: ParallelGroup = ALONE
+    cp: ParallelGroup = ALONE
+    dp: ParallelGroup = ALONE
+    data: ParallelGroup = ALONE
+
+    @staticmethod
+    def of(tp: int, cp: int = 1) -> Layout:
+        """A collective call."""
+        ranks = torch.arange(dist.get_world_size()).view(-1, cp, tp)
+        return Layout(
+            tp=_group(ranks.flatten(0, 1)),
+            cp=_group(ranks.transpose(1, 2).flatten(0, 1)),
+            dp=_group(ranks.flatten(0, 1).T),
+            data=_group(ranks.flatten(1).T),
+        )
+
+
+def _group(ranks: torch.Tensor) -> ParallelGroup:
+    if ranks.shape[1] == 1:
+        return ALONE
+    mine = next(row for row in ranks.tolist() if dist.get_rank() in row)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return ParallelGroup(mine.index(dist.get_rank()), len(mine), group)
+
+
+def on_ranks(n: int, check: Callable[..., None], folder: Path, *args: Any) -> None:
+    """Call check(folder, *args) in n processes."""
+    mp.spawn(_rank_main, args=(n, check, folder, args), nprocs=n)
+
+
+def _rank_main(rank: int, n: int, check: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    flat_module.BUCKET = 1  # a bucket for every layer
+    flat_module.CHUNK = gradients.CHUNK = 512
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=n)
+    check(folder, *args)
+    dist.destroy_process_group()
+
+
+def backend(folder: Path, layout: Layout, **how: Any) -> TrainBackend:
+    """Of a model with weights, norms and biases from a seed."""
+    made = {"head": "lm", "kind": "adam", "zero_stage": 0, "recompute": False} | how
+    head, kind = made.pop("head"), made.pop("kind")
+    model = build_model(load_config(folder, head), dtype=torch.float32, device="cpu", tp=layout.tp)
+    model.init_weights(3)
+    drawn = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "score.weight" or parameter.dim() == 1:
+                for part in model.layout(name):
+                    full = torch.randn(part.full_shape, generator=drawn) * 0.3
+                    part.region(parameter).add_(part.cut(full))
+    optimizer = dataclasses.replace(OPTIMIZER, type=kind)
+    return TrainBackend(
+        model, optimizer, attn_backend="sdpa", dp=layout.dp, context=layout.cp, data=layout.data, **made
+    )
+
+
+def train(trained: TrainBackend, n_rows: int) -> dict[str, float]:
+    """One optimizer step."""
+    loss_fn = value_loss_fn if trained.model.config.head == "value" else sft_loss_fn
+    update = UpdateSpec(SEVERAL)
+    checked = read_rows(rows(n_rows), trained.model.config.vocab_size)
+    shares = share_steps(checked, update, trained.data.size, trained.section, None, trained.context.size)
+    return trained.train(shares[trained.data.rank], loss_fn, update)
+
+
+def full_gradients(trained: TrainBackend) -> dict[str, torch.Tensor]:
+    """By the name of the parameter and the place of the checkpoint tensor in it."""
+    found, tp = {}, trained.model.tp
+    for name, parameter in trained.model.named_parameters():
+        assert parameter.grad is not None
+        for index, part in enumerate(trained.model.layout(name)):
+            full = torch.zeros(part.full_shape)
+            for owner in range(tp.size):
+                part.gather(parameter.grad, tp, owner, full if owner == tp.rank else None)
+            found[f"{name}.{index}"] = full
+    return found
+
+
+def scores(trained: TrainBackend) -> list[np.ndarray]:
+    tokens = [np.array(row.tokens) for row in rows(5)]
+    if trained.model.config.head == "value":
+        return [*trained.values(tokens, SEVERAL), np.array(trained.rewards(tokens, SEVERAL))]
+    return trained.logprobs(tokens, 0.7, SEVERAL)
+
+
+def compare(folder: Path, layout: Layout, alone: dict[str, Any], **how: Any) -> None:
+    """One step is that of one rank to 1e-5, and so is what follows from it, as far as rounding allows.
+
+    alone: what the backend of one rank is given of `how`.
+    """
+    one, several = backend(folder, Layout(), **alone), backend(folder, layout, **alone, **how)
+    for mine, wanted in zip(scores(several), scores(one), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=1e-5)
+    assert_like([train(several, 7)], [train(one, 7)], 1e-5)
+    assert several.flat is not None
+    if several.flat.dp.size == 1:  # every rank has the whole gradient
+        expected = full_gradients(one)
+        for name, grad in full_gradients(several).items():
+            close = 1e-5 * float(expected[name].abs().max())
+            torch.testing.assert_close(
+                grad, expected[name], atol=close, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+            )
+    assert_like([train(several, 5)], [train(one, 5)], 1e-3)
+    atol = 1e-2 if alone.get("kind") == "adam_8bit" else 1e-3
+    whole = dict(one.model.named_parameters())
+    for name, parameter in several.model.named_parameters():
+        for part, full in zip(several.model.layout(name), one.model.layout(name), strict=True):
+            mine, wanted = part.region(parameter), part.cut(full.region(whole[name].detach()))
+            torch.testing.assert_close(mine, wanted, atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+    _assert_copies_are_equal(several)
+
+
+def _assert_copies_are_equal(trained: TrainBackend) -> None:
+    """What several ranks hold has the same bits everywhere."""
+    tp = trained.model.tp
+    for name, parameter in trained.model.named_parameters():
+        for part in trained.model.layout(name):
+            n = tp.size if part.dim is None else part.copies
+            if n > 1:
+                mine = part.region(parameter).flatten()
+                for theirs in tp.of_copies(mine, n):
+                    assert torch.equal(theirs, mine), name
