@@ -25,7 +25,6 @@ MAY_COMPUTE_ATTRIBUTES = {
     "areno.engine.processes.child": "changes attributes of the module __main__",
     "areno.engine.processes.messages": "a command for a worker names its method",
     "areno.files.user_code": "looks a function up in the user's file",
-    "areno.kernels.products": "changes settings of torch that differ in the dtype, and changes them back",
 }
 MAY_IMPORT_RE = {
     "areno.bench.profile": "tells kernels apart by their names",

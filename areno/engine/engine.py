@@ -6,7 +6,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from areno.config.models import MicroBatchSpec
 from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
+from areno.engine.requests.all import OnProgress, wait_for_all
 from areno.engine.requests.dispatch import Dispatcher
 from areno.engine.requests.gathering import Gathering
 from areno.engine.requests.streams import Consumer, FairLock, Streams
@@ -29,7 +30,6 @@ from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 _TURN_S = 0.05  # of a thread that polls the workers while others want to
 
-OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
 TokenRows = Sequence[Sequence[int] | np.ndarray]
 
 
@@ -261,24 +261,7 @@ class Engine(AbstractContextManager["Engine"]):
         """
         if self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
-        waiting = iter(requests)
-        self.submit(itertools.islice(waiting, at_once))
-        n_samples = {request.request_id: request.n_samples for request in requests}
-        done: dict[int, list[GenerationOutput]] = {request.request_id: [] for request in requests}
-        left = sum(request.n_samples for request in requests)
-        while left:
-            outputs = [output for output in self.poll(0.5) if output.finish_reason is not None]
-            for output in outputs:
-                done[output.request_id].append(output)
-            left -= len(outputs)
-            if at_once is not None:
-                ended = [id for id in {output.request_id for output in outputs} if len(done[id]) == n_samples[id]]
-                self.submit(itertools.islice(waiting, len(ended)))
-            if on_progress is not None:
-                on_progress(outputs, self.rollout_stats())
-        for outputs in done.values():
-            outputs.sort(key=lambda output: output.sample)
-        return done
+        return wait_for_all(self, requests, on_progress, at_once)
 
     # -- training and scoring --------------------------------------------------------------------------------------
 
