@@ -145,20 +145,25 @@ def compare_told_layers() -> None:
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
-    """One of two ranks: hidden states and the gradients of the router and of the rank's experts, as of one alone."""
+    """One of two ranks, with shared tokens, too: hidden states and gradients, of the router and of the rank's experts,
+    are as of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     changes: dict[str, Any] = {**BARE, **EXPERTS, "num_heads": 4, "num_kv_heads": 2}
     with plain():
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
-    divided = build(torch.float32, "cpu", ParallelGroup(rank, 2, dist.group.WORLD), **changes)
-    got = run(divided, "sdpa", is_fused=True)
-    torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
-    ours, whole = divided.layers[1].mlp, alone.layers[1].mlp
-    torch.testing.assert_close(ours.router.weight.grad, whole.router.weight.grad, atol=1e-4, rtol=1e-4)
-    for name in ("experts_gate_up", "experts_down"):
-        gradient = getattr(whole, name).weight.grad.chunk(2)[rank]
-        torch.testing.assert_close(getattr(ours, name).weight.grad, gradient, atol=1e-4, rtol=1e-4)
+    tp, attention = ParallelGroup(rank, 2, dist.group.WORLD), "layers.0.attention.out.weight"
+    for how in ({}, {"split": True}, {"split": True, "recompute": True}):
+        divided = build(torch.float32, "cpu", tp, **changes)
+        got = run(divided, "sdpa", is_fused=True, **how)
+        torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
+        ours, whole = divided.layers[1].mlp, alone.layers[1].mlp
+        torch.testing.assert_close(ours.router.weight.grad, whole.router.weight.grad, atol=1e-4, rtol=1e-4)
+        for name in ("experts_gate_up", "experts_down"):
+            gradient = getattr(whole, name).weight.grad.chunk(2)[rank]
+            torch.testing.assert_close(getattr(ours, name).weight.grad, gradient, atol=1e-4, rtol=1e-4)
+        below = alone.get_parameter(attention).grad.chunk(2, dim=1)[rank]  # type: ignore[union-attr]
+        torch.testing.assert_close(divided.get_parameter(attention).grad, below, atol=1e-4, rtol=1e-4)
     dist.destroy_process_group()
 
 

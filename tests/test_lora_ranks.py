@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,11 +42,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.mark.parametrize("layout", [{"tp_size": 2}, pytest.param({"zero_stage": 2}, marks=pytest.mark.slow)])
-def test_two_ranks_are_as_one(folder: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+LAYOUTS = {  # the last has fewer key-value heads than ranks
+    "tp": {"tp_size": 2},
+    "zero": {"zero_stage": 2},
+    "cp": {"cp_size": 2},
+    "heads": {"devices": 4, "tp_size": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "cp", "heads"))]
+)
+def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, layout: str) -> None:
     """Loss, gradient, what is sampled, scored and saved, the reference, and a state read on the other layout."""
     found, rows = [], None
-    for name, settings in (("one", {}), ("two", {"devices": 2, **layout})):
+    for name, settings in (("one", {}), ("two", {"devices": 2, **LAYOUTS[layout]})):
         with engine_of(folder, lora(folder), **settings) as engine:
             rows = rows or train_rows(rollout(engine, REQUESTS), REQUESTS)
             stats = [engine.train(rows, grpo_loss_fn) for _ in range(3)]
@@ -201,14 +210,14 @@ def adapted(tp: ParallelGroup, targets: tuple[str, ...]) -> Transformer:
     return model
 
 
-def passed(model: Transformer, fused: bool) -> tuple[Tensor, dict[str, Tensor]]:
+def passed(model: Transformer, fused: bool, split: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """Hidden states, and the full gradients of the adapters."""
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
     attend = PackedAttend(cu, max(LENGTHS), choose_backend("native", model.device, torch.float32))
     tokens = torch.arange(sum(LENGTHS)) * 7 % model.config.vocab_size
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     with mock.patch.object(Transformer, "runs_fused", return_value=fused):
-        hidden = model(tokens, positions, attend)
+        hidden = model(tokens, positions, attend, split=split)
         weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
         (hidden * weights).sum().backward()
     grads = {}
@@ -228,11 +237,12 @@ def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME) ->
     """Fused layers against plain ones through autograd, on one rank or on two."""
     hidden, grads = passed(adapted(ALONE, targets), fused=False)
     assert min(float(grad.abs().max()) for grad in grads.values()) > 1e-3
-    found, found_grads = passed(adapted(tp, targets), fused=True)
-    torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-4)
-    assert found_grads.keys() == grads.keys()
-    for name, grad in found_grads.items():
-        torch.testing.assert_close(grad, grads[name], atol=2e-4, rtol=1e-3, msg=name)
+    for split in (False, True)[: tp.size]:
+        found, found_grads = passed(adapted(tp, targets), fused=True, split=split)
+        torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-4)
+        assert found_grads.keys() == grads.keys()
+        for name, grad in found_grads.items():
+            torch.testing.assert_close(grad, grads[name], atol=2e-4, rtol=1e-3, msg=f"{name} {split}")
 
 
 def compare_two_ranks() -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from moe_models import random_reference
 from safetensors.torch import load_file
-from test_lora import ROWS, apart, engine_of, lora, of_peft, train
-from tiny_engine import scored
+from test_lora import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
+from tiny_engine import rollout, scored, train_rows
 
 from areno.api.inputs.lora import lora_of
 from areno.config.models import ModelConfig
 from areno.errors import ConfigError
+from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
 
@@ -46,6 +47,22 @@ def test_peft_loads_what_was_trained_on_attention(folder: Path, tmp_path: Path) 
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed
     assert all("self_attn" in name for name in changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"cp_size": 2}], ids=["tp", "cp"])
+def test_two_ranks_are_as_one(folder: Path, layout: dict[str, int]) -> None:
+    adapters, found = lora(folder, ATTENTION), []
+    with engine_of(folder, adapters) as one:
+        rows = train_rows(rollout(one, REQUESTS), REQUESTS)
+        stats = [one.train(rows, grpo_loss_fn) for _ in range(2)]
+        found.append(([step[key] for step in stats for key in ("loss", "grad_norm")], scored(one, "actor", ROWS)))
+    with engine_of(folder, adapters, devices=2, **layout) as two:
+        stats = [two.train(rows, grpo_loss_fn) for _ in range(2)]
+        found.append(([step[key] for step in stats for key in ("loss", "grad_norm")], scored(two, "actor", ROWS)))
+    (numbers, logprobs), (numbers_2, logprobs_2) = found
+    assert numbers_2 == pytest.approx(numbers, rel=1e-3, abs=1e-6)
+    assert apart(logprobs_2, logprobs) < 1e-3
 
 
 def test_adapters_on_experts_are_refused(folder: Path) -> None:

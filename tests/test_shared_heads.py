@@ -11,7 +11,10 @@ from layouts import compare as compare_engines
 from layouts import folder_with, policy_steps
 from tp_ranks import Layout, compare, on_ranks
 
+from areno.layers.adapter_config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
+from areno.models.adapters.model import add_adapters
+from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.cost import kv_bytes, parameters
 from areno.models.registry import build_model, load_config, tp_problems
 
@@ -51,12 +54,16 @@ def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
 def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, n_kv_heads: int) -> None:
     config = load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads))
     assert tp_problems(config, 4) == []
+    adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
     for rank in range(4):
         model = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 4))
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters(config, 4)
         head = rank * n_kv_heads // 4
         for part in model.layout("layers.0.attention.qkv.weight")[1:]:
             assert (part.start, part.size) == (head * config.head_dim, config.head_dim)
+        add_adapters(model, adapters)
+        held = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert held == adapter_parameters(config, adapters, 4)
     assert kv_bytes(config, 4, 4) == kv_bytes(config, 4) // n_kv_heads
 
 
