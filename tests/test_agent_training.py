@@ -256,7 +256,8 @@ def test_streams_are_responses_too_and_other_temperatures_are_scored_again() -> 
         batch = AgentBatch([{}], ["hello"], [[1]], 2)
         turns = asyncio.run(main(trainer, batch))
         asked = [trainer.engine.logprobs]
-        trainer.engine.logprobs = lambda *args: asked.append(args) or asked[0](*args)  # type: ignore[method-assign]
+        score = lambda *args, **more: asked.append(args) or asked[0](*args, **more)  # noqa: E731
+        trainer.engine.logprobs = score  # type: ignore[method-assign]
         rows = trajectory_rows(trainer, turns, [1.0, -1.0])
         assert len(asked[1:]) == 1, "rows are scored together"
         for row, record in zip(rows, reward_records(trainer, turns), strict=True):
