@@ -31,6 +31,10 @@ class Settings:
     shape: str
     work: Work
     device: str
+    world_size: int
+    tp_size: int
+    cp_size: int
+    zero_stage: Literal[0, 1, 2]
     dtype: str
     repeats: int
     optimizer: Literal["adam", "adam_8bit"]
@@ -51,6 +55,19 @@ class Settings:
     against_repeats: int
     profile: str | None
     json: bool
+
+    @property
+    def devices(self) -> list[str]:
+        """Of all ranks: from `device` on."""
+        if not self.device.startswith("cuda"):
+            return [self.device] * self.world_size
+        first = int(self.device.removeprefix("cuda:"))
+        return [f"cuda:{index}" for index in range(first, first + self.world_size)]
+
+    @property
+    def n_copies(self) -> int:
+        """Of the model, which sample their shares of the batch."""
+        return self.world_size // self.tp_size
 
     @property
     def rolls_out(self) -> bool:
@@ -77,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("work", choices=get_args(Kind), help=_WORKS)
     add("--shape", "--model", default="qwen3-0.6b", help="a shape's name (random weights) or a model folder")
     add("--device", help="default: cuda:0, or cpu where there is no GPU")
+    add("--world-size", type=_positive, default=1, help="devices to use, from --device on; they share the batch")
+    add("--tp-size", type=_positive, default=1, help="as engine.tp_size")
+    add("--cp-size", type=_positive, default=1, help="as engine.cp_size")
+    add("--zero-stage", type=int, choices=[0, 1, 2], default=1, help="as engine.zero_stage")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
     add("--prompts", type=_positive, help="default 32; serve, or with --uniform: 256")
     add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1; serve: always 1")
@@ -113,9 +134,19 @@ def settings_of(args: argparse.Namespace) -> Settings:
     device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     cuda, with_vllm = device.startswith("cuda"), "vllm" in against
+    world, shares = args.world_size, args.tp_size * args.cp_size
+    there = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = args.uniform or (0, 0)
     for is_wrong, option, message in (
         (device not in devices, "--device", f"is {device!r}; here are {', '.join(devices)}"),
+        (world > there, "--world-size", f"is {world}; from {device} on there are {there} devices here"),
+        (world % shares, "--world-size", f"is {world}; a multiple of --tp-size x --cp-size, {shares}, is needed"),
+        (
+            world > 1 and (kind in _ALONE or against),
+            "--world-size",
+            "is for areno's own rollout, train, step and logprob",
+        ),
+        (world > 1 and args.profile, "--profile", "traces one process, and --world-size starts several"),
         (args.profile and not cuda, "--profile", f"traces a CUDA device, and --device is {device}"),
         (bool(against) and kind in _ALONE, "--against", f"is for other works; {kind} compares areno with itself"),
         (args.profile and kind in _ALONE, "--profile", f"is for other works, not for {kind}"),

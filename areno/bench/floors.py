@@ -24,16 +24,20 @@ class Rates:
     copy_bytes_s: float
     matmul_flops_s: float
 
+    def of(self, n_devices: int) -> Rates:
+        """Of several such devices together."""
+        return Rates(copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
+
     def seconds(self, n_bytes: float, flops: float) -> float:
         """Moving and multiplying may overlap."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
-def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool) -> float:
+def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
     """Seconds of all decode steps, all samples running at once.
 
     The first token of a sample comes from the prefill. Step j = 1, 2, .. gives each sample with more than j new tokens
-    its next one; it reads the prompt and j tokens.
+    its next one; it reads the prompt and j tokens. copies: of the model, each with its share of the samples.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
     n_samples = work.n_samples
@@ -43,26 +47,30 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool) -> float:
         seen = n_samples * float((prompt_L + j).sum())
         moved = float((prompt_L + n_samples * j).sum()) if shared else seen
         flops = 2.0 * cost.active_params * n_samples * len(prompt_L) + cost.attn_flops * seen
-        weights = cost.moved_params(n_samples * len(prompt_L)) * cost.itemsize
+        weights = copies * cost.moved_params(n_samples * len(prompt_L) / copies) * cost.itemsize
         total += rates.seconds(weights + cost.kv_bytes * moved, flops)
     return total
 
 
-def prefill_s(cost: Cost, work: Work, rates: Rates) -> float:
-    """Seconds of computing every prompt once; the head only for its last token."""
+def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
+    """Seconds of computing every prompt once; the head only for its last token. copies: as of `decode_s`."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * pairs(work.prompt_lens)
-    return rates.seconds(cost.moved_params(n_tokens) * cost.itemsize + cost.kv_bytes * n_tokens, flops)
+    weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
+    return rates.seconds(weights + cost.kv_bytes * n_tokens, flops)
 
 
-def floors(cost: Cost, work: Work, rates: Rates, kind: str) -> dict[str, float]:
-    """Seconds, and tokens per second, for one kind of work: rollout, train, step or logprob."""
+def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
+    """Seconds, and tokens per second, for one kind of work: rollout, train, step or logprob.
+
+    rates: of all devices together. copies: of the model on them.
+    """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
-        out["prefill_s"] = prefill_s(cost, work, rates)
+        out["prefill_s"] = prefill_s(cost, work, rates, copies)
         for name in ("ordinary", "shared"):
-            out[f"decode_{name}_s"] = decode_s(cost, work, rates, shared=name == "shared")
+            out[f"decode_{name}_s"] = decode_s(cost, work, rates, shared=name == "shared", copies=copies)
             out[f"rollout_{name}_s"] = out["prefill_s"] + out[f"decode_{name}_s"]
             out[f"rollout_{name}_tok_s"] = work.n_new / out[f"rollout_{name}_s"]
     n_tokens = sum(work.row_lens)

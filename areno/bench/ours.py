@@ -48,7 +48,10 @@ class Ours:
             EngineSpec(
                 model_path=folder,
                 tokenizer_path=settings.tokenizer or "",
-                devices=[settings.device],
+                devices=settings.devices,
+                tp_size=settings.tp_size,
+                cp_size=settings.cp_size,
+                zero_stage=settings.zero_stage,
                 dtype=settings.dtype,
                 random_init=random_init,
                 optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,

@@ -13,12 +13,25 @@ from areno.bench.floors import Rates, floors
 from areno.models.cost import Cost
 
 _PHASES = ("rollout", "train", "logprob", "step")
-_SHOWN = ["tokens_per_mb", "recompute", "optimizer", "max_prefill_tokens", "mem_fraction", "eager_decode", "repeats"]
+_SHOWN = [
+    "world_size",
+    "tp_size",
+    "cp_size",
+    "zero_stage",
+    "tokens_per_mb",
+    "recompute",
+    "optimizer",
+    "max_prefill_tokens",
+    "mem_fraction",
+    "eager_decode",
+    "repeats",
+]
 
 
 def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Everything, for one JSON line. results: contender -> its figures, areno's own first."""
-    floor = floors(cost, settings.work, rates, settings.kind)
+    rates = rates.of(settings.world_size)
+    floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
     tok_s = [f"{phase}_tok_s" for phase in _PHASES]
     values = dataclasses.asdict(settings)
@@ -27,7 +40,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
         "shape": settings.shape,
         "work": settings.work.name,
         "device": settings.device,
-        "device_name": device_name(settings.device),
+        "device_name": f"{settings.world_size} x " * (settings.world_size > 1) + device_name(settings.device),
         "dtype": settings.dtype,
         "settings": {name: values[name] for name in _SHOWN},
         "versions": {"python": platform.python_version()}

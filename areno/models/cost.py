@@ -220,7 +220,7 @@ class Cost:
         """What one token is multiplied with."""
         return self.body_params + self.head_params
 
-    def moved_params(self, n_tokens: int) -> float:
+    def moved_params(self, n_tokens: float) -> float:
         """What is read to compute so many tokens: of the experts, those that some token goes through, on average."""
         if self.experts is None:
             return self.active_params
