@@ -50,4 +50,5 @@ def test_a_step_on_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["device_name"].startswith("2 x CPU")
     assert found["settings"]["tp_size"] == 2
+    assert found["areno"]["tp_sums"] == "gloo"
     assert found["areno"]["step_s"] > 0

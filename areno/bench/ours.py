@@ -141,7 +141,11 @@ def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> 
                     figures[name] = statistics.median(stats[name] for stats in timed.stats)
             elif settings.kind == "rollout":
                 figures |= _agreement(timed.rows, ours.logprobs(timed.rows))
-            figures |= {"attention": ours.engine.info.attn_backend, "repeats_s": timed.seconds}
+            figures |= {
+                "attention": ours.engine.info.attn_backend,
+                "tp_sums": ours.engine.info.tp_sums,
+                "repeats_s": timed.seconds,
+            }
             if settings.profile:
                 figures |= _profile(ours, settings, timed, figures)
     return figures | device_peak

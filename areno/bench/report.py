@@ -117,6 +117,8 @@ def _contender(figures: dict[str, Any]) -> list[str]:
         if "peak_device_gib" in figures:
             memory += f"; of the whole device {figures['peak_device_gib']:.2f}"
         lines.append(_line("memory", memory))
+    if figures.get("tp_sums"):
+        lines.append(_line("tensor parallel", f"decoding sums by {figures['tp_sums']}"))
     if "logp_abs_diff_mean" in figures:
         mean, most = figures["logp_abs_diff_mean"], figures["logp_abs_diff_max"]
         text = f"rollout against training: logp_abs_diff_mean {mean:.2e}, max {most:.2e}"

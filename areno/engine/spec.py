@@ -207,6 +207,7 @@ class EngineInfo:
     cost: Cost  # of a token in the actor
     routes: RouteShape | None = None  # of its tokens; None where it has no experts
     n_adapter_params: int = 0  # of its adapters, beside n_params
+    tp_sums: str = ""  # how tensor-parallel ranks add up while they decode; "" where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,6 +77,7 @@ class Worker:
             memory_gib=self.memory_gib(),
             cost=Cost.of(config, self.dtype.itemsize),
             routes=self._route_shape,
+            tp_sums=self.context.tp.sums_by,
         )
 
     @property

@@ -36,6 +36,13 @@ class ParallelGroup:
     in_order: bool = False  # sum by rank, so that a number does not depend on its place in a tensor
     peers: PeerMemory | None = None  # for sums of small tensors on GPUs
 
+    @property
+    def sums_by(self) -> str:
+        """What adds up the small tensors of decoding; "" in a group of one."""
+        if self.size == 1:
+            return ""
+        return "shared memory" if self.peers is not None else dist.get_backend(self.group)
+
     def shard(self, total: int, what: str) -> int:
         """`total` divided by the ranks. ValueError, which calls it `what`, where they do not divide it."""
         if total % self.size:

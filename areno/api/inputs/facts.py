@@ -49,9 +49,10 @@ def tell_model(engine: Engine) -> None:
 
     info, lora = engine.info, engine.spec.lora
     active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
+    sums = f", sums of {engine.spec.tp_size} ranks by {info.tp_sums}" if info.tp_sums else ""
     logger.info(
-        "model: %.1fM parameters%s, %s on %s, attention by %s", info.n_params / 1e6, active, info.dtype,
-        ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend],
+        "model: %.1fM parameters%s, %s on %s, attention by %s%s", info.n_params / 1e6, active, info.dtype,
+        ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend], sums,
     )  # fmt: skip
     if lora is not None:
         share = info.n_adapter_params / info.n_params
