@@ -29,7 +29,7 @@ class Experts:
         """Elements of the router and of so many experts, in one layer."""
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
-    def distinct(self, n_tokens: int) -> float:
+    def distinct(self, n_tokens: float) -> float:
         """How many experts a layer needs for so many tokens that choose evenly and by themselves, on average."""
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
