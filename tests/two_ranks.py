@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 import warm
 
 from areno.layers.attention import PackedAttend
@@ -54,6 +55,13 @@ def _rank_main(rank: int, check: Callable[[Path, ParallelGroup], None], folders:
     for folder in folders:
         check(folder, ParallelGroup(rank=rank, size=2, group=dist.group.WORLD))
     dist.destroy_process_group()
+
+
+def assert_saved_alike(reference: transformers.PreTrainedModel, folder: Path) -> None:
+    """transformers reads from the folder the very weights of the reference."""
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in reference.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], parameter, atol=0, rtol=0, msg=f"{folder}: {name}")
 
 
 def compare_models(folder: Path, tp: ParallelGroup) -> None:
