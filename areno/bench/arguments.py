@@ -44,7 +44,7 @@ class Settings:
     copies: tuple[int, ...]
     max_prefill_tokens: int
     mem_fraction: float
-    attn_backend: Literal["auto", "flash", "native"]
+    attn_backend: Literal["auto", "flash", "native", "spans"]
     exact: bool
     routing_replay: bool
     lora_rank: int | None
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copies", type=_positive, nargs="+", default=[1, 2], help="driver: of the model; each has all the prompts")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
-    add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
+    add("--attn-backend", choices=["auto", "flash", "native", "spans"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")

@@ -35,7 +35,7 @@ from areno.types import GenerationOutput, GenerationRequest
 ONE_THREAD_BELOW = 5_000_000  # parameters
 _STREAM_EVERY_S = 0.02  # a small model samples faster than anybody reads, and each output costs the host time
 KV_BLOCK = 32  # tokens in a KV block: small enough to waste little, large enough for wide loads
-EXACT_KV_BLOCK = 64  # as many as the exact attention takes together
+SPANS_KV_BLOCK = 64  # as many as attention by spans takes together
 
 
 class Worker:
@@ -47,7 +47,7 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
-        self._block_size = EXACT_KV_BLOCK if spec.exact else KV_BLOCK
+        self._block_size = SPANS_KV_BLOCK if self.attn_backend == "spans" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))

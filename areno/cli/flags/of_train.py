@@ -36,7 +36,7 @@ _HELP = {
     "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
     "--adam-8bit": "Keep Adam's moments in blocks of 8-bit codes, 2 bytes per parameter instead of 8",
     "--disable-thinking": "Render the chat template with enable_thinking=false",
-    "--attn-backend": "Attention: flash is the flash-attn package, native is torch, auto is the best that is there",
+    "--attn-backend": "Attention: flash is the flash-attn package, native is torch, auto is the fastest that is there",
     "--ref-ckpt": "Reference model: folder or hub id. Default: the policy before training",
     "--critic-ckpt": "Critic: folder or hub id. Default: the body of the policy",
     "--critic-lr": "Peak learning rate of the critic",

@@ -27,7 +27,7 @@ from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
 from areno.kernels.logprobs import sampled_logprobs
-from areno.kernels.paged import GROUP_SIZE, PagedBatch, decode_attention
+from areno.kernels.paged import PagedBatch, decode_attention, most_rows
 from areno.kernels.sampling import SamplingFlags
 from areno.layers.attention import Attend
 from areno.models.transformer import Transformer
@@ -87,6 +87,8 @@ class Runner:
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
         self.uses_prefix_groups = use_triton(self.table)
+        heads_per_key = model.config.num_heads // model.tp.size // self.cache.kv_blocks.shape[4]
+        self.group_size = most_rows(heads_per_key, self.by_spans)
         self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
@@ -271,9 +273,9 @@ class Runner:
         rows[2] = [sequence.n_sampled - 1 for sequence in sequences]
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
-            sequences, self.cache.block_size, group_size=GROUP_SIZE, n_processors=self.n_processors,
-            max_groups=max(1, size // 4) if self.uses_prefix_groups else 0, n_heads=self.cache.kv_blocks.shape[4],
-            by_spans=self.by_spans,
+            sequences, self.cache.block_size, group_size=self.group_size, n_processors=self.n_processors,
+            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
+            n_heads=self.cache.kv_blocks.shape[4], by_spans=self.by_spans,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)

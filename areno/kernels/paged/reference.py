@@ -19,6 +19,12 @@ from torch import Tensor
 from areno.kernels.spans import by_spans
 
 GROUP_SIZE = 8  # rows of a prefix group
+_SPAN_QUERIES = 16  # of one key head in a prefix group by spans; with more, fewer programs have room side by side
+
+
+def most_rows(heads_per_key: int, by_spans: bool) -> int:
+    """Of a prefix group, where each key head has so many query heads."""
+    return min(GROUP_SIZE, max(2, _SPAN_QUERIES // heads_per_key)) if by_spans else GROUP_SIZE
 
 
 @dataclass(slots=True)

@@ -2,8 +2,9 @@
 """The Triton form for packed rows, and what it shares with that for decode steps (triton_paged.py).
 
 What fixes the bits of a result: the tiles of TILE keys are taken in order within a span, each span from scratch, and
-the spans are joined in order. How many queries share a program is free, since a matrix unit computes each row alone. So
-is whether one program joins the first spans itself, or each span has its own program and a second kernel joins them.
+the spans are joined in order. How many queries share a program is free, and so is whether they are the rows or the
+columns of its products, since a matrix unit computes each number alone. So is whether one program joins the first spans
+itself, or each span has its own program and a second kernel joins them.
 Sums over keys are matrix products, too, as the order of `tl.sum` depends on the layout of a tile. Multiply-adds are
 written out, because a compiler may fuse them in one kernel and not in another.
 
@@ -23,7 +24,7 @@ LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 _SPAN = tl.constexpr(SPAN)
 TILE = tl.constexpr(64)  # keys taken together, a power of two that divides all spans
-ONES = tl.constexpr(16)  # columns of a product that sums
+_ONES = tl.constexpr(16)  # columns of a product that sums
 _QUERIES, _QUERY_WARPS = 64, 4  # of a program for packed rows; the fastest on an H200
 
 
@@ -87,31 +88,34 @@ def n_spans(length):
 def take(q, k, v, visible, best, total, acc, rate):
     """Take a tile of keys into a running softmax. visible: which keys each query sees, (queries, TILE).
 
-    best: the largest score so far, -inf before any. total: the sum of weights, once in each of its ONES columns.
+    best: the largest score so far, -inf before any. total: the sum of weights, once in each of its columns.
     """
     scores = tl.dot(q, k, input_precision="ieee")
     scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
-    origin = tl.where(new_best == float("-inf"), 0.0, new_best)
-    shift = 0.0 - origin * rate
+    shift, decay = rescale(best, new_best, rate)
     weights = tl.exp2(tl.fma(scores, rate, shift[:, None])).to(v.dtype)
-    decay = tl.exp2((best - origin) * rate)[:, None]
-    acc = tl.dot(weights, v, acc=acc * decay, input_precision="ieee")
-    ones = tl.full([TILE, ONES], 1.0, tl.float32).to(v.dtype)
-    total = tl.dot(weights, ones, acc=total * decay, input_precision="ieee")
+    acc = tl.dot(weights, v, acc=acc * decay[:, None], input_precision="ieee")
+    ones = tl.full([TILE, _ONES], 1.0, v.dtype)
+    total = tl.dot(weights, ones, acc=total * decay[:, None], input_precision="ieee")
     return new_best, total, acc
 
 
 @triton.jit
-def join(best, total, acc, span_best, span_total, span_acc, rate):
-    """Join the next span to those before it. (queries,), (queries,) and (queries, dim), of both."""
-    new_best = tl.maximum(best, span_best)
+def rescale(best, new_best, rate):
+    """For a larger `best`: what to add to scores times the rate, and what to multiply sums so far with."""
     origin = tl.where(new_best == float("-inf"), 0.0, new_best)
-    decay = tl.exp2((best - origin) * rate)
-    weight = tl.exp2((span_best - origin) * rate)
-    acc = tl.fma(acc, decay[:, None], span_acc * weight[:, None])
-    total = tl.fma(total, decay, span_total * weight)
-    return new_best, total, acc
+    return 0.0 - origin * rate, tl.exp2((best - origin) * rate)
+
+
+@triton.jit
+def join(best, total, span_best, span_total, rate):
+    """Join the next span to those before it: the largest score and the sum of weights of all, and the factors for what
+    both have summed. All are (queries,).
+    """
+    new_best = tl.maximum(best, span_best)
+    decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
+    return new_best, tl.fma(total, decay, span_total * weight), decay, weight
 
 
 @triton.jit
@@ -159,7 +163,7 @@ def _packed_kernel(
             begin = n_spans(tl.maximum(n_k - n_q + first + 2 - WINDOW, 1)) - 1
         for span in range(begin, n_spans(end)):
             span_best = tl.full([QUERIES], float("-inf"), tl.float32)
-            span_total = tl.zeros([QUERIES, ONES], tl.float32)
+            span_total = tl.zeros([QUERIES, _ONES], tl.float32)
             span_acc = tl.zeros([QUERIES, PADDED_DIM], tl.float32)
             for tile in range(border(span), tl.minimum(border(span + 1), end), TILE):
                 key = tile + tl.arange(0, TILE)
@@ -173,7 +177,8 @@ def _packed_kernel(
                 if WINDOW is not None:
                     visible &= key[None, :] > position[:, None] - WINDOW
                 span_best, span_total, span_acc = take(q, k, v, visible, span_best, span_total, span_acc, rate)
-            best, total, acc = join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
+            best, total, decay, weight = join(best, total, span_best, tl.max(span_total, axis=1), rate)
+            acc = tl.fma(acc, decay[:, None], span_acc * weight[:, None])
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]
         tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=real)
         log_sum = tl.fma(best, rate, tl.log2(total)) * _LN_2

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.spans.reference import SPAN
-from areno.kernels.spans.triton import LOG2_E, ONES, TILE, border, heads_together, join, n_spans, take
+from areno.kernels.spans.triton import LOG2_E, TILE, border, heads_together, join, n_spans, rescale
 
 _OWN_LEAD = tl.constexpr(SPAN)  # positions that one program joins, of a row that shares none
+_ONES = tl.constexpr(64)  # rows of a product that sums
 _JOIN_HEADS = tl.constexpr(8)  # heads that a program of the join takes
 
 
@@ -40,7 +41,7 @@ def paged_attention(
     stats = q_BHC.new_empty((2, n_rows, n_heads, n_parts), dtype=torch.float32)
     rate = dim**-0.5 * LOG2_E
     where = (batch.table_TW, batch.slots_B, batch.lengths_B, batch.shared_lens_B, batch.spans)
-    strides = (q_BHC.stride(0), k_BKC.stride(0), v_BKC.stride(0), k_blocks.stride(1), batch.table_TW.stride(0))
+    strides = (q_BHC.stride(0), k_BKC.stride(0), v_BKC.stride(0), batch.table_TW.stride(0))
     counts = (n_rows * n_heads * n_parts, n_groups * shared_splits, own_splits, shared_splits)
     _part_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
@@ -60,11 +61,12 @@ def paged_attention(
         TEAM=group_size,
         OWN_ROWS=max(16, triton.next_power_of_2(shared)),  # tl.dot needs 16 rows
         TEAM_ROWS=max(16, triton.next_power_of_2(shared * group_size)),
+        STRIDE=k_blocks.stride(1),
         BLOCK=block_size,
         HAS_TEAMS=n_groups > 0,
         WINDOW=window,
-        num_warps=2,
-        num_stages=3,
+        num_warps=4,
+        num_stages=2,
     )
     _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
         sums,
@@ -108,7 +110,6 @@ def _part_kernel(
     q_stride,
     new_k_stride,
     new_v_stride,
-    stride,
     table_stride,
     n_cells,
     n_team_pieces,
@@ -118,6 +119,7 @@ def _part_kernel(
     TEAM: tl.constexpr,
     OWN_ROWS: tl.constexpr,
     TEAM_ROWS: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,11 +165,11 @@ def _part_kernel(
                         split,
                         tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
                         q_stride,
-                        stride,
                         n_heads,
                         n_parts,
                         n_cells,
                         TEAM_ROWS,
+                        STRIDE,
                         DIM,
                         PADDED_DIM,
                         BLOCK,
@@ -191,7 +193,7 @@ def _part_kernel(
                 new_k = tl.load(new_k_ptr + row * new_k_stride + kv_head * DIM + dim, mask=inside, other=0.0)
                 new_v = tl.load(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, mask=inside, other=0.0)
                 block = tl.load(table_row + (length - 1) // BLOCK).to(tl.int64)
-                place = block * (BLOCK * stride) + ((length - 1) % BLOCK) * stride
+                place = block * (BLOCK * STRIDE) + ((length - 1) % BLOCK) * STRIDE
                 tl.store(k_ptr + place + dim, new_k, mask=inside)
                 tl.store(v_ptr + place + dim, new_v, mask=inside)
                 tl.debug_barrier()
@@ -212,11 +214,11 @@ def _part_kernel(
                 tl.where(leads, 0, span - n_led + 1),
                 length + tl.zeros([OWN_ROWS], tl.int32),
                 q_stride,
-                stride,
                 n_heads,
                 n_parts,
                 n_cells,
                 OWN_ROWS,
+                STRIDE,
                 DIM,
                 PADDED_DIM,
                 BLOCK,
@@ -241,11 +243,11 @@ def _attend_spans(
     part,
     row_length,
     q_stride,
-    stride,
     n_heads,
     n_parts,
     n_cells,
     ROWS: tl.constexpr,
+    STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -253,42 +255,85 @@ def _attend_spans(
 ):
     """Write what the positions from a span's first one up to `end` give for ROWS pairs of a row and a head.
 
+    Keys are the rows of the products and queries their columns. So a Hopper multiplies the tiles where they lie in
+    shared memory, and its registers hold little more than the sums.
+
     row_length: of each of these rows, for a WINDOW.
     """
     dim = tl.arange(0, PADDED_DIM)
-    real_dim = dim < DIM
-    mask = real[:, None] & real_dim[None, :]
-    q = tl.load(q_ptr + (row * q_stride + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    mask = (dim < DIM)[:, None] & real[None, :]
+    q = tl.load(q_ptr + (row * q_stride + head * DIM)[None, :] + dim[:, None], mask=mask, other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    acc = tl.zeros([PADDED_DIM, ROWS], tl.float32)
     for index in range(span, n_spans(end)):
         span_best = tl.full([ROWS], float("-inf"), tl.float32)
-        span_total = tl.zeros([ROWS, ONES], tl.float32)
-        span_acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        span_total = tl.zeros([_ONES, ROWS], tl.float32)
+        span_acc = tl.zeros([PADDED_DIM, ROWS], tl.float32)
         begin = border(index)
         if WINDOW is not None:
             begin = tl.maximum(begin, (tl.min(row_length, axis=0) - WINDOW) // TILE * TILE)
         for tile in range(begin, tl.minimum(border(index + 1), end), TILE):
+            k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK)
             position = tile + tl.arange(0, TILE)
-            inside = position < end
-            if BLOCK % TILE.value == 0:  # a tile lies in one block
-                block = tl.load(table_row + tile // BLOCK).to(tl.int64)
-                base = block * (BLOCK * stride) + (tile % BLOCK + tl.arange(0, TILE)) * stride
-            else:
-                block = tl.load(table_row + position // BLOCK, mask=inside, other=0).to(tl.int64)
-                base = block * (BLOCK * stride) + (position % BLOCK) * stride
-            k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
-            v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-            visible = inside[None, :]
+            visible = (position < end)[:, None]
             if WINDOW is not None:
-                visible &= position[None, :] >= (row_length - WINDOW)[:, None]
-            span_best, span_total, span_acc = take(q, k, v, visible, span_best, span_total, span_acc, rate)
-        best, total, acc = join(best, total, acc, span_best, tl.max(span_total, axis=1), span_acc, rate)
+                visible &= position[:, None] >= (row_length - WINDOW)[None, :]
+            scores = tl.where(visible, tl.dot(k, q, input_precision="ieee"), float("-inf"))
+            new_best = tl.maximum(span_best, tl.max(scores, axis=0))
+            shift, decay = rescale(span_best, new_best, rate)
+            weights = tl.exp2(tl.fma(scores, rate, shift[None, :])).to(v.dtype)
+            span_acc = tl.dot(tl.trans(v), weights, acc=span_acc * decay[None, :], input_precision="ieee")
+            ones = tl.full([_ONES, TILE], 1.0, v.dtype)
+            span_total = tl.dot(ones, weights, acc=span_total * decay[None, :], input_precision="ieee")
+            span_best = new_best
+        best, total, decay, weight = join(best, total, span_best, tl.max(span_total, axis=0), rate)
+        acc = tl.fma(acc, decay[None, :], span_acc * weight[None, :])
     cell = (row * n_heads + head) * n_parts + part
-    tl.store(sums_ptr + cell[:, None] * DIM + dim[None, :], acc, mask=mask)
+    tl.store(sums_ptr + cell[None, :] * DIM + dim[:, None], acc, mask=mask)
     tl.store(stats_ptr + cell, best, mask=real)
     tl.store(stats_ptr + n_cells + cell, total, mask=real)
+
+
+@triton.jit
+def _load_tile(
+    k_ptr,
+    v_ptr,
+    table_row,
+    first,
+    end,
+    STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys and values (TILE, PADDED_DIM) of the positions from `first` on. Those from `end` on are
+    any finite numbers. `first` is a multiple of TILE.
+    """
+    offset = tl.arange(0, TILE)
+    dim = tl.arange(0, PADDED_DIM)
+    if BLOCK % TILE.value == 0:  # they lie in one block, and there all places may be read
+        block = tl.load(table_row + first // BLOCK).to(tl.int64)
+        start = block * (BLOCK * STRIDE) + first % BLOCK * STRIDE
+        k_ptr += start
+        v_ptr += start
+        place = offset[:, None] * STRIDE + dim[None, :]
+        if DIM == PADDED_DIM:
+            k = tl.load(k_ptr + place)
+            v = tl.load(v_ptr + place)
+        else:
+            real = (dim < DIM)[None, :]
+            k = tl.load(k_ptr + place, mask=real, other=0.0)
+            v = tl.load(v_ptr + place, mask=real, other=0.0)
+    else:
+        position = first + offset
+        inside = position < end
+        block = tl.load(table_row + position // BLOCK, mask=inside, other=0).to(tl.int64)
+        place = (block * (BLOCK * STRIDE) + position % BLOCK * STRIDE)[:, None] + dim[None, :]
+        real = inside[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_ptr + place, mask=real, other=0.0)
+        v = tl.load(v_ptr + place, mask=real, other=0.0)
+    return k, v
 
 
 @triton.jit(do_not_specialize=["n_cells", "n_parts"])
@@ -324,6 +369,7 @@ def _join_kernel(
         part_acc = tl.load(sums_ptr + cell[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
         part_best = tl.load(stats_ptr + cell, mask=real, other=0.0)
         part_total = tl.load(stats_ptr + n_cells + cell, mask=real, other=1.0)
-        best, total, acc = join(best, total, acc, part_best, part_total, part_acc, rate)
+        best, total, decay, weight = join(best, total, part_best, part_total, rate)
+        acc = tl.fma(acc, decay[:, None], part_acc * weight[:, None])
     place = out_ptr + head[:, None] * DIM + dim[None, :]
     tl.store(place, tl.div_rn(acc, total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
