@@ -46,6 +46,7 @@ class Settings:
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native"]
     exact: bool
+    deterministic: bool
     routing_replay: bool
     lora_rank: int | None
     eager_decode: bool
@@ -114,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
+    add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
