@@ -337,6 +337,7 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
         ("train --against vllm", "--against: vllm does rollout only, not train"),
         ("rollout --against vllm", "--against: vllm takes the first GPU"),
+        ("rollout --against plain", "--against: plain is for --exact and --deterministic"),
         ("sleep", "work: invalid choice"),
         ("rollout --prompt 5", "ambiguous option"),
         ("rollout 7", "unrecognized arguments: 7"),
@@ -367,6 +368,25 @@ def test_transformers_does_the_same_work_beside_ours(tmp_path: Path, capsys: pyt
     for phase, ratio in out["ratio"]["transformers"].items():
         assert ratio == pytest.approx(out["areno"][f"{phase}_tok_s"] / out["transformers"][f"{phase}_tok_s"])
     assert out["transformers"]["parts"] == 1
+
+
+def test_what_a_setting_costs_is_found_in_one_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[bool, bool]] = []
+    start = Engine.__init__
+
+    def note(self: Engine, spec: Any, *how: Any) -> None:
+        begun.append((spec.exact, spec.deterministic))
+        start(self, spec, *how)
+
+    monkeypatch.setattr(Engine, "__init__", note)
+    out = found(f"step --shape {tiny_folder(tmp_path)} {TINY} --exact --deterministic --against plain", capsys)
+    assert begun == [(True, True), (False, False)]
+    assert out["settings"]["deterministic"]
+    assert (out["areno"]["logp_abs_diff_max"], out["plain"]["logp_abs_diff_max"] > 0) == (0.0, True)
+    ratio = out["areno"]["step_tok_s"] / out["plain"]["step_tok_s"]
+    assert out["ratio"]["plain"]["step"] == pytest.approx(ratio)
 
 
 @pytest.fixture
