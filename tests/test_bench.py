@@ -370,25 +370,6 @@ def test_transformers_does_the_same_work_beside_ours(tmp_path: Path, capsys: pyt
     assert out["transformers"]["parts"] == 1
 
 
-def test_what_a_setting_costs_is_found_in_one_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[tuple[bool, bool]] = []
-    start = Engine.__init__
-
-    def note(self: Engine, spec: Any, *how: Any) -> None:
-        begun.append((spec.exact, spec.deterministic))
-        start(self, spec, *how)
-
-    monkeypatch.setattr(Engine, "__init__", note)
-    out = found(f"step --shape {tiny_folder(tmp_path)} {TINY} --exact --deterministic --against plain", capsys)
-    assert begun == [(True, True), (False, False)]
-    assert out["settings"]["deterministic"]
-    assert (out["areno"]["logp_abs_diff_max"], out["plain"]["logp_abs_diff_max"] > 0) == (0.0, True)
-    ratio = out["areno"]["step_tok_s"] / out["plain"]["step_tok_s"]
-    assert out["ratio"]["plain"]["step"] == pytest.approx(ratio)
-
-
 @pytest.fixture
 def same_weights(tmp_path: Path) -> str:
     """A folder with random weights in it."""
