@@ -154,6 +154,8 @@ def test_an_operation_without_a_fixed_order_is_named(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=r"engine\.deterministic is true, but .* no deterministic form of put_ "):
             engine.train(rows, unordered_loss)
         assert torch.are_deterministic_algorithms_enabled()
+        rollout(engine)
+        assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
         engine.train(rows, unordered_loss)
@@ -182,6 +184,11 @@ def test_the_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0' .* expected one of :4096:8, :16:8"):
         begin_deterministic("cuda:0", 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with monkeypatch.context() as patch:
+        patch.setattr("areno.engine.processes.deterministic.find_spec", lambda name: None)
+        with pytest.raises(EngineError, match=r"engine\.deterministic needs triton on CUDA"):
+            begin_deterministic("cuda:0", 1)
+    monkeypatch.setattr("areno.engine.processes.deterministic.find_spec", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(EngineError, match=r"has used CUDA already.* set engine\.workers=spawn"):
         begin_deterministic("cuda:0", 1)

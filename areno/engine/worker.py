@@ -16,7 +16,7 @@ import torch
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
-from areno.engine.processes.deterministic import operations_named
+from areno.engine.processes.deterministic import operations_named, places_of_their_own
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
 from areno.engine.routing.rows import RouteShape
@@ -216,7 +216,7 @@ class Worker:
             "lower {} to leave more beside the KV cache, {} or {}, or set {}=true to do without CUDA graphs",
             Key("rollout.mem_fraction"), Key("rollout.max_prefill_tokens"), Key("rollout.max_concurrent_rollouts"),
             Key("rollout.eager_decode"),
-        ), operations_named():  # fmt: skip
+        ), places_of_their_own():  # fmt: skip
             return self.decoder.step()
 
     def rollout_stats(self) -> RolloutStats:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,16 +30,12 @@ class _Flags:
     """Those of torch, which are of the whole process, and how many workers in it want them set."""
 
     n_workers: int = 0
-    before: tuple[bool, bool, bool] = (False, False, True)
+    before: tuple[int, bool] = (0, True)
 
     def take(self) -> None:
         if not self.n_workers:
-            self.before = (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-                _memory.fill_uninitialized_memory,
-            )
-            torch.use_deterministic_algorithms(True)
+            self.before = torch.get_deterministic_debug_mode(), _memory.fill_uninitialized_memory
+            torch.set_deterministic_debug_mode("error")  # torch.use_deterministic_algorithms would import its compiler
             # Memory is not read before it is written; to fill it all would only take time.
             _memory.fill_uninitialized_memory = False
         self.n_workers += 1
@@ -46,9 +43,8 @@ class _Flags:
     def give_back(self) -> None:
         self.n_workers -= 1
         if not self.n_workers:
-            is_on, warns, fills = self.before
-            torch.use_deterministic_algorithms(is_on, warn_only=warns)
-            _memory.fill_uninitialized_memory = fills
+            mode, _memory.fill_uninitialized_memory = self.before
+            torch.set_deterministic_debug_mode(mode)
 
 
 _flags = _Flags()
@@ -67,6 +63,8 @@ def begin_deterministic(device: str, world_size: int) -> None:
                 f"{', '.join(_WORKSPACES)}. Unset it, or set {{}} to false",
                 _KEY, _KEY,
             )  # fmt: skip
+        if find_spec("triton") is None:  # torch's own forms of sampling have sums without a fixed order
+            raise EngineError("{} needs triton on CUDA; pip install triton, or set {} to false", _KEY, _KEY)
         if given is None and torch.cuda.is_initialized():
             raise EngineError(
                 f"{{}} is true, but this process has used CUDA already, and {_WORKSPACE} counts at its start only; set "
@@ -82,6 +80,23 @@ def begin_deterministic(device: str, world_size: int) -> None:
 def end_deterministic() -> None:
     """Once for each `begin_deterministic`: torch is set as before the first of them."""
     _flags.give_back()
+
+
+@contextmanager
+def places_of_their_own() -> Iterator[None]:
+    """For the decoder, whose operations have a fixed order as they are: what they write by index are different places.
+
+    torch does not know that. It would sort all indices first, which takes time, and in some releases waits for the
+    device, as no CUDA graph may.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    if mode:
+        torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        if mode:
+            torch.set_deterministic_debug_mode(mode)
 
 
 @contextmanager
