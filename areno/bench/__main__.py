@@ -11,6 +11,7 @@ import json
 import logging
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from areno.bench.against.with_transformers import WithTransformers
 from areno.bench.against.with_vllm import WithVllm
 from areno.bench.agents_cost.compare import run_agents
-from areno.bench.arguments import Settings, parse
+from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.driver.steps import driver_page, run_driver
 from areno.bench.ours import run_ours
@@ -84,6 +85,10 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     rates = measured_rates(settings.device, dtype)
     results = {"areno": run_ours(settings, path, random_init, cost)}
     for name in settings.against:
+        if name == PLAIN:
+            plain = replace(settings, exact=False, deterministic=False, profile=None)
+            results[name] = run_ours(plain, path, random_init, cost)
+            continue
         results[name] = _run_other(name, settings, path, random_init)
     return record(settings, cost, rates, results)
 

@@ -15,6 +15,8 @@ from areno.errors import ConfigError, Problem
 Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver"]
 
 _WITH_TEXT = ("sampling", "agents", "serve", "driver")
+PLAIN = "plain"
+"""What --against calls areno itself without --exact and --deterministic."""
 _ALONE = ("sampling", "state", "agents", "serve", "driver")  # works that no other library does
 _WORKS = (
     "step: rollout, then one GSPO step on it. sampling: what settings cost. state: what saving one costs a step. "
@@ -46,6 +48,7 @@ class Settings:
     mem_fraction: float
     attn_backend: Literal["auto", "flash", "native", "spans"]
     exact: bool
+    deterministic: bool
     routing_replay: bool
     lora_rank: int | None
     eager_decode: bool
@@ -114,13 +117,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native", "spans"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
+    add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")
     add("--tokenizer", metavar="FOLDER", help="sampling: times stop strings too; others need one")
     add("--folder", help="for `state`: where it is written; default is a temporary folder")
     add("--repeats", type=_positive, default=3, help="timed ones, after one to warm up")
-    add("--against", choices=["transformers", "vllm"], action="append", help="the same work by that, for a ratio")
+    others = "the same work by that, for a ratio. plain: by areno without --exact and --deterministic"
+    add("--against", choices=["transformers", "vllm", PLAIN], action="append", help=others)
     add("--against-repeats", type=_positive, default=2)
     add("--profile", metavar="FILE", help="trace one repeat more: device time by kernel group, and idleness (CUDA)")
     add("--json", action="store_true", help="one line for machines")
@@ -142,7 +147,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         (world > there, "--world-size", f"is {world}; from {device} on there are {there} devices here"),
         (world % shares, "--world-size", f"is {world}; a multiple of --tp-size x --cp-size, {shares}, is needed"),
         (
-            world > 1 and (kind in _ALONE or against),
+            world > 1 and (kind in _ALONE or {*against} - {PLAIN}),
             "--world-size",
             "is for areno's own rollout, train, step and logprob",
         ),
@@ -157,11 +162,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
         (kind == "serve" and args.samples not in (None, 1), "--samples", "is for other works; serve has 1 for each"),
         (kind == "driver" and not args.tokenizer, "--tokenizer", "is missing; driver needs one, for texts"),
         (kind == "agents" and not args.tokenizer, "--tokenizer", "is missing; agents need one with a chat template"),
+        (
+            PLAIN in against and not (args.exact or args.deterministic),
+            "--against",
+            "plain is for --exact and --deterministic; without them there is nothing to compare",
+        ),
         (with_vllm and kind != "rollout", "--against", f"vllm does rollout only, not {kind}"),
         (with_vllm and device != "cuda:0", "--against", f"vllm takes the first GPU, cuda:0, and --device is {device}"),
         *(
             (find_spec(name) is None, "--against", f"{name} is not installed here (pip install {name})")
             for name in against
+            if name != PLAIN
         ),
         (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
     ):

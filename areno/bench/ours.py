@@ -59,6 +59,7 @@ class Ours:
                 gradient_checkpointing=settings.recompute,
                 attn_backend=settings.attn_backend,
                 exact=settings.exact,
+                deterministic=settings.deterministic,
                 routing_replay=settings.routing_replay,
                 lora=_lora(settings, folder),
             ),

@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from areno.bench.arguments import Settings
+from areno.bench.arguments import PLAIN, Settings
 from areno.bench.device import device_name
 from areno.bench.floors import Rates, floors
 from areno.models.cost import Cost
@@ -24,6 +24,8 @@ _SHOWN = [
     "max_prefill_tokens",
     "mem_fraction",
     "eager_decode",
+    "exact",
+    "deterministic",
     "repeats",
 ]
 
@@ -44,7 +46,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
         "dtype": settings.dtype,
         "settings": {name: values[name] for name in _SHOWN},
         "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("areno", "torch", "triton", *settings.against)},
+        | {name: _version(name) for name in ("areno", "torch", "triton", *settings.against) if name != PLAIN},
         "params": cost.n_params,
         "active_params": cost.active_params,
         "kv_bytes_per_token": cost.kv_bytes,

@@ -250,6 +250,14 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
+        "engine.deterministic",
+        "is true, but agents ask for samples when their own code does, so that two runs differ; set it to false. With "
+        "engine.exact=true, what each of their requests draws does not depend on the others",
+    )
+    def agents_keep_no_time(self) -> bool:
+        return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
+
+    @forbid(
         "rollout.dynamic_sampling",
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )

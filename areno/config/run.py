@@ -233,6 +233,11 @@ class EngineConfig(Section):
         help="Compute each token in one order of operations, so that the log-probability of a sampled token has the "
         "same bits in rollout and in training. The run ends where one does not",
     )
+    deterministic: bool = setting(
+        False,
+        help="Two runs of the same configuration on the same machine are equal bit for bit: weights, moments, samples "
+        "and all metrics but times and memory. It costs some speed",
+    )
     dummy_load: bool = setting(False, help="Random weights in all models, for benchmarks. No folder needs weight files")
     stall_timeout_s: float | None = setting(
         600.0,

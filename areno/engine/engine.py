@@ -49,7 +49,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
-        self._dispatcher = Dispatcher(self.spec.dp_size)
+        self._dispatcher = Dispatcher(self.spec.dp_size, self.spec.deterministic)
         self._writes_state = False
         self._lost_state = False  # it was being written when the workers were started again
 
@@ -257,9 +257,12 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> dict[int, list[GenerationOutput]]:
         """Submit requests and wait for all of them: request id -> finished samples in order.
 
-        at_once: requests under way at the same time; when one is done, the next one is submitted. None: all.
+        at_once: requests under way at the same time; when one is done, the next one is submitted. None: all. With
+        `deterministic` it has no effect: when one is done depends on the clock.
         """
-        if self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
+        if self.spec.deterministic:
+            at_once = None
+        elif self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         return wait_for_all(self, requests, on_progress, at_once)
 
@@ -420,7 +423,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._workers = start_workers(self._wanted, self._mode, again=True)
             with self._books:
                 self.spec = self._workers.spec  # which may have fewer copies
-                self._dispatcher = Dispatcher(self.spec.dp_size)
+                self._dispatcher = Dispatcher(self.spec.dp_size, self.spec.deterministic)
                 self._forget_requests()
             for name, spec in self._roles.items():
                 if name != "actor":

@@ -28,13 +28,15 @@ from areno.models.transformer import Transformer
 _CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
 _CUDA_ROWS = 8192
 _TIMED, _REPEATS = (8, 16, 32, 64, 128, 256), 10
+_UNTIMED = 64  # rows up to which Triton is taken for the faster one, where nothing may follow from the clock
 _CUDA_SIZES = (*range(1, 17), 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 777, 1024, 2048, 4096)
 
 
 @torch.no_grad()
-def make_exact(model: Transformer) -> str:
+def make_exact(model: Transformer, timed: bool = True) -> str:
     """Set how the model's products are computed, after trying them. Returns what was found, for the log.
 
+    timed: of two ways with the same bits, choose the faster one by its time.
     EngineError where no way gives the same bits for any number of rows.
     """
     if model.routing is not None and model.device.type != "cpu":
@@ -61,7 +63,7 @@ def make_exact(model: Transformer) -> str:
             "set it to false, or {} to 1",
             Key("engine.exact"), Key("engine.tp_size"),
         )  # fmt: skip
-    found = {shape: _unsplit(module) for shape, module in modules.items()}
+    found = {shape: _unsplit(module, timed) for shape, module in modules.items()}
     for module in model.modules():
         if isinstance(module, _PRODUCTS):
             module.unsplit = found[module.weight.shape]
@@ -114,7 +116,7 @@ def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
             )  # fmt: skip
 
 
-def _unsplit(module: Linear | VocabParallelEmbedding) -> UnsplitProduct:
+def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> UnsplitProduct:
     """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
     x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
@@ -143,6 +145,8 @@ def _unsplit(module: Linear | VocabParallelEmbedding) -> UnsplitProduct:
         return by_library if library_can else UnsplitProduct(triton_rows=sys.maxsize)
     if not library_can:
         return by_triton
+    if not timed:
+        return UnsplitProduct(min(_UNTIMED, split[-1]), split[-1])
     slower = (n for n in _TIMED if n <= split[-1] and seconds(by_library, n) < seconds(by_triton, n))
     return UnsplitProduct(next(slower, split[-1] + 1) - 1, split[-1])
 

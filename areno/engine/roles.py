@@ -156,7 +156,7 @@ class Roles:
             if spec.lora is not None:
                 self._adapt(model, spec.lora)
             if self.spec.exact:
-                logger.info("exact: %s", make_exact(model))
+                logger.info("exact: %s", make_exact(model, timed=not self.spec.deterministic))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,

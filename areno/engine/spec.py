@@ -105,6 +105,7 @@ class EngineSpec:
     routing_replay: bool = False  # the decoder tells which experts each token went through
     router_aux_loss_coef: float = 0.0
     exact: bool = False  # each token by itself: rows of staleness 0 must have the model's very log-probabilities
+    deterministic: bool = False  # the same bits whenever the same is done again
     gradient_checkpointing: bool = True
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)

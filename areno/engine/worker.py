@@ -16,6 +16,7 @@ import torch
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
+from areno.engine.processes.deterministic import operations_named, places_of_their_own
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
 from areno.engine.routing.rows import RouteShape
@@ -145,6 +146,14 @@ class Worker:
                 max(affordable, 0) * self._block_size, spec.max_len, Key("gconfig.max_new_tokens"),
                 Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
             )  # fmt: skip
+        if affordable < blocks and self.spec.deterministic and not self.spec.exact:
+            n_tokens = int(0.9 * affordable) * self._block_size
+            raise EngineError(
+                "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
+                "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
+                Key("engine.deterministic"), affordable * self._block_size, blocks * self._block_size,
+                Key("rollout.max_kv_tokens"), n_tokens, Key("rollout.max_concurrent_rollouts"), Key("engine.exact"),
+            )  # fmt: skip
         return min(blocks, affordable)
 
     def _free_bytes(self) -> int:
@@ -207,7 +216,7 @@ class Worker:
             "lower {} to leave more beside the KV cache, {} or {}, or set {}=true to do without CUDA graphs",
             Key("rollout.mem_fraction"), Key("rollout.max_prefill_tokens"), Key("rollout.max_concurrent_rollouts"),
             Key("rollout.eager_decode"),
-        ):  # fmt: skip
+        ), places_of_their_own():  # fmt: skip
             return self.decoder.step()
 
     def rollout_stats(self) -> RolloutStats:
@@ -244,13 +253,13 @@ class Worker:
 
     def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
         """TrainBackend.train on this rank's shares of the steps."""
-        with self.roles[role].on_device(training=True) as backend:
+        with self.roles[role].on_device(training=True) as backend, operations_named():
             stats = backend.train(steps, loss_fn, update)
         return {**stats, "memory_gib": self.memory_gib()}
 
     def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
         """TrainBackend.logprobs, values or rewards, which `what` names, of some rows."""
-        with self.roles[role].on_device() as backend:
+        with self.roles[role].on_device() as backend, operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, *settings)
 

@@ -58,6 +58,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
 
     attn_backend: Literal["auto", "flash", "native", "spans"] = _as_in(EngineConfig, "attn_backend")
     exact: bool = _as_in(EngineConfig, "exact")
+    deterministic: bool = _as_in(EngineConfig, "deterministic")
     cp_size: int = _as_in(EngineConfig, "cp_size")
     zero_stage: Literal[0, 1, 2] = _as_in(EngineConfig, "zero_stage")
     sequence_parallel: bool | None = _as_in(EngineConfig, "sequence_parallel")
@@ -163,6 +164,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
         workers=runtime.workers,
         attn_backend=runtime.attn_backend,
         exact=runtime.exact,
+        deterministic=runtime.deterministic,
         cp_size=runtime.cp_size,
         dummy_load=config.dummy_load,
         stall_timeout_s=runtime.stall_timeout_s,

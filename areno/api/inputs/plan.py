@@ -29,6 +29,12 @@ from areno.models.config import TransformerConfig
 from areno.models.folder.hub import resolve
 from areno.types import SamplingParams
 
+# Settings of the section engine that an EngineSpec has under the same names.
+_SAME = (
+    "tp_size", "cp_size", "zero_stage", "sequence_parallel", "attn_backend", "exact", "deterministic", "dummy_load",
+    "stall_timeout_s",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPlan:
@@ -127,16 +133,9 @@ def open_actor(
     spec = EngineSpec(
         model_path=path,
         devices=devices,
-        tp_size=engine.tp_size,
-        cp_size=engine.cp_size,
-        zero_stage=engine.zero_stage,
-        sequence_parallel=engine.sequence_parallel,
         dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
         random_init=actor.init_from_scratch,
-        dummy_load=engine.dummy_load,
         seed=seed,
-        attn_backend=engine.attn_backend,
-        exact=engine.exact,
         gradient_checkpointing=actor.gradient_checkpointing,
         routing_replay=routing_replay,
         router_aux_loss_coef=actor.router_aux_loss_coef,
@@ -146,7 +145,7 @@ def open_actor(
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,
-        stall_timeout_s=engine.stall_timeout_s,
+        **{name: vars(engine)[name] for name in _SAME},
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ class InlineGroup:
     def __init__(self, spec: EngineSpec):
         self.spec, self.command = spec, "start"
         self._worker: Worker | None = None
+        self._end: Callable[[], None] | None = None  # of what was set in this process
         # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self.watchdog = Watchdog(spec.stall_timeout_s, self)
@@ -38,9 +39,13 @@ class InlineGroup:
         self.command = ""
 
     def _start(self, spec: EngineSpec) -> None:
+        from areno.engine.processes.deterministic import begin_deterministic, end_deterministic
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker  # imports torch
 
+        if spec.deterministic:
+            begin_deterministic(spec.devices[0], spec.world_size)
+            self._end = end_deterministic
         self._worker = Worker(spec, join_groups(spec, 0))
 
     @property
@@ -96,6 +101,9 @@ class InlineGroup:
         if self._worker is not None:
             self._worker.close()
         self._worker = None
+        if self._end is not None:
+            self._end()
+        self._end = None
 
     def look(self) -> dict[int, tuple[str, str]]:
         """See Watched."""

@@ -40,9 +40,12 @@ def worker_main(
     try:
         import torch.distributed as dist
 
+        from areno.engine.processes.deterministic import begin_deterministic
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
+        if spec.deterministic:
+            begin_deterministic(spec.devices[rank], spec.world_size)
         gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
         context = join_groups(spec, rank, port, listener)
         worker = Worker(spec, context)

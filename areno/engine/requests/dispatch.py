@@ -37,18 +37,21 @@ class Part:
 
 
 class Dispatcher:
-    """The requests under way, for `n_copies` of the model. The engine sends what `due` and `to_ask` return."""
+    """The requests under way, for `n_copies` of the model. The engine sends what `due` and `to_ask` return.
 
-    def __init__(self, n_copies: int):
-        self.n_copies = n_copies
+    fixed: what a copy draws follows from the requests alone, not from which copy is done first.
+    """
+
+    def __init__(self, n_copies: int, fixed: bool = False):
+        self.n_copies, self._fixed = n_copies, fixed
         self._slots = math.inf
         self._numbers = itertools.count()
         self.clear()
 
     def begin(self, slots: int) -> None:
         """A rollout phase begins, in which each copy runs at most `slots` samples at once."""
-        # With one copy, there is nothing to decide.
-        self._slots = slots if self.n_copies > 1 else math.inf
+        # With one copy, there is nothing to decide. Without a limit, all is sent at once.
+        self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -152,7 +155,7 @@ class Dispatcher:
 
     def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
         """A copy that is to give back samples it has not begun, and how many; None where nobody is idle."""
-        if self.n_copies == 1:
+        if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
         idle = [rank for rank, n in enumerate(self.n_samples) if n < self._slots and not self._waiting[rank]]

@@ -84,7 +84,10 @@ def varlen_attention(
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         rows = cu_seqlens_q, cu_seqlens_k, max_q, max_k
-        return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *rows, causal=True, window_size=(_left(window), -1))
+        return flash_attn_varlen_func(
+            q_NHD, k_MKD, v_MKD, *rows, causal=True, window_size=(_left(window), -1),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
     raise ValueError(f"unknown attention backend {backend!r}")
 
 
@@ -147,7 +150,7 @@ def varlen_backward(
         _flash_attn_varlen_backward(
             grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, log_sum, *grads, *rows, dropout_p=0.0,
             softmax_scale=q_NHD.shape[-1] ** -0.5, causal=True, window_size_left=_left(window), window_size_right=-1,
-            softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=state,
+            softcap=0.0, alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(), rng_state=state,
         )  # fmt: skip
         return grads
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
