@@ -7,20 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import tiny_shape
 from tiny_engine import model_folder
 
 from areno.files.paths import find_file
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
+SHAPE = {**tiny_shape.SHAPE, "num_hidden_layers": 3}
 QWEN = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True}
 # Name -> model_type, and the fields beside SHAPE.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

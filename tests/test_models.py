@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny_shape import SHAPE
 from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.errors import ConfigError
@@ -17,16 +18,6 @@ from areno.models.weights import checkpoint_table
 
 MODELS = Path(__file__).parents[2] / "shared/data/models"
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_models import CASES, SHAPE, random_reference
+from test_models import CASES, random_reference
 from tiny_engine import saved_tensors
+from tiny_shape import SHAPE
 from two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 from areno.config.models import MicroBatchSpec
