@@ -112,3 +112,16 @@ def chatml(request: pytest.FixtureRequest) -> Any:
 def plain() -> Any:
     """Has no chat template."""
     return load_tokenizer("plain")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a run can have beside the quickstart's actor: a reward model, a critic, another language model."""
+    from policy_runs import classifier, other_actor
+
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "reward": classifier(folder / "reward", seed=1),
+        "critic": classifier(folder / "critic", seed=2),
+        "lm": other_actor(folder / "lm"),
+    }
