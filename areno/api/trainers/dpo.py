@@ -27,7 +27,7 @@ Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
-    """Trains a model on pairs of answers, of which one was preferred. For the arguments see RowLoop."""
+    """Trains a model on pairs of answers, of which one was preferred. Use as a context manager, or call close()."""
 
     needs, kind = PreferenceExperimentConfig, "dpo"
     headline = ("train/loss", "train/accuracy", "train/margin")

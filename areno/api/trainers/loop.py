@@ -18,7 +18,7 @@ PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
 
 
 class Loop(Generic[Config]):
-    """Every loop. Use as a context manager, or call close().
+    """Every loop.
 
     needs: the configuration that it reads. headline: see open_trackers.
     """
@@ -46,14 +46,7 @@ class Loop(Generic[Config]):
 
 
 class RowLoop(Loop[Config]):
-    """A loop that trains on rows as they are.
-
-    run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
-    train_dataset, valid_dataset: rows of a script (a list of dictionaries, or anything with a length and indexing), in
-    place of the configured paths.
-
-    Construction checks what can be checked and loads the model.
-    """
+    """A loop that trains on rows as they are."""
 
     kind: ClassVar[RowKind]
 
@@ -65,6 +58,12 @@ class RowLoop(Loop[Config]):
         train_dataset: Any = None,
         valid_dataset: Any = None,
     ):
+        """Checks what can be checked and loads the model.
+
+        run_dir: where logs and checkpoints go; None is a new folder under cluster.fileroot.
+        train_dataset, valid_dataset: rows of a script (a list of dictionaries, or anything with a length and indexing),
+        in place of the configured paths.
+        """
         super().__init__(
             Setup(
                 config, type(self).__name__, self.needs, self.kind, self.headline,
@@ -81,13 +80,6 @@ class RowLoop(Loop[Config]):
 class RewardLoop(Loop[PolicyConfig]):
     """A loop that samples, and trains on what the samples earned.
 
-    loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
-    run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
-    advantage_fn: see AdvantageFn; None is the one that config describes.
-    train_dataset, valid_dataset: rows of a script, in place of the configured paths. reward_fn: a function or a
-    list of them, in place of reward.fn.
-
-    Construction checks what can be checked, starts the reward processes and loads the models.
     also_saved: roles that a checkpoint has a folder of, beside the actor's files.
     """
 
@@ -104,6 +96,14 @@ class RewardLoop(Loop[PolicyConfig]):
         valid_dataset: Any = None,
         reward_fn: RewardFns | None = None,
     ):
+        """Checks what can be checked, starts the reward processes and loads the models.
+
+        loss_fn: (pack, logprobs) -> (loss, stats), see areno.loss_fns; None is the one that config describes.
+        run_dir: where logs, rollouts and checkpoints go; None is a new folder under cluster.fileroot.
+        advantage_fn: see AdvantageFn; None is the one that config describes.
+        train_dataset, valid_dataset: rows of a script, in place of the configured paths.
+        reward_fn: a function or a list of them, in place of reward.fn.
+        """
         super().__init__(
             Setup(
                 config, type(self).__name__, self.needs, "prompt", self.headline, evaluate_policy,

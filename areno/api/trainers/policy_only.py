@@ -12,7 +12,7 @@ from areno.config.experiments import PolicyExperimentConfig
 
 
 class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
-    """Trains a policy from rewards, without a critic. For the arguments see RewardLoop."""
+    """Trains a policy from rewards, without a critic. Use as a context manager, or call close()."""
 
     needs = PolicyExperimentConfig
     headline = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")

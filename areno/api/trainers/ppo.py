@@ -23,7 +23,7 @@ logger = logging.getLogger("areno")
 
 
 class PPOTrainer(RewardLoop[CriticExperimentConfig]):
-    """Trains a policy and its critic. For the arguments see RewardLoop."""
+    """Trains a policy and its critic. Use as a context manager, or call close()."""
 
     needs = CriticExperimentConfig
     headline = PolicyOnlyTrainer.headline

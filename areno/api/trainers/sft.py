@@ -14,7 +14,7 @@ from areno.types import Batch, TrainSequence
 
 
 class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
-    """Trains a model on demonstrations. For the arguments see RowLoop."""
+    """Trains a model on demonstrations. Use as a context manager, or call close()."""
 
     needs, kind = SupervisedExperimentConfig, "sft"
     headline = ("train/loss", "train/lr")
