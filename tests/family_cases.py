@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import tiny_shape
-import torch
 import transformers
 
 SHAPE = {**tiny_shape.SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
@@ -77,12 +76,4 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def random_model(case: str, folder: Path) -> transformers.PreTrainedModel:
     """Saved to `folder`. All weights are random, those of norms and biases, too."""
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    config = kind(**{**SHAPE, **extra})
-    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return tiny_shape.random_model(kind(**{**SHAPE, **extra}), folder)

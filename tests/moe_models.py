@@ -35,19 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_reference(case: str, folder: Path) -> Any:
     """A transformers model with random weights, norms and biases included, saved to `folder`."""
-    import torch
     import transformers
 
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SHAPE, **extra)
-    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return tiny_shape.random_model(transformers.AutoConfig.for_model(kind, **SHAPE, **extra), folder)
 
 
 def quickstart_with_experts(folder: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_shape import SHAPE
+from tiny_shape import SHAPE, random_model
 from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.errors import ConfigError
@@ -55,14 +55,7 @@ CASES = {
 def random_reference(case: str, folder: Path) -> transformers.PreTrainedModel:
     """A transformers model with random weights, norms and biases included, saved to `folder`."""
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(kind(**{**SHAPE, **extra}), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return random_model(kind(**{**SHAPE, **extra}), folder)
 
 
 @pytest.mark.parametrize("case", CASES)
