@@ -58,6 +58,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # a search for garbage would look through torch and all tests each time
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries would report what is left of their objects
+
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_workers() -> Iterator[None]:
     """Workers start at once; see warm.py."""
