@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a search for garbage would look through torch and all tests each time
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries would report what is left of their objects
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -107,3 +116,16 @@ def chatml(request: pytest.FixtureRequest) -> Any:
 def plain() -> Any:
     """Has no chat template."""
     return load_tokenizer("plain")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a run can have beside the quickstart's actor: a reward model, a critic, another language model."""
+    from policy_runs import classifier, other_actor
+
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "reward": classifier(folder / "reward", seed=1),
+        "critic": classifier(folder / "critic", seed=2),
+        "lm": other_actor(folder / "lm"),
+    }

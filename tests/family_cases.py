@@ -5,22 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
+import tiny_shape
 import transformers
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": 3,
-}
+SHAPE = {**tiny_shape.SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -88,12 +76,4 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def random_model(case: str, folder: Path) -> transformers.PreTrainedModel:
     """Saved to `folder`. All weights are random, those of norms and biases, too."""
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    config = kind(**{**SHAPE, **extra})
-    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return tiny_shape.random_model(kind(**{**SHAPE, **extra}), folder)

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,49 +30,62 @@ class Message:
 
 def warnings(folder: Path) -> Iterator[Message]:
     """What is given to a logger as a warning or an error, and to warnings.warn."""
-    for path, tree in _trees(folder):
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for source in _sources(folder):
+        for call in source.calls:
             if isinstance(call.func, ast.Attribute) and call.args:
                 owner = call.func.value
                 name = owner.id if isinstance(owner, ast.Name) else ""
                 if (name.lower().endswith("logger") and call.func.attr in LEVELS) or (name, call.func.attr) == (
                     "warnings", "warn",
                 ):  # fmt: skip
-                    yield from _messages(path, tree, call, call.args[0])
+                    yield from _messages(source, call, call.args[0])
 
 
 def errors(folder: Path) -> Iterator[Message]:
     """What is raised or made as one of ERRORS."""
-    for path, tree in _trees(folder):
-        for made in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for source in _sources(folder):
+        for made in source.calls:
             if isinstance(made.func, ast.Name) and made.func.id in ERRORS and made.args:
-                yield from _messages(path, tree, made, made.args[0])
+                yield from _messages(source, made, made.args[0])
 
 
 def arguments(file: Path, function: str) -> Iterator[Message]:
     """The first argument of each call of a function in a file."""
-    [(path, tree)] = _trees(file)
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    [source] = _sources(file)
+    for call in source.calls:
         if function == getattr(call.func, "attr", getattr(call.func, "id", None)) and call.args:
-            yield from _messages(path, tree, call, call.args[0])
+            yield from _messages(source, call, call.args[0])
 
 
 def returned(file: Path) -> Iterator[Message]:
     """The texts that the functions of a file return or yield."""
-    [(path, tree)] = _trees(file)
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Return | ast.Yield) and node.value):
-        yield from (each for each in _messages(path, tree, node, node.value) if not each.is_only_a_hole)
+    [source] = _sources(file)
+    for node in (node for node in source.nodes if isinstance(node, ast.Return | ast.Yield) and node.value):
+        yield from (each for each in _messages(source, node, node.value) if not each.is_only_a_hole)
 
 
-def _trees(where: Path) -> list[tuple[Path, ast.Module]]:
-    files = sorted(where.rglob("*.py")) if where.is_dir() else [where]
-    return [(file, ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+class _Source:
+    """A file, parsed once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.nodes = list(ast.walk(self.tree))
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef)]
 
 
-def _messages(path: Path, tree: ast.Module, at: ast.AST, value: ast.expr) -> Iterator[Message]:
-    place = f"{path.relative_to(ROOT)}:{at.lineno}"  # type: ignore[attr-defined]
-    inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _spans(node, at)]
-    scope = max(inside, key=lambda node: node.lineno, default=tree)
+_source = cache(_Source)
+
+
+def _sources(where: Path) -> list[_Source]:
+    return [_source(file) for file in (sorted(where.rglob("*.py")) if where.is_dir() else [where])]
+
+
+def _messages(source: _Source, at: ast.AST, value: ast.expr) -> Iterator[Message]:
+    place = f"{source.path.relative_to(ROOT)}:{at.lineno}"  # type: ignore[attr-defined]
+    inside = [function for function in source.functions if _spans(function, at)]
+    scope = max(inside, key=lambda node: node.lineno, default=source.tree)
     for text in dict.fromkeys(_texts(value, scope)):
         yield Message(place, re.sub("(… ?)+…", "…", text))
 

@@ -7,20 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import tiny_shape
 from tiny_engine import model_folder
 
 from areno.files.paths import find_file
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
+SHAPE = {**tiny_shape.SHAPE, "num_hidden_layers": 3}
 QWEN = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True}
 # Name -> model_type, and the fields beside SHAPE.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,19 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def random_reference(case: str, folder: Path) -> Any:
     """A transformers model with random weights, norms and biases included, saved to `folder`."""
-    import torch
     import transformers
 
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SHAPE, **extra)
-    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return tiny_shape.random_model(transformers.AutoConfig.for_model(kind, **SHAPE, **extra), folder)
 
 
 def quickstart_with_experts(folder: Path) -> Path:

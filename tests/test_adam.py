@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +14,7 @@ from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
+from tests.interpreted import run_interpreted
 
 UPDATE = Update(
     lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.999, scale=0.5, correction_1=0.271, correction_2=0.1723
@@ -121,13 +117,7 @@ def compare(device):
 
 
 def test_interpreted_kernels_are_the_torch_forms():
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    root = Path(__file__).parents[1]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-    code = "from tests.test_adam import compare; compare('cpu')"
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    run_interpreted("from tests.test_adam import compare; compare('cpu')")
 
 
 @pytest.mark.gpu

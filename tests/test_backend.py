@@ -1,18 +1,16 @@
-"""The train backend with a tiny real model: its numbers do not depend on how rows are cut, packed or recomputed."""
+"""The train backend with a tiny real model: its numbers do not depend on how rows are cut, packed or shared."""
 
 from __future__ import annotations
 
-import json
 import math
-import random
 from functools import partial
 
 import pytest
 import torch
+from tiny_backend import CONFIG, OPTIMIZER, VOCAB, WHOLE, loss_and_gradient, make, make_rows, model_config
 from tiny_engine import train_on
 
-from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.layout.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
+from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.stats import over_steps
 from areno.errors import DataError, EngineError
@@ -23,74 +21,6 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
-from areno.types import TrainSequence
-
-VOCAB = 61
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.3,
-    "eos_token_id": 1,
-}
-OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
-WHOLE = MicroBatchSpec(mini_bs=1000)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    return path
-
-
-@pytest.fixture
-def make(folder):
-    """Backends over the same weights."""
-
-    def build(optimizer=OPTIMIZER, recompute=False, dtype=torch.float32, **kwargs):
-        model = build_model(load_config(folder), dtype=dtype, device="cpu")
-        model.init_weights(7)
-        return TrainBackend(model, optimizer, attn_backend="sdpa", recompute=recompute, **kwargs)
-
-    return build
-
-
-def make_rows(n=10, seed=0):
-    """Different lengths, holes in the mask, one row without a trained token."""
-    rng = random.Random(seed)
-    rows = []
-    for index in range(n):
-        size = rng.randint(3, 24)
-        mask = [True] * 2 + [rng.random() < 0.25 for _ in range(size - 2)]
-        if index == 3:
-            mask = [True] * size
-        rows.append(
-            TrainSequence(
-                tokens=[rng.randrange(VOCAB) for _ in range(size)],
-                prompt_mask=mask,
-                logprobs=[0.0 if m else -rng.uniform(1, 5) for m in mask],
-                advantages=[rng.gauss(0, 1)] * size,
-                ref_logprobs=[-rng.uniform(1, 5) for _ in mask],
-            )
-        )
-    return rows
-
-
-def loss_and_gradient(backend, rows, loss_fn, spec=WHOLE, **how):
-    stats = train_on(backend, rows, loss_fn, spec, **how)
-    return stats, backend.flat.grads.clone()
-
 
 LOSSES = {
     "sft": sft_loss_fn,
@@ -101,7 +31,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES)
-def test_micro_batches_do_not_change_the_step(make, loss_fn):
+def test_micro_batches_do_not_change_the_step(loss_fn):
     rows = make_rows()
     expected, gradient = loss_and_gradient(make(), rows, loss_fn)
     assert gradient.abs().max() > 1e-3
@@ -109,79 +39,6 @@ def test_micro_batches_do_not_change_the_step(make, loss_fn):
         stats, other = loss_and_gradient(make(), rows, loss_fn, spec)
         torch.testing.assert_close(other, gradient, atol=1e-6, rtol=1e-4)
         assert stats == pytest.approx(expected, abs=1e-5, rel=1e-4)
-
-
-def test_recompute_does_not_change_the_step(make):
-    rows = make_rows()
-    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
-    stats, other = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn)
-    assert stats == pytest.approx(expected)
-    torch.testing.assert_close(other, gradient)
-
-
-def test_layers_are_kept_as_memory_allows(make):
-    model = make().model
-    layer = model.layers[0]
-    each = 100 * 4 * (layer.attention.qkv.weight.shape[0] + layer.mlp.gate_up.weight.shape[0])
-    first = next(free for free in range(2**31, 2**33, each // 4) if layers_to_keep(model, 100, free))
-    assert layers_to_keep(model, 100, 0) == 0
-    assert layers_to_keep(model, 100, first + each) == 2
-    assert layers_to_keep(model, 100, 2**50) == 2
-    assert layers_to_keep(model, 1000, first) == 0
-
-
-def test_kept_layers_do_not_change_the_step(make, monkeypatch):
-    rows = make_rows()
-    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
-    backend = make(recompute=True)
-    forward = backend.model.forward
-    monkeypatch.setattr(backend.model, "forward", lambda *args, **how: forward(*args, **{**how, "n_kept": 1}))
-    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn)
-    assert stats == pytest.approx(expected)
-    torch.testing.assert_close(other, gradient)
-
-
-def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(make, monkeypatch):
-    rows, spec = make_rows(), MicroBatchSpec(mini_bs=3)
-    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn, spec)
-    backend = make(recompute=True)
-    forward, kept = backend.model.forward, []
-
-    def short_of_memory(*args, **how):
-        kept.append(how["n_kept"])
-        if how["n_kept"] > 1 and len(kept) > 2:  # the gradient of two micro-batches is there already
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(*args, **how)
-
-    monkeypatch.setattr(backend.model, "forward", short_of_memory)
-    enough = next(free for free in range(2**31, 2**34, 10_000) if layers_to_keep(backend.model, 80, free) == 2)
-    backend._kept_layers = KeptLayers(backend.model, lambda: enough)
-    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
-    assert stats == pytest.approx(expected)
-    torch.testing.assert_close(other, gradient)
-    assert kept[:3] == [2, 2, 2]
-    assert set(kept[3:]) <= {0, 1}
-    n_before = len(kept)
-    loss_and_gradient(backend, rows, grpo_loss_fn, spec)
-    assert max(kept[n_before:]) < 2  # learned for good
-
-    monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
-    n_fitting = fitting_tokens(backend.model, 2**33) // 256 * 256
-    backend._kept_layers = KeptLayers(backend.model, lambda: 2**33)
-    with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
-        train_on(backend, rows, sft_loss_fn, spec)
-    backend._kept_layers = KeptLayers(backend.model, lambda: 0)
-    with pytest.raises(EngineError, match="no micro-batch fits"):
-        train_on(backend, rows, sft_loss_fn, spec)
-
-
-def test_a_micro_batch_that_is_said_to_fit_is_the_largest_one(make):
-    model = make().model
-    for free in (0, 2**31, 2**33):
-        n = fitting_tokens(model, free)
-        need = _Need.of(model)
-        assert n == 0 or need.logits + n * need.of_token <= free
-        assert need.logits + (n + 1) * need.of_token > free
 
 
 def pair_loss_fn(pack, logprobs):
@@ -193,7 +50,7 @@ def pair_loss_fn(pack, logprobs):
 
 
 @pytest.mark.parametrize("n_minibatches", [1, 3])
-def test_how_pairs_are_cut_does_not_change_the_step(make, n_minibatches):
+def test_how_pairs_are_cut_does_not_change_the_step(n_minibatches):
     rows = make_rows(12)
     for row in rows:
         row.prompt_mask[-1] = False
@@ -232,7 +89,7 @@ class Shares:
         return x
 
 
-def test_data_parallel_shares_add_up(make):
+def test_data_parallel_shares_add_up():
     rows = make_rows()
     expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
     ranks = [Shares(rank) for rank in range(3)]
@@ -269,7 +126,7 @@ def test_packed_logprobs_equal_transformers(tmp_path, temperature):
     assert backend.logprobs([], 1.0, WHOLE) == []
 
 
-def test_gradient_equals_plain_autograd(make):
+def test_gradient_equals_plain_autograd():
     """Row by row through the model's own logits and torch's softmax, instead of packed and chunked."""
     rows = make_rows(5)
     backend = make()
@@ -295,7 +152,7 @@ def with_own_logprobs(backend, rows):
     return rows
 
 
-def test_ratios_are_against_the_rollout(make):
+def test_ratios_are_against_the_rollout():
     backend = make()
     rows = with_own_logprobs(backend, make_rows())
     on_policy = train_on(backend, rows, grpo_loss_fn, WHOLE)
@@ -313,20 +170,20 @@ def test_ratios_are_against_the_rollout(make):
     assert off_policy["logp_abs_diff_max"] > 1e-3
 
 
-def test_gradient_accumulation_steps(make):
+def test_gradient_accumulation_steps():
     backend = make()
     train_on(backend, make_rows(), sft_loss_fn, MicroBatchSpec(mini_bs=2), gradient_accumulation_steps=2)
     assert backend.optimizer.steps == 3
 
 
-def test_training_learns(make):
+def test_training_learns():
     backend = make(recompute=True)
     rows = make_rows()
     losses = [train_on(backend, rows, sft_loss_fn, MicroBatchSpec(mini_bs=4))["loss"] for _ in range(15)]
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_metrics(make):
+def test_metrics():
     backend, rows = make(), make_rows()
     scored = backend.logprobs([row.tokens for row in rows], 1.0, WHOLE)
     stats = train_on(backend, rows, grpo_loss_fn, MicroBatchSpec(mini_bs=3))
@@ -368,7 +225,7 @@ def test_several_steps_are_told_as_one():
     assert over_steps(steps) == {"loss": 1.5, "ratio_max": 3.0, "lr": 0.1, "skipped_steps": 2.0}
 
 
-def test_nonfinite_step_is_skipped(make):
+def test_nonfinite_step_is_skipped():
     backend, rows = make(), make_rows()
     train_on(backend, rows, sft_loss_fn, WHOLE)
     before = {name: p.clone() for name, p in backend.model.named_parameters()}
@@ -392,10 +249,10 @@ def test_nonfinite_step_is_skipped(make):
     assert train_on(backend, rows, sft_loss_fn, WHOLE)["skipped_steps"] == 0
 
 
-def test_a_model_that_is_frozen_in_part_trains_the_rest(make, folder):
+def test_a_model_that_is_frozen_in_part_trains_the_rest():
     """With the gradients that the same parameters have where all is trained."""
     rows, whole = make_rows(), make()
-    model = build_model(load_config(folder), dtype=torch.float32, device="cpu")
+    model = build_model(model_config(), dtype=torch.float32, device="cpu")
     model.init_weights(7)
     model.requires_grad_(False)
     model.layers[1].requires_grad_(True)
@@ -413,7 +270,7 @@ def test_a_model_that_is_frozen_in_part_trains_the_rest(make, folder):
     assert moved == gradients[backend].keys()
 
 
-def test_step_without_trained_tokens_is_skipped(make):
+def test_step_without_trained_tokens_is_skipped():
     backend, rows = make(), make_rows(3)
     for row in rows:
         row.prompt_mask = [True] * len(row.tokens)
@@ -423,7 +280,7 @@ def test_step_without_trained_tokens_is_skipped(make):
     assert torch.equal(backend.flat.params, before)
 
 
-def test_bf16_model_trains(make):
+def test_bf16_model_trains():
     backend, reference = make(dtype=torch.bfloat16, recompute=True), make()
     rows = make_rows()
     stats, gradient = loss_and_gradient(backend, rows, sft_loss_fn)
@@ -436,12 +293,12 @@ def test_bf16_model_trains(make):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", [WHOLE, MicroBatchSpec(max_tokens_per_mb=40)])
-def test_cuda_agrees_with_cpu(folder, make, spec):
+def test_cuda_agrees_with_cpu(spec):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     reference, rows = make(), make_rows()
     expected, exact = loss_and_gradient(reference, rows, grpo_loss_fn)
-    model = build_model(load_config(folder), dtype=torch.bfloat16, device="cuda")
+    model = build_model(model_config(), dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         for mine, other in zip(model.parameters(), make().model.parameters(), strict=True):
             mine.copy_(other)
@@ -453,25 +310,8 @@ def test_cuda_agrees_with_cpu(folder, make, spec):
     assert torch.equal(backend.flat.params, backend.flat.masters.bfloat16())
 
 
-def test_reference_scores_but_does_not_train(make):
+def test_reference_scores_but_does_not_train():
     backend = make(optimizer=None)
     assert not any(p.requires_grad for p in backend.model.parameters())
     with pytest.raises(EngineError, match="without an optimizer"):
         train_on(backend, make_rows(), sft_loss_fn, WHOLE)
-
-
-def test_out_of_memory_names_the_keys(make, monkeypatch):
-    backend = make()
-
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(backend, "_logprobs", full)
-    for call in (
-        lambda: train_on(backend, make_rows(), sft_loss_fn, WHOLE),
-        lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),
-    ):
-        with pytest.raises(EngineError) as caught:
-            call()
-        for key in ("max_tokens_per_mb", "mini_bs", "gradient_checkpointing", "rollout.mem_fraction"):
-            assert key in str(caught.value)

@@ -9,21 +9,13 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tiny_shape import SHAPE
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
 from areno.models.families.fields import HARMLESS
 from areno.models.registry import load_config
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 KINDS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "glm4": transformers.Glm4Config,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tiny_shape import SHAPE, random_model
 from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.errors import ConfigError
@@ -17,16 +18,6 @@ from areno.models.weights import checkpoint_table
 
 MODELS = Path(__file__).parents[2] / "shared/data/models"
 
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -64,14 +55,7 @@ CASES = {
 def random_reference(case: str, folder: Path) -> transformers.PreTrainedModel:
     """A transformers model with random weights, norms and biases included, saved to `folder`."""
     kind, extra = CASES[case]
-    torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(kind(**{**SHAPE, **extra}), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return random_model(kind(**{**SHAPE, **extra}), folder)
 
 
 @pytest.mark.parametrize("case", CASES)

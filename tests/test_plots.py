@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import re
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,8 +24,28 @@ SCRIPT, CURVES = DOCS / "plots.py", DOCS / "algorithm_curves.py"
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
-def draw(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def call(script: Path, *arguments: object) -> Done:
+    """`python SCRIPT ARGUMENTS` in this process, which imports matplotlib once."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.syspath_prepend(str(script.parent))
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def draw(*arguments: object) -> Done:
+    return call(SCRIPT, *arguments)
 
 
 def test_image_of_two_seeds(tmp_path):
@@ -55,8 +78,8 @@ def test_run_that_is_not_there(tmp_path):
 # Curves of the algorithms --------------------------------------------------------------------------------------------
 
 
-def curves(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(CURVES), *map(str, arguments)], capture_output=True, text=True)
+def curves(*arguments: object) -> Done:
+    return call(CURVES, *arguments)
 
 
 def algorithm_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, list[str]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_shape
 import torch
 import transformers
 
@@ -39,17 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
 }
 FAMILIES = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
+SHAPE = {**tiny_shape.SHAPE, "max_position_embeddings": CONTEXT, "tie_word_embeddings": False}
 
 
 def reference(

@@ -332,7 +332,7 @@ def test_the_first_token_of_a_row_counts_in_no_mean(tmp_path):
     row = areno.TrainSequence(tokens=[5, 6, 1], prompt_mask=[False] * 3)
     with areno.SFTTrainer(sft_config(tmp_path, MicroBatchSpec()), train_dataset=DEMONSTRATIONS) as trainer:
         [logprobs] = trainer.setup.trainer.score_logprobs("actor", [row.tokens], 1.0)
-        measured = trainer.measure(iter([Batch(items=[row])]))["loss"]
+        measured = trainer.measure("valid", iter([Batch(items=[row])]))["loss"]
         trained = trainer.setup.trainer.train([row], sft_loss_fn, temperature=1.0)["loss"]
     assert measured == pytest.approx(-sum(logprobs[1:]) / 2, abs=1e-6)
     assert trained == pytest.approx(measured, abs=1e-5)

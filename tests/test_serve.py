@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from typing import Any
 
 import httpx2
 import pytest
+import warm_python
 from agent_model import made, model_folder
 from openai import AuthenticationError, OpenAI, RateLimitError
-from processes import started
 
 from areno.cli.main import main
 from areno.cli.serve import _model
@@ -32,12 +31,11 @@ class Served:
 
     def __init__(self, *arguments: str, folder: str = ""):
         of = [folder] if folder else [model_folder(), "--random-weights"]
-        command = [sys.executable, "-m", "areno.cli", "serve", *of, *BASE, *arguments]
+        words = ["-m", "areno.cli", "serve", *of, *BASE, *arguments]
         self.lines: list[str] = []
         with contextlib.ExitStack() as stack:
-            self.process = stack.enter_context(started(command, stderr=subprocess.PIPE))
-            assert self.process.stderr is not None
-            for line in self.process.stderr:
+            self.process, said = stack.enter_context(warm_python.said_by(words))
+            for line in said:
                 self.lines.append(line)
                 if "serving" in line:
                     self.url = line.partition(" at ")[2].split()[0]
@@ -45,7 +43,7 @@ class Served:
             else:
                 raise AssertionError("".join(self.lines))
             self.close = stack.pop_all().close
-        threading.Thread(target=lambda: self.lines.extend(self.process.stderr or []), daemon=True).start()
+        threading.Thread(target=lambda: self.lines.extend(said), daemon=True).start()
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(se
         extra_body={"ignore_eos": True},  # type: ignore[arg-type]
     )
     next(iter(stream))
-    served.process.send_signal(signal.SIGTERM)
+    os.kill(served.process.pid, signal.SIGTERM)
     assert list(stream)[-1].choices[0].finish_reason == "length"
     assert served.process.wait(30) == 0
     assert "closing: 1 samples under way" in "".join(served.lines)
@@ -105,7 +103,7 @@ def test_too_many_requests_are_refused_and_a_second_signal_is_not_needed(served:
     metrics = httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
     assert 'areno_requests_total{path="/v1/chat/completions",status="429"}' in metrics
     assert "areno_requests_aborted_total 2" in metrics
-    served.process.send_signal(signal.SIGTERM)
+    os.kill(served.process.pid, signal.SIGTERM)
     assert served.process.wait(30) == 0
 
 

@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, tokens_of
 
 from areno.engine.engine import Engine
@@ -147,7 +146,7 @@ async def main():
         sys.exit(3)
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = warm_python.commands().run(["-c", code], Path.cwd(), os.environ, timeout=120)
     assert done.returncode == 3, done.stderr
 
 

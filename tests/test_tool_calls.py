@@ -120,12 +120,12 @@ COMMON = ["<think>", "</think>", "\n", " ", "word", "\u00e9", "\U0001f600", "\x0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ten_thousand_random_and_truncated_texts(family: str) -> None:
+def test_random_and_truncated_texts(family: str) -> None:
     """No exception; arguments are JSON; every cut gives the same; nothing but space and tags of calls is lost."""
     rng, parser, n_calls = random.Random(family), parser_for(family), 0
     pieces = PIECES[family].split()
     calls = [("f", {"a": 1}), ("get_weather", ARGUMENTS[2]), ("f", {})]
-    for _ in range(10_000):
+    for _ in range(3_000):
         if rng.random() < 0.4:
             text = "".join(rng.choices(pieces * 3 + COMMON, k=rng.randrange(1, 16)))
         else:
@@ -152,7 +152,7 @@ def test_ten_thousand_random_and_truncated_texts(family: str) -> None:
             kept = (whole.reasoning_content or "") + (whole.content or "")
             tagless = text.replace("<think>", "", 1).replace("</think>", "", 1)
             assert len(kept.replace("\n", "")) >= len(tagless.replace("\n", "").lstrip()), text
-    assert n_calls > 1000
+    assert n_calls > 300
 
 
 @pytest.mark.parametrize(

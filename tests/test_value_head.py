@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_models import CASES, SHAPE, random_reference
+from test_models import CASES, random_reference
 from tiny_engine import saved_tensors
+from tiny_shape import SHAPE, random_model
 from two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 from areno.config.models import MicroBatchSpec
@@ -26,15 +27,9 @@ PAD = 100  # of the 101 tokens
 def random_classifier(case: str, folder: Path, num_labels: int = 1, **extra: object) -> transformers.PreTrainedModel:
     """A transformers model with random weights, norms and biases included, saved to `folder`."""
     kind, settings = CASES[case]
-    torch.manual_seed(0)
-    config = kind(**{**SHAPE, **settings, "num_labels": num_labels, **extra})
-    reference = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5)
-    reference.save_pretrained(folder)
-    return reference
+    return random_model(
+        kind(**{**SHAPE, **settings, "num_labels": num_labels, **extra}), folder, "SequenceClassification"
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

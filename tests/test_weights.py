@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tiny_shape
 import torch
 import transformers
 from safetensors import safe_open
@@ -22,17 +23,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
+SHAPE = {**tiny_shape.SHAPE, "vocab_size": 64, "head_dim": 16}
 KINDS = {
     "qwen3": transformers.Qwen3Config,
     "llama": transformers.LlamaConfig,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import warm
 from zero_ranks import ALONE, OPTIMIZER, assert_like, rows
 
 from areno.config.models import MicroBatchSpec
@@ -63,7 +63,7 @@ def _group(ranks: torch.Tensor) -> ParallelGroup:
 
 def on_ranks(n: int, check: Callable[..., None], folder: Path, *args: Any) -> None:
     """Call check(folder, *args) in n processes."""
-    mp.spawn(_rank_main, args=(n, check, folder, args), nprocs=n)
+    warm.on_ranks(_rank_main, (n, check, folder, args), n)
 
 
 def _rank_main(rank: int, n: int, check: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -13,11 +14,11 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,6 +94,22 @@ def interpreting() -> WarmPython:
 def commands() -> WarmPython:
     """For our own command lines, the libraries of which read their environment later."""
     return WarmPython(["areno.engine.worker"], {})
+
+
+@contextlib.contextmanager
+def said_by(words: Sequence[str]) -> Iterator[tuple[Started, TextIO]]:
+    """A command of ours under way, and what it writes to stderr, line by line as it comes; it ends with the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = Path(folder, "stderr")
+        os.mkfifo(pipe)
+        command = commands().start(words, os.getcwd(), os.environ, os.devnull, pipe)
+        with pipe.open(encoding="utf-8") as said:
+            try:
+                yield command, said
+            finally:  # before the pipe is closed, which would wait for a thread that reads
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(command.pid, signal.SIGKILL)
+                command.wait()
 
 
 def serve(fd: int, imports: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -121,5 +122,7 @@ def algorithm_names() -> list[str]:
     return [*_installed(), *sorted(_registered)]
 
 
+@cache
 def _installed() -> dict[str, EntryPoint]:
+    """By name. To look through all packages takes 25 ms."""
     return {entry.name: entry for entry in sorted(entry_points(group="areno.algorithms"))}

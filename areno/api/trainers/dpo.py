@@ -6,17 +6,14 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from areno.api.attended import attended
+from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
-from areno.api.trainers.setup import Setup
 from areno.api.trainers.update import update
 from areno.config.experiments import PreferenceExperimentConfig
 from areno.tracking.console import log_stage
@@ -29,27 +26,12 @@ logger = logging.getLogger("areno")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
-HEADLINE = ("train/loss", "train/accuracy", "train/margin")
+class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
+    """Trains a model on pairs of answers, of which one was preferred. Use as a context manager, or call close()."""
 
-
-class DPOTrainer(AbstractContextManager["DPOTrainer"]):
-    """Trains a model on pairs of answers, of which one was preferred. The arguments are those of SFTTrainer."""
-
-    def __init__(
-        self,
-        config: PreferenceExperimentConfig,
-        run_dir: str | Path | None = None,
-        *,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-    ):
-        self.setup = Setup(
-            config, "DPOTrainer", PreferenceExperimentConfig, "dpo", HEADLINE,
-            lambda _, name, loader: self.measure(name, loader.batches()),
-            run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
-        )  # fmt: skip
-        self.run = self.setup.run
-        self._has_reference = False
+    needs, kind = PreferenceExperimentConfig, "dpo"
+    headline = ("train/loss", "train/accuracy", "train/margin")
+    _has_reference = False
 
     @attended
     def fit(self) -> float:
@@ -145,14 +127,7 @@ class DPOTrainer(AbstractContextManager["DPOTrainer"]):
         """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
         if self.setup.valid_loaders:
             self.score_reference()  # by the actor as it is loaded, before a run that goes on takes over its state
-        return self.run.evaluate()
-
-    def close(self) -> None:
-        """End the processes of the run, and close its logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        return super().evaluate()
 
 
 def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:

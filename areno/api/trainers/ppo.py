@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from areno.api.attended import attended
 from areno.api.rollout.by_sample import joined, set_advantages
-from areno.api.rollout.collect import collect, evaluate_policy
+from areno.api.rollout.collect import collect
 from areno.api.rollout.log import log_rollout, log_samples
-from areno.api.trainers.policy_only import HEADLINE
-from areno.api.trainers.rows import AdvantageFn, token_rows, trained
-from areno.api.trainers.setup import RewardFns, Setup
+from areno.api.trainers.loop import RewardLoop
+from areno.api.trainers.policy_only import PolicyOnlyTrainer
+from areno.api.trainers.rows import token_rows, trained
 from areno.api.trainers.update import correct, rows_of, update_policy
-from areno.config.experiments import CriticExperimentConfig, LossFn
+from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
@@ -25,29 +22,12 @@ from areno.types import TrainSequence
 logger = logging.getLogger("areno")
 
 
-class PPOTrainer(AbstractContextManager["PPOTrainer"]):
-    """Trains a policy and its critic. The arguments are those of PolicyOnlyTrainer."""
+class PPOTrainer(RewardLoop[CriticExperimentConfig]):
+    """Trains a policy and its critic. Use as a context manager, or call close()."""
 
-    def __init__(
-        self,
-        config: CriticExperimentConfig,
-        loss_fn: LossFn | None = None,
-        run_dir: str | Path | None = None,
-        *,
-        advantage_fn: AdvantageFn | None = None,
-        train_dataset: Any = None,
-        valid_dataset: Any = None,
-        reward_fn: RewardFns | None = None,
-    ):
-        self.setup = Setup(
-            config, "PPOTrainer", CriticExperimentConfig, "prompt", HEADLINE, evaluate_policy,
-            loss_fn=loss_fn, run_dir=run_dir, train_dataset=train_dataset, valid_dataset=valid_dataset,
-            reward_fn=reward_fn, also_saved=["critic"],  # it can be loaded again as critic.path
-        )  # fmt: skip
-        self.run = self.setup.run
-        self.advantages = config.advantages
-        if advantage_fn is not None:
-            self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
+    needs = CriticExperimentConfig
+    headline = PolicyOnlyTrainer.headline
+    also_saved = ("critic",)  # it can be loaded again as critic.path
 
     @attended
     def fit(self) -> float:
@@ -97,14 +77,3 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
             log_stage("train_end", role="critic")
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}
-
-    def evaluate(self) -> dict[str, float]:
-        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
-        return self.run.evaluate()
-
-    def close(self) -> None:
-        """End the processes of the run, and close its logs."""
-        self.setup.close()
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -1,0 +1,104 @@
+"""The train backend and memory: recomputation, layers that keep their activations, steps that run out of memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_backend import WHOLE, loss_and_gradient, make, make_rows
+from tiny_engine import train_on
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.layout.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
+from areno.errors import EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+
+
+def test_recompute_does_not_change_the_step():
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
+    stats, other = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+
+
+def test_layers_are_kept_as_memory_allows():
+    model = make().model
+    layer = model.layers[0]
+    each = 100 * 4 * (layer.attention.qkv.weight.shape[0] + layer.mlp.gate_up.weight.shape[0])
+    first = next(free for free in range(2**31, 2**33, each // 4) if layers_to_keep(model, 100, free))
+    assert layers_to_keep(model, 100, 0) == 0
+    assert layers_to_keep(model, 100, first + each) == 2
+    assert layers_to_keep(model, 100, 2**50) == 2
+    assert layers_to_keep(model, 1000, first) == 0
+
+
+def test_kept_layers_do_not_change_the_step(monkeypatch):
+    rows = make_rows()
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn)
+    backend = make(recompute=True)
+    forward = backend.model.forward
+    monkeypatch.setattr(backend.model, "forward", lambda *args, **how: forward(*args, **{**how, "n_kept": 1}))
+    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+
+
+def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
+    rows, spec = make_rows(), MicroBatchSpec(mini_bs=3)
+    expected, gradient = loss_and_gradient(make(), rows, grpo_loss_fn, spec)
+    backend = make(recompute=True)
+    forward, kept = backend.model.forward, []
+
+    def short_of_memory(*args, **how):
+        kept.append(how["n_kept"])
+        if how["n_kept"] > 1 and len(kept) > 2:  # the gradient of two micro-batches is there already
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **how)
+
+    monkeypatch.setattr(backend.model, "forward", short_of_memory)
+    enough = next(free for free in range(2**31, 2**34, 10_000) if layers_to_keep(backend.model, 80, free) == 2)
+    backend._kept_layers = KeptLayers(backend.model, lambda: enough)
+    stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert stats == pytest.approx(expected)
+    torch.testing.assert_close(other, gradient)
+    assert kept[:3] == [2, 2, 2]
+    assert set(kept[3:]) <= {0, 1}
+    n_before = len(kept)
+    loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert max(kept[n_before:]) < 2  # learned for good
+
+    monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    n_fitting = fitting_tokens(backend.model, 2**33) // 256 * 256
+    backend._kept_layers = KeptLayers(backend.model, lambda: 2**33)
+    with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
+        train_on(backend, rows, sft_loss_fn, spec)
+    backend._kept_layers = KeptLayers(backend.model, lambda: 0)
+    with pytest.raises(EngineError, match="no micro-batch fits"):
+        train_on(backend, rows, sft_loss_fn, spec)
+
+
+def test_a_micro_batch_that_is_said_to_fit_is_the_largest_one():
+    model = make().model
+    for free in (0, 2**31, 2**33):
+        n = fitting_tokens(model, free)
+        need = _Need.of(model)
+        assert n == 0 or need.logits + n * need.of_token <= free
+        assert need.logits + (n + 1) * need.of_token > free
+
+
+def test_out_of_memory_names_the_keys(monkeypatch):
+    backend = make()
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(backend, "_logprobs", full)
+    for call in (
+        lambda: train_on(backend, make_rows(), sft_loss_fn, WHOLE),
+        lambda: backend.logprobs([[1, 2]], 1.0, WHOLE),
+    ):
+        with pytest.raises(EngineError) as caught:
+            call()
+        for key in ("max_tokens_per_mb", "mini_bs", "gradient_checkpointing", "rollout.mem_fraction"):
+            assert key in str(caught.value)

@@ -1,0 +1,138 @@
+"""The benchmark's work by other libraries."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bench_runs import TINY, found, settings
+from tiny_engine import model_folder as tiny_folder
+from tiny_engine import spec
+
+from areno.bench.against.with_transformers import WithTransformers
+from areno.bench.against.with_vllm import WithVllm
+from areno.bench.work import Work
+from areno.engine.engine import Engine
+from areno.errors import EngineError
+
+
+def test_transformers_does_the_same_work_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"step --shape {tiny_folder(tmp_path)} --no-recompute {TINY} --against transformers --against-repeats 1"
+    out = found(command, capsys)
+    assert set(out["ratio"]["transformers"]) == {"rollout", "train", "step"}
+    for phase, ratio in out["ratio"]["transformers"].items():
+        assert ratio == pytest.approx(out["areno"][f"{phase}_tok_s"] / out["transformers"][f"{phase}_tok_s"])
+    assert out["transformers"]["parts"] == 1
+
+
+@pytest.fixture
+def same_weights(tmp_path: Path) -> str:
+    """A folder with random weights in it."""
+    with Engine(spec(tiny_folder(tmp_path / "shape"))) as engine:
+        engine.save(str(tmp_path / "saved"))
+    return str(tmp_path / "saved")
+
+
+def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: str) -> None:
+    """Prompts of several lengths are padded on the left; the engine scores the very same rows."""
+    work = Work(prompt_lens=(3, 9, 5), new_lens=(6, 2, 4), n_samples=2, name="")
+    theirs = WithTransformers(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
+    torch.manual_seed(0)
+    rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
+    assert [len(item.tokens or []) for item in rows] == work.row_lens
+    assert rows[0].tokens != rows[1].tokens
+    with Engine(spec(Path(same_weights), random_init=False)) as engine:
+        scored = engine.logprobs("actor", [item.tokens or [] for item in rows])
+    again = theirs.logprobs(rows)
+    for item, ours, hf in zip(rows, scored, again, strict=True):
+        n_prompt = (item.prompt_mask or []).count(True)
+        assert (item.logprobs or [])[n_prompt:] == pytest.approx(ours[n_prompt:], abs=2e-4)
+        assert hf[: len(ours) - 1] == pytest.approx(ours[1:], abs=2e-4)
+
+
+def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: str) -> None:
+    work = Work(prompt_lens=(3, 7), new_lens=(6, 2), n_samples=2, name="")
+    theirs = WithTransformers(settings("train --device cpu --tokens-per-mb 30"), same_weights, False)
+    theirs._optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3, fused=True)
+    rows = work.random_rows(theirs.vocab_size, 0)
+
+    def worth() -> float:
+        """The sum that a step raises: advantage times log-probability."""
+        return sum(
+            advantage * logprob
+            for item, scored in zip(rows, theirs.logprobs(rows), strict=True)
+            for advantage, logprob in zip((item.advantages or [])[1:], scored, strict=False)
+        )
+
+    before = worth()
+    theirs.train(rows)
+    assert worth() > before + 0.1
+
+
+def test_transformers_does_in_parts_what_memory_has_no_room_for(
+    same_weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work(prompt_lens=(3, 4, 5, 6, 7), new_lens=(2, 2, 2, 2, 2), n_samples=2, name="")
+    theirs = WithTransformers(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
+    generate, tried = theirs._generate, []
+
+    def generate_up_to_two(prompts: list[list[int]], n_new: int, n_samples: int) -> Any:
+        tried.append(len(prompts))
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("too much")
+        return generate(prompts, n_new, n_samples)
+
+    monkeypatch.setattr(theirs, "_generate", generate_up_to_two)
+    theirs.prompts_at_once = 5
+    prompts = work.prompts(theirs.vocab_size, 0)
+    rows = theirs.rollout(work, prompts)
+    assert tried == [5, 2, 2, 1]
+    assert [(item.tokens or [])[: len(prompt)] for item, prompt in zip(rows[::2], prompts, strict=True)] == prompts
+    monkeypatch.setattr(theirs, "_generate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    with pytest.raises(EngineError, match="out of device memory with a single row"):
+        theirs.rollout(work, prompts)
+
+
+def test_vllm_is_asked_for_log_probabilities_and_all_lengths(
+    same_weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    class LLM:
+        def __init__(self, **options: Any):
+            asked.append(options)
+
+        def generate(self, requests: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+            asked.extend(params)
+            return [
+                SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(
+                            token_ids=[sample] * one.max_tokens,
+                            logprobs=[{sample: SimpleNamespace(logprob=-float(t))} for t in range(one.max_tokens)],
+                        )
+                        for sample in range(one.n)
+                    ]
+                )
+                for one in params
+            ]
+
+    module = ModuleType("vllm")
+    module.__dict__.update(LLM=LLM, SamplingParams=lambda **options: SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    work = Work(prompt_lens=(3, 4), new_lens=(2, 5), n_samples=2, name="")
+    theirs = WithVllm(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, True)
+    rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
+    assert asked[0]["load_format"] == "dummy"
+    assert [one.max_tokens for one in asked[1:]] == [2, 5]
+    assert all(one.logprobs == 0 and one.ignore_eos for one in asked[1:])
+    assert [len(item.tokens or []) for item in rows] == work.row_lens
+    assert (rows[3].logprobs or [])[-2:] == [-3.0, -4.0]
+    assert math.isclose(theirs.start_s, 0.0, abs_tol=1.0)
+    with pytest.raises(EngineError, match="vllm does not train"):
+        theirs.train(rows)
