@@ -41,7 +41,8 @@ class PlayedGroup:
         self.spec, self._completion, self._step_s = spec, completion, step_s
         self._config = load_config(spec.model_path)
         self._begun: list[tuple[int, float, GenerationRequest]] = []  # copy, when it got the request, the request
-        self._due: list[tuple[float, int, int, bytes]] = []  # when samples are done, their copy, a number, the message
+        # When samples are done, their copy, a number, their tokens, and the message.
+        self._due: list[tuple[float, int, int, int, bytes]] = []
         self._n, self._version = 0, 0
         self._n_tokens = [0] * spec.dp_size
         self._slots: list[list[float]] = []  # when each slot of each copy is free
@@ -93,10 +94,9 @@ class PlayedGroup:
         time.sleep(max(0.0, min(timeout, self._due[0][0] - time.perf_counter())))
         now, found = time.perf_counter(), []
         while self._due and self._due[0][0] <= now:
-            _, rank, _, message = heapq.heappop(self._due)
-            outputs = pickle.loads(message).outputs
-            self._n_tokens[rank] += sum(len(output.tokens) for output in outputs)
-            found += outputs
+            _, rank, _, n_tokens, message = heapq.heappop(self._due)
+            self._n_tokens[rank] += n_tokens
+            found += pickle.loads(message).outputs
         return found
 
     def stats(self) -> list[RolloutStats]:
@@ -122,7 +122,8 @@ class PlayedGroup:
         for (rank, ends), outputs in done.items():
             self._n += 1
             message = pickle.dumps(Outputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
-            heapq.heappush(self._due, (ends, rank, self._n, message))
+            n_tokens = sum(len(output.tokens) for output in outputs)
+            heapq.heappush(self._due, (ends, rank, self._n, n_tokens, message))
             self._sampled_at = max(self._sampled_at or 0.0, ends)
 
     def _info(self) -> EngineInfo:
