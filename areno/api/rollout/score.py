@@ -57,7 +57,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             )  # fmt: skip
             place = output.request_id * self._gconfig.n_samples + output.sample
             found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
-        self._add(found)
+        self.add(found)
 
     def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
         """What the samples of a prompt share."""
@@ -66,11 +66,8 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
         return self._prompts[number]
 
-    def add(self, samples: Sequence[tuple[ScoredSample, Record | None]]) -> None:
-        """All samples of a rollout in order, each with its record. Without one, a sample has failed."""
-        self._add(dict(enumerate(samples)))
-
-    def _add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+    def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+        """Samples by their places in the rollout, each with its record. Without one, a sample has failed."""
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
