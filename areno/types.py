@@ -77,6 +77,32 @@ _MORE = [
 SamplingParams.__signature__ = inspect.Signature([*list(_FIXED.values())[:-1], *_MORE])  # type: ignore[attr-defined]
 
 
+class Numbers:
+    """A list of numbers as a field. An array that it is given becomes a list when it is read, since most never are.
+
+    vars(record)[name] is what it was given, or that list.
+    """
+
+    def __init__(self, default: Any = None):
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: Any, owner: type | None = None) -> Any:
+        if record is None:  # dataclasses ask for a default
+            if self._default is None:
+                raise AttributeError(self._name)
+            return self._default
+        given = vars(record)[self._name]
+        if not isinstance(given, list):
+            given = vars(record)[self._name] = given.tolist() if hasattr(given, "tolist") else list(given)
+        return given
+
+    def __set__(self, record: Any, numbers: Any) -> None:
+        vars(record)[self._name] = numbers
+
+
 TokenScores = list[tuple[int, float]]
 """The most likely tokens at one place with their log-probabilities, the most likely first."""
 
@@ -126,7 +152,7 @@ GIVEN_BACK = -1
 """The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class GenerationOutput:
     """One finished sample of a request, or the next tokens of a sample that is streamed.
 
@@ -141,9 +167,9 @@ class GenerationOutput:
 
     request_id: int
     sample: int
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens: Numbers = Numbers()
+    logprobs: Numbers = Numbers()
+    versions: Numbers = Numbers()
     finish_reason: FinishReason | None
     cached_tokens: int = 0
     top_logprobs: list[TokenScores] = field(default_factory=list)
@@ -295,7 +321,7 @@ class ModelRole:
     optimizer_lr: float | None = None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class RolloutSequence:
     """One sampled completion: its tokens, with the stop token.
 
@@ -303,11 +329,15 @@ class RolloutSequence:
     routes: with actor.routing_replay, the experts of the prompt's tokens and its own but the last, for TrainSequence.
     """
 
-    resp_tokens: list[int]
-    resp_logprobs: list[float]
+    resp_tokens: Numbers = Numbers()
+    resp_logprobs: Numbers = Numbers()
     finish_reason: FinishReason = "stop"
-    resp_versions: list[int] = field(default_factory=list)
+    resp_versions: Numbers = Numbers(default=())
     routes: np.ndarray | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return len(vars(self)["resp_tokens"])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -345,24 +375,6 @@ class RewardRecord:
     prompt_tokens: list[int] = field(default_factory=list)
     step: int = 0
     epoch: int = 0
-
-    @classmethod
-    def of_completion(cls, item: PromptItem, sequence: RolloutSequence, completion: str, rendered: str) -> RewardRecord:
-        """The record of a single-turn sample: its text, and the same with special tokens."""
-        asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
-        return cls(
-            prompt=item.prompt,
-            completion=completion,
-            final_answer=completion,
-            messages=[*asked, {"role": "assistant", "content": completion}],
-            rendered_completion=rendered,
-            tokens=sequence.resp_tokens,
-            logprobs=sequence.resp_logprobs,
-            loss_mask=[True] * len(sequence.resp_tokens),
-            solutions=item.solutions,
-            record=item.record,
-            prompt_tokens=item.tokens,
-        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -422,4 +434,4 @@ class ScoredSample:
         """Prompt and completion; of an agent, the longest row."""
         if self.trajectory is not None:
             return self.trajectory.n_tokens
-        return len(self.item.tokens) + len(self.sequence.resp_tokens)
+        return len(self.item.tokens) + self.sequence.n_tokens

@@ -21,7 +21,10 @@ def test_steps_on_played_devices(tmp_path: Path, capsys: pytest.CaptureFixture[s
         phases = [value for name, value in times.items() if name.startswith("time/") and name != "time/step"]
         assert sum(phases) == pytest.approx(times["time/step"], rel=0.2)  # medians of each
         assert times["time/rollout"] > 30 * 0.0037
-        assert 0 < times["cpu"] < times["idle"] < times["time/step"]
+        inside = times["time/rollout"] + times["time/train"]
+        assert times["outside"] == pytest.approx(times["time/step"] - inside, abs=0.1)
+        assert 0 < times["cpu"] < times["time/step"]
+        assert 0 < times["idle"] < times["time/step"]
 
 
 def test_a_tokenizer_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from processes import is_running, started
 
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
-from areno.types import PromptItem, RewardRecord, RolloutSequence
+from areno.rewards.record import CompletionRecord, RecordedPrompt
+from areno.types import PromptItem, RewardRecord, TokenArrays
 
 REWARD = """
 import asyncio, os, signal, subprocess, sys, time
@@ -291,13 +294,16 @@ def test_built_in_math_reward():
 
 def test_record_of_a_completion():
     item = PromptItem(prompt="2+2?", text="<2+2?>", tokens=[1, 2], solutions="4", record={"level": 1})
-    record = RewardRecord.of_completion(
-        item, RolloutSequence(resp_tokens=[5, 6], resp_logprobs=[-0.1, -0.2]), "4", rendered="4<end>"
-    )
+    arrays = TokenArrays(tokens=np.array([1, 2, 5, 6]), logprobs=np.array([0.0, 0.0, -0.1, -0.2]), oldest_version=0)
+    sent = CompletionRecord(RecordedPrompt(item), arrays, "4", rendered="4<end>", step=3, epoch=1)
+    assert (sent.prompt, sent.solutions) == ("2+2?", "4")
+    record = pickle.loads(pickle.dumps(sent))
+    assert isinstance(record, RewardRecord)
     assert (record.prompt, record.completion, record.final_answer, record.solutions) == ("2+2?", "4", "4", "4")
     assert record.messages == [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     assert (record.rendered_completion, record.prompt_tokens, record.tokens) == ("4<end>", [1, 2], [5, 6])
-    assert record.loss_mask == [True, True]
+    assert (record.logprobs, record.loss_mask) == ([-0.1, -0.2], [True, True])
+    assert (record.step, record.epoch) == (3, 1)
     assert record.record["level"] == 1
 
 

@@ -6,6 +6,7 @@ partial credit below it does not count.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,13 @@ def rollout_metrics(
     """
     stats = _agent_stats(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
-    samples, advantages = [sample for sample in samples if sample.is_done], np.asarray(advantages)[done]
+    samples, advantages = list(itertools.compress(samples, done)), np.asarray(advantages)[done]
     prompts = [len(sample.item.tokens) for sample in samples]
-    responses = [len(sample.sequence.resp_tokens) for sample in samples]
+    responses = [sample.sequence.n_tokens for sample in samples]
     scored = np.array([sample.outcome.value is not None for sample in samples], dtype=bool)
     stats |= _sample_stats(
         {"seq_len": [sample.n_tokens for sample in samples], "prompt_len": prompts, "response_len": responses},
-        logprobs=[math.fsum(sample.sequence.resp_logprobs) for sample in samples],
+        logprobs=[vars(sample.sequence)["resp_logprobs"] for sample in samples],  # as arrays, if they came so
         rewards=[sample.outcome.value for sample in samples if sample.outcome.value is not None],
         advantages=advantages.astype(np.float64)[scored],
     )
@@ -138,7 +139,7 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
     prompts = [mask.argmax() if mask.any() else len(mask) for mask in masks]
     stats = _sample_stats(
         {"seq_len": [len(mask) for mask in masks], "prompt_len": prompts, "response_len": [*map(np.sum, masks)]},
-        logprobs=[float(np.asarray(row.logprobs)[mask].sum()) for row, mask in pairs],
+        logprobs=[np.asarray(row.logprobs)[mask] for row, mask in pairs],
         rewards=[row.reward for row in rows],
         advantages=[float(np.asarray(row.advantages)[mask].mean()) for row, mask in told],
     )
@@ -146,9 +147,9 @@ def row_metrics(rows: Sequence[TrainSequence]) -> dict[str, float]:
 
 
 def _sample_stats(
-    lengths: Mapping[str, Any], *, logprobs: Sequence[float], rewards: Sequence[float], advantages: Any
+    lengths: Mapping[str, Any], *, logprobs: Sequence[Any], rewards: Sequence[float], advantages: Any
 ) -> dict[str, float]:
-    """lengths: of the samples in tokens, by name. logprobs: the sum over each response. Rewards and advantages are
+    """lengths: of the samples in tokens, by name. logprobs: of the tokens of each response. Rewards and advantages are
     those of the samples that have one."""
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:
@@ -161,7 +162,7 @@ def _sample_stats(
     if len(rewards):
         stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards), "accuracy": accuracy(rewards)}
     if n_tokens := sum(lengths["response_len"]):
-        stats["logprobs_mean"] = math.fsum(logprobs) / n_tokens
+        stats["logprobs_mean"] = np.concatenate(logprobs).sum() / n_tokens
     return stats
 
 

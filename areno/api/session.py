@@ -178,7 +178,7 @@ class RolloutSession:
 
         outputs = engine.generate(requests, progress_unless_cancelled, at_once)
         sequences = [[sequence_of(output) for output in outputs[request.request_id]] for request in requests]
-        lengths = [[len(sequence.resp_tokens) for sequence in sampled] for sampled in sequences]
+        lengths = [[sequence.n_tokens for sequence in sampled] for sampled in sequences]
         self._sessions.lengths.note([request.prompt for request in requests], lengths)
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
@@ -251,10 +251,11 @@ def raise_if_cancelled() -> None:
 def sequence_of(output: GenerationOutput) -> RolloutSequence:
     """The completion of a finished output."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
+    given = vars(output)  # numbers that came as arrays stay arrays
     return RolloutSequence(
-        resp_tokens=output.tokens,
-        resp_logprobs=output.logprobs,
-        resp_versions=output.versions,
+        resp_tokens=given["tokens"],
+        resp_logprobs=given["logprobs"],
+        resp_versions=given["versions"],
         finish_reason=output.finish_reason,
         routes=output.routes,
     )

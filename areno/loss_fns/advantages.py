@@ -48,17 +48,18 @@ def group_advantages(
     known_B = ~np.isnan(rewards_B)
     sets = {level: _members(level, known_B, groups_B) for level in (mean_level, std_level)}
     advantages_B = np.where(known_B, rewards_B, 0.0)
-    for members in sets[mean_level]:
-        advantages_B[members] -= rewards_B[members].mean()
+    for members_SN in sets[mean_level]:
+        n = members_SN.shape[1]
+        advantages_B[members_SN] -= rewards_B[members_SN].mean(axis=1, keepdims=True)
         if mean_leave1out:
-            advantages_B[members] *= members.size / max(members.size - 1, 1)
-    for members in sets[std_level]:
-        ddof = min(int(std_unbiased), members.size - 1)  # the deviation of one value is 0
-        advantages_B[members] /= rewards_B[members].std(ddof=ddof) + eps
+            advantages_B[members_SN] *= n / max(n - 1, 1)
+    for members_SN in sets[std_level]:
+        ddof = min(int(std_unbiased), members_SN.shape[1] - 1)  # the deviation of one value is 0
+        advantages_B[members_SN] /= rewards_B[members_SN].std(axis=1, ddof=ddof, keepdims=True) + eps
     for level in (mean_level, std_level):
-        for members in sets[level]:
-            if np.all(rewards_B[members] == rewards_B[members[0]]):
-                advantages_B[members] = 0.0
+        for members_SN in sets[level]:
+            are_equal = (rewards_B[members_SN] == rewards_B[members_SN[:, :1]]).all(axis=1)
+            advantages_B[members_SN[are_equal]] = 0.0
     return advantages_B
 
 
@@ -123,13 +124,16 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 
 
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
-    """Indices of the known entries of each set that is normalised together; no set is empty."""
+    """Indices of the known entries of each set that is normalised together: (S, N) for S sets of N entries each, for
+    each N above 0 that there is.
+    """
     known = np.flatnonzero(known_B)
     if level is None or not known.size:
         return []
     if level == "batch":
-        return [known]
+        return [known[None, :]]
     if level != "group":
         raise ValueError(f"mean_level and std_level are group, batch or null, not {level!r}")
     order = known[np.argsort(groups_B[known], kind="stable")]
-    return np.split(order, np.flatnonzero(groups_B[order][1:] != groups_B[order][:-1]) + 1)
+    _, starts, sizes = np.unique(groups_B[order], return_index=True, return_counts=True)
+    return [order[starts[sizes == n][:, None] + np.arange(n)] for n in np.unique(sizes)]

@@ -25,6 +25,7 @@ from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
 from areno.rewards.cores import default_workers
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
+from areno.rewards.record import Record
 from areno.rewards.worker import Worker
 from areno.rewards.worker_pool import Failure, Slow, WorkerPool
 from areno.types import RewardOutcome, RewardRecord
@@ -35,6 +36,7 @@ _MAX_CHUNK = 32  # records sent at once to a plain function, which scores them o
 _MAX_TOGETHER = 64  # calls of an async function that run at once in one process
 _HOPELESS = 4  # give up after this many timeouts of each process without any answer: the others could take hours
 _LOOK_S = 0.5
+_BREATH_S = 0.001  # between turns: a turn for each answer would take the driver more time than all else
 _QUIET_S = 600.0  # and, once the function has ever answered, only after this long without an answer
 _LOGGED_FAILURES = 3
 _LOGGED_CHARS = 300
@@ -114,7 +116,7 @@ class Scoring(AbstractContextManager["Scoring"]):
 
     def __init__(self, pool: RewardPool):
         self._pool, self._calls = pool, _Calls()
-        self._added: deque[tuple[int, RewardRecord]] = deque()
+        self._added: deque[tuple[int, Record]] = deque()
         self._turns = 0  # of the thread
         self._is_last = self._is_dropped = False
         self._error: BaseException | None = None
@@ -122,7 +124,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-rewards")
         self._thread.start()
 
-    def add(self, records: Mapping[int, RewardRecord]) -> None:
+    def add(self, records: Mapping[int, Record]) -> None:
         """Score these, each under a number of its own. Raises what has gone wrong in the thread."""
         self._raise_error()
         self._added.extend(records.items())
@@ -169,6 +171,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                 pool.wait(calls, self._wake, *([0.0] if self._added else []))
                 pool.look(calls)
                 self._turns += 1
+                time.sleep(_BREATH_S)
         except BaseException as error:
             self._error = error
         finally:
@@ -188,7 +191,7 @@ class _Calls:
         self.alone: deque[int] = deque()
         self.waiting: deque[int] = deque()
 
-    def add(self, position: int, record: RewardRecord) -> None:
+    def add(self, position: int, record: Record) -> None:
         """One more sample."""
         if not self.n_open:
             self.answered_at = time.monotonic()
@@ -247,7 +250,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def report_failures(records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome], key: str = KEY) -> None:
+def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome], key: str = KEY) -> None:
     """Log the first few samples that could not be scored. Raises ArenoError, of the setting `key`, if that is all."""
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:

@@ -54,10 +54,18 @@ class AgentPool(WorkerPool[AgentConfig]):
         return found, _KEY, self.config.timeout_s
 
     def run(
-        self, items: Sequence[AgentItem], context: AgentContext, on_wait: Callable[[int], object] = lambda n: None
+        self,
+        items: Sequence[AgentItem],
+        context: AgentContext,
+        on_wait: Callable[[int], object] = lambda n: None,
+        on_done: Callable[[int, AgentOutcome], object] = lambda place, outcome: None,
     ) -> list[AgentOutcome]:
-        """The outcome of every item, in order. on_wait: called with how many are done, at least every half second."""
-        running = _Running(items, context, self.n_workers)
+        """The outcome of every item, in order.
+
+        on_wait: called with how many are done, at least every half second. on_done: called with the place of an item
+        and its outcome, as soon as that is there.
+        """
+        running = _Running(items, context, self.n_workers, on_done)
         self._do(running, lambda: on_wait(len(items) - running.n_open))
         return running.outcomes
 
@@ -65,7 +73,11 @@ class AgentPool(WorkerPool[AgentConfig]):
 class _Running:
     """The items of one call of `run`. groups: of items that wait to be sent to a process."""
 
-    def __init__(self, items: Sequence[AgentItem], context: AgentContext, n_workers: int):
+    def __init__(
+        self, items: Sequence[AgentItem], context: AgentContext, n_workers: int,
+        on_done: Callable[[int, AgentOutcome], object],
+    ):  # fmt: skip
+        self._on_done = on_done
         self.outcomes: list[Any] = [None] * len(items)
         self.n_open = len(items)
         self._n_losses = [0] * len(items)  # processes that were lost while they ran the item
@@ -89,6 +101,7 @@ class _Running:
     def _settle(self, position: int, outcome: AgentOutcome) -> None:
         self.outcomes[position] = outcome
         self.n_open -= 1
+        self._on_done(position, outcome)
 
     def _run_again(self, positions: list[int], outcome: AgentOutcome) -> None:
         """The process of these items was lost over one of them. outcome: of an item that loses one process too many."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,13 @@ def sample_with_agents(
     seed: int,
     on_progress: OnProgress,
     first_group: int,
+    take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
     at_once: int | None = None,
-) -> list[tuple[ScoredSample, RewardRecord | None]]:
+) -> None:
     """A sample of every item and number, with its record for the reward. Without one, the sample has failed.
 
-    at_once: items whose agents run at the same time; None: all. Raises ArenoError where all of them have failed.
+    take: is given each sample, under its place, when its agent has ended. at_once: items whose agents run at the same
+    time; None: all. Raises ArenoError where all of them have failed.
     """
     trainer, config = setup.trainer, setup.config
     batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
@@ -66,18 +69,20 @@ def sample_with_agents(
         sampling_params=params, loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
     ) as session:
         context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
-        every, size, outcomes = list(batch), (at_once or len(items)) * gconfig.n_samples, []
-        for start in range(0, len(every), size):
-            part = every[start : start + size]
-            outcomes += agents.run(part, context, watch)
-        conversations = session.proxy.server.chat.conversations
-    rows = RowBuilder(conversations, policy, context.session)
-    found = [
-        _sample(setup, items[item.prompt_index], item, outcome, rows, first_group + item.prompt_index)
-        for item, outcome in zip(batch, outcomes, strict=True)
-    ]
-    _report([sample for sample, _ in found])
-    return found
+        rows = RowBuilder(session.proxy.server.chat.conversations, policy, context.session)
+        every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
+        found: dict[int, ScoredSample] = {}
+
+        def done(first: int, place: int, outcome: AgentOutcome) -> None:
+            item = every[first + place]
+            group = first_group + item.prompt_index
+            sample, record = _sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            found[first + place] = sample
+            take({first + place: (sample, record)})
+
+        for first in range(0, len(every), size):
+            agents.run(every[first : first + size], context, watch, partial(done, first))
+    _report([found[place] for place in sorted(found)])
 
 
 def _sample(

@@ -128,8 +128,8 @@ def sample_and_score(
 
             if setup.agents is not None:
                 with progress:
-                    scorer.add(
-                        sample_with_agents(setup, setup.agents, items, gconfig, seed, report, first_group, at_once)
+                    sample_with_agents(
+                        setup, setup.agents, items, gconfig, seed, report, first_group, scorer.add, at_once
                     )
             else:
                 params, prompts = sampling_params(gconfig), [item.tokens for item in items]

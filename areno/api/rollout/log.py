@@ -9,7 +9,7 @@ import numpy as np
 from areno.api.metrics import rewards_by_group, rollout_metrics
 from areno.api.rollout.by_sample import joined
 from areno.api.rollout.collect import Rollout
-from areno.api.trainers.rows import trained
+from areno.api.trainers.rows import n_trained, trained
 from areno.api.trainers.setup import PolicySetup
 from areno.types import ScoredSample, TrainSequence
 
@@ -18,13 +18,15 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     """Give rollout/* to the trackers; `rows` are those of `rollout.kept`, with their advantages."""
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
-    by_sample = trained(joined(rows, rollout.sizes), "advantages")
-    # Not by mean(), which takes longer than to add up so few numbers.
-    advantages_B[rollout.keep] = [np.add.reduce(array) / max(1, array.size) for array in by_sample]
+    by_sample = joined(rows, rollout.sizes)
+    # Not the mean() of trained(), which takes longer than to add up so few numbers. Others than trained tokens have 0.
+    advantages_B[rollout.keep] = [
+        np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
+    ]
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
-    n_tokens = sum(len(sample.sequence.resp_tokens) for sample in samples)
+    n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
     run.keep(reward_mean=metrics["rollout/rewards_mean"])

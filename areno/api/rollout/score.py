@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from areno.api.session import sequence_of
 from areno.api.trainers.rows import token_arrays
 from areno.api.trainers.setup import PolicySetup
 from areno.config.rollout.sampling import GenerationConfig
 from areno.data.decode import decode_all
 from areno.rewards.pool import report_failures
+from areno.rewards.record import CompletionRecord, Record, RecordedPrompt
 from areno.rewards.verdict import reward_problem
-from areno.types import GenerationOutput, PromptItem, RewardOutcome, RewardRecord, ScoredSample
+from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
 
 _NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_NOT_SCORED = RewardOutcome(0.0)  # yet
 _AT_ONCE = 64  # completions: the first ones are being scored while others become samples
 
 
@@ -27,7 +31,8 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
         self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
-        self._found: dict[int, tuple[ScoredSample, RewardRecord | None]] = {}  # by the sample's place in the rollout
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by the sample's place in the rollout
+        self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # with their tokens, by the number of the item
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
@@ -36,26 +41,33 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._take(outputs[start : start + _AT_ONCE])
 
     def _take(self, outputs: Sequence[GenerationOutput]) -> None:
-        token_rows, tokenizer = [output.tokens for output in outputs], self._setup.tokenizer
+        tokenizer, sequences = self._setup.tokenizer, [sequence_of(output) for output in outputs]
+        # Lists that end here: to keep those of all samples takes the garbage collector long.
+        token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
         texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
         if self._gconfig.skip_special_tokens:
             texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
         found = {}
-        for output, text, raw in zip(outputs, texts, rendered, strict=True):
-            item, sequence = self._items[output.request_id], sequence_of(output)
+        for output, sequence, text, raw in zip(outputs, sequences, texts, rendered, strict=True):
+            prompt, tokens = self._prompt(output.request_id)
+            arrays = token_arrays(tokens, sequence)
             sample = ScoredSample(
-                item=item, sequence=sequence, completion=text, outcome=RewardOutcome(0.0),
-                group=self._first_group + output.request_id, arrays=token_arrays(item.tokens, sequence),
+                item=prompt.item, sequence=sequence, completion=text, outcome=_NOT_SCORED,
+                group=self._first_group + output.request_id, arrays=arrays,
             )  # fmt: skip
             place = output.request_id * self._gconfig.n_samples + output.sample
-            found[place] = (sample, RewardRecord.of_completion(item, sequence, text, raw))
-        self._add(found)
+            found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
+        self.add(found)
 
-    def add(self, samples: Sequence[tuple[ScoredSample, RewardRecord | None]]) -> None:
-        """All samples of a rollout in order, each with its record. Without one, a sample has failed."""
-        self._add(dict(enumerate(samples)))
+    def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
+        """What the samples of a prompt share."""
+        if number not in self._prompts:
+            item = self._items[number]
+            self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
+        return self._prompts[number]
 
-    def _add(self, found: Mapping[int, tuple[ScoredSample, RewardRecord | None]]) -> None:
+    def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+        """Samples by their places in the rollout, each with its record. Without one, a sample has failed."""
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
@@ -100,7 +112,7 @@ def _whole(sample: ScoredSample) -> list[int]:
 
 
 def add_own(
-    records: Sequence[RewardRecord],
+    records: Sequence[Record],
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
@@ -123,7 +135,7 @@ def add_own(
 
 
 def add_scores(
-    records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
+    records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
 ) -> list[RewardOutcome]:
     """The outcomes of a function with the scores of a reward model added. None: there is no function.
 

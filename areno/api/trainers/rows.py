@@ -38,7 +38,7 @@ def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new
     """
     rewards_B = np.array([sample.outcome.value for sample in samples], dtype=np.float64)
     if actor.overlong_reward_penalty:
-        lengths = [len(sample.sequence.resp_tokens) for sample in samples]
+        lengths = [sample.sequence.n_tokens for sample in samples]
         assert actor.overlong_tokens is not None
         assert actor.overlong_penalty_factor is not None
         rewards_B += overlong_penalty(lengths, max_new_tokens, actor.overlong_tokens, actor.overlong_penalty_factor)
@@ -94,12 +94,14 @@ def policy_rows(
     return rows
 
 
-def token_arrays(prompt: Sequence[int], sequence: RolloutSequence) -> TokenArrays:
+def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
     """A completion as arrays, with its prompt."""
-    n_prompt, response = len(prompt), sequence.resp_tokens
-    tokens, logprobs = np.empty(n_prompt + len(response), np.int64), np.zeros(n_prompt + len(response))
-    tokens[:n_prompt], tokens[n_prompt:], logprobs[n_prompt:] = prompt, response, sequence.resp_logprobs
-    return TokenArrays(tokens=tokens, logprobs=logprobs, oldest_version=min(sequence.resp_versions, default=None))
+    n_prompt, n_tokens = len(prompt), len(prompt) + sequence.n_tokens
+    tokens, logprobs = np.empty(n_tokens, np.int64), np.zeros(n_tokens)
+    given = vars(sequence)  # as arrays, if it came so
+    tokens[:n_prompt], tokens[n_prompt:], logprobs[n_prompt:] = prompt, given["resp_tokens"], given["resp_logprobs"]
+    versions = given["resp_versions"]
+    return TokenArrays(tokens=tokens, logprobs=logprobs, oldest_version=int(versions[0]) if len(versions) else None)
 
 
 def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:
@@ -145,7 +147,8 @@ def places_of(row: TrainSequence) -> np.ndarray:
 
 def n_trained(row: TrainSequence) -> int:
     """Number of these."""
-    return int(np.count_nonzero(places_of(row)))
+    mask = np.asarray(row.prompt_mask, dtype=bool)
+    return mask.size - int(np.count_nonzero(mask))
 
 
 def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:

@@ -6,14 +6,17 @@ What passes between driver and workers is pickled in both directions as it is ov
 from __future__ import annotations
 
 import heapq
+import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from areno.engine.limits import RequestLimits
-from areno.engine.processes.messages import pack
+from areno.engine.processes.messages import Outputs, pack
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
 from areno.models.cost import Cost
 from areno.models.registry import load_config
@@ -31,50 +34,69 @@ class PlayedGroup:
     """A WorkerGroup. Every copy of the model takes `step_s` for a token of each of its samples.
 
     idle_s: seconds of each step in which all devices waited for the driver. cpu_s: those that its main thread computed
-    meanwhile.
+    in the step, without what is played here.
     """
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
         self.spec, self._completion, self._step_s = spec, completion, step_s
         self._config = load_config(spec.model_path)
-        self._due: list[tuple[float, int, int, bytes]] = []  # when a sample is done, its copy, a number, the message
+        self._begun: list[tuple[int, float, GenerationRequest]] = []  # copy, when it got the request, the request
+        # When samples are done, their copy, a number, their tokens, and the message.
+        self._due: list[tuple[float, int, int, int, bytes]] = []
         self._n, self._version = 0, 0
         self._n_tokens = [0] * spec.dp_size
         self._slots: list[list[float]] = []  # when each slot of each copy is free
         self.idle_s: list[float] = []
         self.cpu_s: list[float] = []
-        self._trained_at = self._idle_s = self._cpu_s = self._trained_cpu = self._sampled_cpu = 0.0
+        self._trained_at = self._idle_s = self._played_cpu = 0.0
+        self._step_cpu = time.thread_time()  # when the step began
         self._sampled_at: float | None = None  # when the last sample that was asked for will be done
         self.watchdog = SimpleNamespace(stop=lambda: None)
+
+    @contextmanager
+    def _plays(self) -> Iterator[None]:
+        """Around what a worker would do."""
+        began = time.thread_time()
+        yield
+        self._played_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.call_each(method, [args] * self.spec.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        first, *_ = [pickle.loads(pack(method, each)) for each in args]
+        packed = [pack(method, each) for each in args]
         plays: dict[str, Callable[..., Any]] = {
             "info": self._info, "begin_rollout": self._begin_rollout, "train": self._train,
             "weights_version": lambda: self._version, "saved": lambda: True, "memory_table": lambda: ("no memory", ""),
         }  # fmt: skip
-        return [plays[method](*first) if method in plays else None] * self.spec.dp_size
+        with self._plays():
+            first = pickle.loads(packed[0])  # every worker reads its own, at the same time
+            answer = plays[method](*first) if method in plays else None
+        if method == "train":
+            now = time.thread_time()
+            self.cpu_s.append(now - self._step_cpu - self._played_cpu)
+            self._step_cpu, self._played_cpu = now, 0.0
+        return [answer] * self.spec.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        sent = pickle.loads(pack(method, args))
+        sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
-            for request in sent[0]:
-                self._begin_request(dp_rank, request)
+            if self._sampled_at is None:
+                self._idle_s, self._sampled_at = now - self._trained_at, now
+            with self._plays():
+                self._begun += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        now = time.perf_counter()
+        with self._plays():
+            self._draw()
         if not self._due:
             return []
-        time.sleep(max(0.0, min(timeout, self._due[0][0] - now)))
-        now, found, self._sampled_cpu = time.perf_counter(), [], time.thread_time()
+        time.sleep(max(0.0, min(timeout, self._due[0][0] - time.perf_counter())))
+        now, found = time.perf_counter(), []
         while self._due and self._due[0][0] <= now:
-            _, rank, _, message = heapq.heappop(self._due)
-            output = pickle.loads(message)
-            self._n_tokens[rank] += len(output.tokens)
-            found.append(output)
+            _, rank, _, n_tokens, message = heapq.heappop(self._due)
+            self._n_tokens[rank] += n_tokens
+            found += pickle.loads(message).outputs
         return found
 
     def stats(self) -> list[RolloutStats]:
@@ -83,23 +105,26 @@ class PlayedGroup:
     def close(self) -> None:
         self._due = []
 
-    def _begin_request(self, rank: int, request: GenerationRequest) -> None:
-        now = time.perf_counter()
-        if self._sampled_at is None:
-            self._idle_s, self._sampled_at = now - self._trained_at, now
-            self._cpu_s = time.thread_time() - self._trained_cpu
-        for sample in range(request.n_samples):
-            tokens = self._completion(request, sample)
-            output = GenerationOutput(
-                request_id=request.request_id, sample=request.first_sample + sample, tokens=tokens,
-                logprobs=[-0.6931] * len(tokens), versions=[self._version] * len(tokens), finish_reason="stop",
-            )  # fmt: skip
-            free = heapq.heappop(self._slots[rank])
-            done = max(now, free) + len(tokens) * self._step_s
-            heapq.heappush(self._slots[rank], done)
-            self._sampled_at = max(self._sampled_at, done)
+    def _draw(self) -> None:
+        """Make the samples of what was begun. A copy sends those together that it has done in the same step."""
+        done: defaultdict[tuple[int, float], list[GenerationOutput]] = defaultdict(list)
+        for rank, now, request in self._begun:
+            for sample in range(request.n_samples):
+                tokens = self._completion(request, sample)
+                output = GenerationOutput(
+                    request_id=request.request_id, sample=request.first_sample + sample, tokens=tokens,
+                    logprobs=[-0.6931] * len(tokens), versions=[self._version] * len(tokens), finish_reason="stop",
+                )  # fmt: skip
+                ends = max(now, heapq.heappop(self._slots[rank])) + len(tokens) * self._step_s
+                heapq.heappush(self._slots[rank], ends)
+                done[rank, math.ceil(ends / self._step_s) * self._step_s].append(output)
+        self._begun = []
+        for (rank, ends), outputs in done.items():
             self._n += 1
-            heapq.heappush(self._due, (done, rank, self._n, pickle.dumps(output, pickle.HIGHEST_PROTOCOL)))
+            message = pickle.dumps(Outputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
+            n_tokens = sum(len(output.tokens) for output in outputs)
+            heapq.heappush(self._due, (ends, rank, self._n, n_tokens, message))
+            self._sampled_at = max(self._sampled_at or 0.0, ends)
 
     def _info(self) -> EngineInfo:
         return EngineInfo(
@@ -118,12 +143,10 @@ class PlayedGroup:
         )  # fmt: skip
 
     def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> dict[str, float]:
-        begun = time.perf_counter()
         if self._sampled_at is not None:
-            self.idle_s.append(self._idle_s + begun - self._sampled_at)
-            self.cpu_s.append(self._cpu_s + time.thread_time() - self._sampled_cpu)
+            self.idle_s.append(self._idle_s + time.perf_counter() - self._sampled_at)
         n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
         time.sleep(n_tokens / TRAIN_TOK_S)
-        self._trained_at, self._trained_cpu, self._sampled_at = time.perf_counter(), time.thread_time(), None
+        self._trained_at, self._sampled_at = time.perf_counter(), None
         self._version += 1
         return {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "memory_gib": 0.0}

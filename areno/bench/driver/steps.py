@@ -28,8 +28,8 @@ _SHIFTS = 7  # samples of a prompt begin at other words
 def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
     """By the number of copies, each with the samples of `settings.work`: medians over the steps, in seconds.
 
-    idle: the devices wait for the driver. cpu: what its main thread computes meanwhile. The rest are the time/* of the
-    run. random_init: played devices have no weights.
+    idle: the devices wait for the driver. outside: of rollout and training. cpu: what the driver's main thread computes
+    in the whole step. The rest are the time/* of the run. random_init: played devices have no weights.
     """
     del random_init
     found = {}
@@ -74,7 +74,9 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
             trainer.fit()
         reader = RunReader(Path(run_dir))
         series = {name: reader.series(name).values for name in sorted(reader.metrics()) if name.startswith("time/")}
-    series = {"idle": groups[0].idle_s, "cpu": groups[0].cpu_s, **series}
+    phases = (series[f"time/{name}"] for name in ("step", "rollout", "train"))
+    outside = [step - rollout - train for step, rollout, train in zip(*phases, strict=True)]
+    series = {"idle": groups[0].idle_s, "outside": outside, "cpu": groups[0].cpu_s, **series}
     return {name: statistics.median(values[1:]) for name, values in series.items()}  # the first step warms up
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from areno.engine.processes.child import dumps
 from areno.engine.spec import RolloutStats
 from areno.errors import ArenoError, EngineError, Key
 from areno.types import GenerationOutput
+
+_NUMBERS = ("tokens", "logprobs", "versions")  # of an output; the rest of it travels as it is
+_REST = tuple(field.name for field in fields(GenerationOutput) if field.name not in _NUMBERS)
+_FIELDS = (*_NUMBERS, *_REST)
+_rest_of = attrgetter(*_REST)
 
 
 @dataclass
@@ -38,6 +47,38 @@ class Outputs:
 
     outputs: list[GenerationOutput]
     stats: RolloutStats
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # To the driver go two arrays: it would take longer to read the numbers of each sample, and needs arrays anyway.
+        lengths = [len(output.tokens) for output in self.outputs]
+        tokens, logprobs = ([getattr(output, name) for output in self.outputs] for name in ("tokens", "logprobs"))
+        return _outputs_of, (
+            np.fromiter(itertools.chain.from_iterable(tokens), np.int32, sum(lengths)),
+            np.fromiter(itertools.chain.from_iterable(logprobs), np.float64, sum(lengths)),
+            # Versions only grow within a sample, and hardly ever do.
+            [each.versions[: 1 if each.versions[:1] == each.versions[-1:] else None] for each in self.outputs],
+            lengths,
+            [_rest_of(output) for output in self.outputs],
+            self.stats,
+        )
+
+
+def _outputs_of(
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    versions: Sequence[list[int]],
+    lengths: Sequence[int],
+    rest: Sequence[tuple[Any, ...]],
+    stats: RolloutStats,
+) -> Outputs:
+    outputs, start = [], 0
+    for n_tokens, of_one, others in zip(lengths, versions, rest, strict=True):
+        place = slice(start, start + n_tokens)
+        start += n_tokens
+        of_tokens: Any = np.full(n_tokens, of_one[0]) if len(of_one) == 1 else of_one
+        values: Any = (tokens[place], logprobs[place], of_tokens, *others)
+        outputs.append(GenerationOutput(**dict(zip(_FIELDS, values, strict=True))))
+    return Outputs(outputs, stats)
 
 
 def pack(method: str, args: Sequence[Any]) -> bytes:

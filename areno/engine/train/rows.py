@@ -120,21 +120,28 @@ def _read_arrays(
     rows: Sequence[TrainSequence], given: list[str], vocab_size: int, context_len: int | None
 ) -> FlatRows | None:
     """Rows of arrays, all at once. None where something is wrong, or is no array: to be looked at row by row."""
-    expected = {"tokens": "iu", "prompt_mask": "b", **dict.fromkeys(given, "f")}
-    for row in rows:
-        values = vars(row)
-        n_tokens = np.size(values["tokens"])
-        for name, kinds in expected.items():
-            array = values[name]
-            if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != (n_tokens,):
+    columns = {name: [vars(row)[name] for row in rows] for name in ("tokens", "prompt_mask", *FIELDS)}
+    shapes = [np.shape(tokens) for tokens in columns["tokens"]]
+    for name, arrays in columns.items():
+        if name in FIELDS and name not in given:
+            if any(array is not None for array in arrays):
                 return None
-        fits = n_tokens > 0 and (context_len is None or n_tokens <= context_len)
-        others = any(values[name] is not None for name in FIELDS if name not in expected)
-        if not fits or others or type(row.reward) is not float or type(row.staleness) is not int or row.staleness < 0:
+            continue
+        kinds = {"tokens": "iu", "prompt_mask": "b"}.get(name, "f")
+        if not all(isinstance(array, np.ndarray) and array.dtype.kind in kinds for array in arrays):
             return None
-    lengths = np.array([len(row.tokens) for row in rows])  # type: ignore[arg-type]
-    tokens, prompt_mask = (np.concatenate([vars(row)[name] for row in rows]) for name in ("tokens", "prompt_mask"))
-    fields = {FIELDS[name]: np.concatenate([vars(row)[name] for row in rows], dtype=np.float32) for name in given}
+        if [array.shape for array in arrays] != shapes:
+            return None
+    rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
+    if {*map(type, rewards)} != {float} or {*map(type, staleness)} != {int} or min(staleness) < 0:
+        return None
+    if {*map(len, shapes)} != {1}:
+        return None
+    lengths = np.array(shapes)[:, 0]
+    if lengths.min() < 1 or (context_len is not None and lengths.max() > context_len):
+        return None
+    tokens, prompt_mask = (np.concatenate(columns[name]) for name in ("tokens", "prompt_mask"))
+    fields = {FIELDS[name]: np.concatenate(columns[name], dtype=np.float32) for name in given}
     trained = ~prompt_mask
     trained[np.cumsum(lengths) - lengths] = False
     is_good = tokens.min() >= 0 and tokens.max() < vocab_size
@@ -142,7 +149,6 @@ def _read_arrays(
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
     if not is_good or not all(finite):
         return None
-    rewards, staleness = [row.reward for row in rows], [row.staleness for row in rows]
     return FlatRows(lengths, tokens.astype(np.int64, copy=False), trained, fields, rewards, staleness)
 
 

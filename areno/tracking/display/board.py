@@ -190,7 +190,7 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
 def _shown(sample: ScoredSample) -> Shown:
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
-    return Shown(reward, sample.item.prompt, sample.completion, len(sample.sequence.resp_tokens))
+    return Shown(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
 def _work() -> str:

@@ -46,7 +46,7 @@ class SampleLog(Tracker):
             reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
             logger.info(
                 "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s%s",
-                step, number, reward, sample.sequence.finish_reason, len(sample.sequence.resp_tokens),
+                step, number, reward, sample.sequence.finish_reason, sample.sequence.n_tokens,
                 _short(sample.item.text), _short(sample.completion),
                 "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
             )  # fmt: skip
@@ -230,7 +230,7 @@ def _line(sample: ScoredSample) -> dict[str, object]:
         "message": sample.outcome.message,
         "solutions": sample.item.solutions,
         "prompt_tokens": len(sample.item.tokens),
-        "response_tokens": len(sample.sequence.resp_tokens),
+        "response_tokens": sample.sequence.n_tokens,
         "finish_reason": sample.sequence.finish_reason,
     }
 
