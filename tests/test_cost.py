@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.decoder.runner import KVCache
+from areno.engine.decoder.kv.layout import KVLayout
+from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
@@ -65,7 +66,7 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
-    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), n_blocks=4, block_size=8)
+    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), 4, KVLayout.of(CONFIG, 8, 64), n_slots=3)
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
