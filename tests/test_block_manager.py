@@ -25,7 +25,8 @@ def test_only_the_exact_prefix_is_found() -> None:
     assert len(blocks) == 3
     assert manager.match([1, 2, 3, 4, 9, 9], 3).found() == blocks[:2]
     assert manager.match([1, 2, 3, 4, 9, 9], 1).found() == blocks[:1]
-    assert manager.match([3, 4], 1) == Match(0, EMPTY_PREFIX, [[]], [0])  # the same tokens after another prefix are other content
+    # The same tokens after another prefix are other content.
+    assert manager.match([3, 4], 1) == Match(0, EMPTY_PREFIX, [[]], [0])
     assert manager.match([1, 3, 3, 4], 2) == Match(0, EMPTY_PREFIX, [[]], [0])
 
 
