@@ -51,9 +51,9 @@ class KVLayout:
         by_window: else one group, which releases nothing.
         """
         windows = [config.kind(layer).window for layer in range(config.num_layers)]
-        layout = KVLayout._with([None] * config.num_layers, config.num_layers, block_size)
+        layout = KVLayout._with([None] * len(windows), len(windows), block_size)
         fewest = layout.bytes_of(max_len) * _WORTH_IT
-        for layers_per_block in range(config.num_layers, 0, -1) if by_window and any(windows) else ():
+        for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
             tried = KVLayout._with(windows, layers_per_block, block_size)
             if tried.n_tables <= _MOST_TABLES and tried.bytes_of(max_len) < fewest:
                 layout, fewest = tried, tried.bytes_of(max_len)
