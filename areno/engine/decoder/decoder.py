@@ -74,6 +74,7 @@ class Decoder:
             vocab_size=model.config.vocab_size,
             context_len=context_len,
             kv_tokens=layout.most_tokens(self._blocks.n_blocks, context_len),
+            cache_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
         )
