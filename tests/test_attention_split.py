@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.kv.held_blocks import HeldBlocks
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.spans import SPAN, border
 from areno.types import GenerationRequest
@@ -30,7 +32,8 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
         )
         sequence.n_kv = n_prompt + own
         n_own = -(-sequence.n_kv // SIZE) - n_shared
-        sequence.blocks = [*range(first_block, first_block + n_shared), *range(own_block, own_block + n_own)]
+        sequence.held = HeldBlocks(BlockManager(1, SIZE))
+        sequence.held.stacks[0] = [*range(first_block, first_block + n_shared), *range(own_block, own_block + n_own)]
         own_block += n_own
         made.append(sequence)
     return made

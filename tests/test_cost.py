@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.decoder.runner import KVCache
+from areno.engine.decoder.kv.layout import KVLayout
+from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
@@ -21,7 +22,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models import cost
-from areno.models.config import TransformerConfig
+from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
@@ -65,7 +66,7 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
-    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), n_blocks=4, block_size=8)
+    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), 4, KVLayout.of(CONFIG, 8, 64), n_slots=3)
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
@@ -156,3 +157,15 @@ def test_what_experts_cost_worked_by_hand() -> None:
 def test_config_and_cost_load_without_torch() -> None:
     code = "import sys, areno.models.config, areno.models.cost; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
+    kinds = tuple(LayerKind(CONFIG.rope, 7 if layer else None) for layer in range(CONFIG.num_layers))
+    config = replace(CONFIG, kinds=kinds)
+    of_layer = cost.kv_bytes(CONFIG, 2) // CONFIG.num_layers
+    for n in (3, 7, 40):
+        kept = n + (CONFIG.num_layers - 1) * min(n, 7)
+        assert cost.kv_bytes_of_row(config, n, 2) == kept * of_layer
+        seen = [sum(min(t, kind.window or n) for t in range(1, n + 1)) for kind in kinds]
+        found = cost.mean_pairs(cost.Cost.of(config, 2), [n, n])
+        assert found == pytest.approx(2 * sum(seen) / CONFIG.num_layers)

@@ -13,6 +13,8 @@ from two_ranks import load, packed
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.kv.held_blocks import HeldBlocks
+from areno.engine.decoder.kv.layout import KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.models.transformer import Transformer
@@ -23,7 +25,7 @@ Outputs = dict[tuple[int, int], GenerationOutput]
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "cut prompts": {"max_prefill_tokens": 7},
-    "few blocks": {"n_blocks": 21},
+    "few blocks": {"n_blocks": 14},
     "alone": {"max_running": 1},
 }
 
@@ -107,17 +109,17 @@ def advance(scheduler: Scheduler) -> list[Sequence]:
 
 def test_blocks_behind_the_window_are_released() -> None:
     """A row of any length keeps the blocks of its window, and what is shared stays until nobody sees it."""
-    blocks = BlockManager(40, 4)
-    scheduler = Scheduler(blocks, 4, 64, window=9)
+    blocks = BlockManager(40, 4, [KVGroup(9)])
+    scheduler = Scheduler(blocks, 4, 64)
     request = GenerationRequest(request_id=0, prompt=prompt(0, 18), n_samples=2, seed=0, params=SamplingParams())
     scheduler.waiting.extend([sequence(request), sequence(request, 1)])
     first, second = advance(scheduler)
     assert blocks.n_available == 40 - 6  # four shared blocks, and the last one of each
     for _ in range(60):
         advance(scheduler)
-        for each in (first, second):
-            seen = range(max(0, each.n_kv - 9), each.n_kv)
-            assert each.n_released == min(seen.start // 4, each.n_registered)
+        for each in (first, second):  # what lies behind is released when the next block is taken
+            assert each.held.n_behind[0] >= min((each.n_kv - 9) // 4, each.held.n_registered) - 1
+            assert len(each.blocks) - each.held.n_behind[0] <= 4
     assert blocks.n_available >= 40 - 2 * 4  # a window of nine positions lies in four blocks at most
     scheduler.abort(0)
     assert blocks.n_available == 40
@@ -128,21 +130,23 @@ def test_a_released_block_groups_nobody() -> None:
     request = GenerationRequest(request_id=0, prompt=prompt(0, 64), n_samples=2, seed=0, params=SamplingParams())
     rows = [sequence(request, sample) for sample in range(3)]
     for each in rows:
-        each.blocks, each.n_kv = list(range(17)), 65
+        each.held, each.n_kv = HeldBlocks(BlockManager(17, 4)), 65
+        each.held.stacks = [list(range(17))]
     options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_processors": 1}
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
-    rows[1].n_released = 16
+    rows[1].held.n_behind = [16]
     assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "qwen3-window"])
+@pytest.mark.parametrize("case", ["mistral-window", "qwen3-window", "gemma3-tied"])
 def test_windows_let_more_rows_run_in_the_same_blocks(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random_model(case, tmp_path)
     model = load(tmp_path)
     with_release, decoder = decode(model, n_blocks=21)
-    monkeypatch.setattr(Scheduler, "_release_behind_window", lambda *given: None)
+    of = KVLayout.of
+    monkeypatch.setattr(KVLayout, "of", lambda *given, by_window: of(*given, by_window=False))
     without, other = decode(model, n_blocks=21)
     assert decoder.stats.preemptions < other.stats.preemptions
     assert {key: out.tokens for key, out in without.items()} == {key: out.tokens for key, out in with_release.items()}

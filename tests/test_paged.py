@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from areno.kernels.paged import PagedBatch, decode_attention, reference
+from areno.kernels.spans import SPAN
 from tests.interpreted import run_interpreted
 
 SHAPES = [  # query heads, key heads, head dim, page size
@@ -167,6 +168,38 @@ def compare_windows(device: str) -> None:
             got = triton.decode_attention(q, k, v, written, batch, window)
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
             assert torch.equal(written, expected_pages)
+
+
+def skip_what_is_behind(device: str) -> None:
+    """What a row does not see is nan, apart from the tile in which its window begins: who reads it gives nan."""
+    from areno.kernels.paged import triton
+
+    shape, window = SHAPES[2], 33
+    q, k, v, pages, teamed = make_case(*shape, device=device)
+    alone = without_teams(teamed)
+    expected = reference.decode_attention(q, k, v, pages.clone(), alone, window)
+    by_spans = replace(cut_into(alone, SPAN, SPAN), by_spans=True)
+    for batch, tile in ((cut_into(alone, 64, 32), 32), (by_spans, 64)):
+        places: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}  # whether a row reads them
+        for row, length in enumerate(LENGTHS):
+            for position in range(length):
+                page = int(batch.table_TW[batch.slots_B[row], position // shape[3]])
+                places[position >= max(0, length - window) // tile * tile].add((page, position % shape[3]))
+        spoiled = pages.clone()
+        for page, offset in (unread := places[False] - places[True]):
+            spoiled[:, page, offset] = torch.nan
+        assert len(unread) > 100
+        got = triton.decode_attention(q, k, v, spoiled, batch, window)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_no_tile_behind_a_window_is_read_by_the_interpreted_kernels() -> None:
+    run_interpreted("from tests.test_paged import skip_what_is_behind; skip_what_is_behind('cpu')")
+
+
+@pytest.mark.gpu
+def test_no_tile_behind_a_window_is_read_on_the_gpu() -> None:
+    skip_what_is_behind("cuda")
 
 
 def test_windows_of_the_triton_kernel_in_the_interpreter_are_the_references() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.bench.work import Work
-from areno.models.cost import Cost, forward_flops, pairs, train_flops
+from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,25 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
     total = 0.0
     for j in range(1, max(work.new_lens)):
         prompt_L = prompt_P[new_P > j]
-        seen = n_samples * float((prompt_L + j).sum())
-        moved = float((prompt_L + n_samples * j).sum()) if shared else seen
+        seen_L = _seen(cost, prompt_L + j)
+        seen = n_samples * float(seen_L.sum())
+        moved = float((seen_L + (n_samples - 1) * _seen(cost, j)).sum()) if shared else seen
         flops = 2.0 * cost.active_params * n_samples * len(prompt_L) + cost.attn_flops * seen
         weights = copies * cost.moved_params(n_samples * len(prompt_L) / copies) * cost.itemsize
         total += rates.seconds(weights + cost.kv_bytes * moved, flops)
     return total
 
 
+def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
+    """How many of its last tokens a query sees in rows of these lengths, as the mean over layers."""
+    return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
+
+
 def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
     """Seconds of computing every prompt once; the head only for its last token. copies: as of `decode_s`."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
-    flops += cost.attn_flops * pairs(work.prompt_lens)
+    flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens)
     weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
     return rates.seconds(weights + cost.kv_bytes * n_tokens, flops)
 

@@ -70,7 +70,7 @@ class Ours:
         if settings.routing_replay and self.engine.info.routes is None:
             self.engine.close()
             raise ConfigError([Problem("--routing-replay", f"is for models with experts; {settings.shape} has none")])
-        self.kv_tokens = 0
+        self.cache_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
         """Seconds from the start of the engine to the first token, and to the second: all of the batch at once."""
@@ -92,7 +92,7 @@ class Ours:
 
     def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
         """One rollout phase. params: of SamplingParams, beside those that the work sets."""
-        self.kv_tokens = self.begin(self._settings.work.n_rows, max(self._settings.work.row_lens)).kv_tokens
+        self.cache_tokens = self.begin(self._settings.work.n_rows, max(self._settings.work.row_lens)).cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
         self.engine.end_rollout()
         return [
@@ -135,7 +135,7 @@ def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> 
             timed = measure(ours, settings.kind, settings.work, settings.repeats)
             figures |= timed.figures(settings.work)
             peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
-            kv_gib = ours.kv_tokens * cost.kv_bytes / 2**30
+            kv_gib = ours.cache_tokens * cost.kv_bytes / 2**30
             figures |= {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
             if settings.kind == "step":
                 for name in ("logp_abs_diff_mean", "logp_abs_diff_max"):

@@ -97,9 +97,8 @@ def _check_folder(report: _Report, folder: Path) -> int:
     report.line("ok", "model", f"{about}, {config.max_position_embeddings} tokens of context")
     if windows:
         sliding = [kind.window is not None for kind in config.kinds]
-        freed = "all" if config.window is not None else "no"
         text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
-        report.line("ok", "sliding window", f"{text}; {freed} blocks behind it are freed in the KV cache")
+        report.line("ok", "sliding window", f"{text}, which free the KV cache behind it")
     return 0
 
 

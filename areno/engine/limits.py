@@ -15,11 +15,14 @@ from areno.types import GenerationRequest, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """What a decoder has room for. context_len, kv_tokens: tokens of the model's context and of the whole KV cache."""
+    """What a decoder has room for. context_len: tokens of the model's context. kv_tokens: of the longest sequence that
+    fits the KV cache by itself. cache_tokens: how many would fill its memory with keys and values of all layers.
+    """
 
     vocab_size: int
     context_len: int
     kv_tokens: int
+    cache_tokens: int = 0
     stop_strings: bool  # whether there is a tokenizer, without which stop strings cannot be found
     grammars: bool = False  # whether grammars can be compiled, which needs the tokenizer, too
 

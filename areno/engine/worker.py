@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.deterministic import operations_named, places_of_their_own
@@ -116,6 +117,7 @@ class Worker:
                 block_size=self._block_size,
                 max_running=max_running,
                 max_prefill_tokens=spec.decoder.max_prefill_tokens,
+                max_len=spec.max_len,
                 eos_token_ids=self._eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
@@ -127,23 +129,28 @@ class Worker:
             )
 
     def _kv_blocks(self, spec: RolloutSpec, max_running: int) -> int:
-        """Number of KV blocks: what `max_running` sequences of full length need, or fewer where memory is short."""
-        tp = self.context.tp
+        """Number of KV blocks of all layers: what `max_running` sequences of full length need, or fewer where memory is
+        short.
+        """
+        tp, keeps_routes = self.context.tp, self.spec.routing_replay
+        layout = KVLayout.of(self.actor.config, self._block_size, spec.max_len, by_window=not keeps_routes)
         token_bytes = kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
-        if self.spec.routing_replay and (shape := self._route_shape) is not None:
+        if keeps_routes and (shape := self._route_shape) is not None:
             token_bytes += shape.bytes_per_token
         block_bytes = self._block_size * token_bytes
-        per_sequence = -(-spec.max_len // self._block_size) + 1
-        blocks = max_running * per_sequence + 1
+        per_sequence = layout.blocks_for(spec.max_len) + layout.n_tables
+        of_chunk = layout.blocks_of_chunk(spec.decoder.max_prefill_tokens)
+        blocks = layout.memory_of(max_running * per_sequence + of_chunk) + 1
         if spec.decoder.max_kv_tokens is not None:
             return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
         affordable = int(self._free_bytes() * spec.decoder.mem_fraction) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        if affordable < per_sequence + 1:
+        if affordable < layout.memory_of(per_sequence) + 1:
+            room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
             raise EngineError(
                 "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                max(affordable, 0) * self._block_size, spec.max_len, Key("gconfig.max_new_tokens"),
+                room, spec.max_len, Key("gconfig.max_new_tokens"),
                 Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
             )  # fmt: skip
         if affordable < blocks and self.spec.deterministic and not self.spec.exact:

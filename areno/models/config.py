@@ -87,12 +87,6 @@ class TransformerConfig:
         """Of a layer."""
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
-    @property
-    def window(self) -> int | None:
-        """How many of a row's last tokens any layer sees at most; None where some layer sees all of them."""
-        windows = [kind.window for kind in self.kinds]
-        return None if not windows or None in windows else max(window for window in windows if window is not None)
-
 
 class Family(NamedTuple):
     """One entry of the registry: what `config.json` calls the family, and how it is read.

@@ -6,6 +6,7 @@ memory is that of one of them. Bytes count tensors, not what an allocator adds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -72,6 +73,12 @@ def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
     """Cached keys and values of one token in all layers."""
     return 2 * config.num_layers * kv_heads(config, tp_size) * config.head_dim * itemsize
+
+
+def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, tp_size: int = 1) -> int:
+    """What layers need of the keys and values of one row: those with a window, of its last tokens alone."""
+    n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, range(config.num_layers)))
+    return n_kept * kv_bytes(config, itemsize, tp_size) // config.num_layers
 
 
 def kv_heads(config: TransformerConfig, tp_size: int = 1) -> int:
@@ -195,6 +202,7 @@ class Cost:
     kv_bytes: int  # of one token, all layers
     attn_flops: int  # of one query with one key, all layers and heads, forward
     itemsize: int
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # how far layers see, and the share that sees so far
     experts: Experts | None = None
     expert_params: int = 0  # of one expert, in all layers that have experts
 
@@ -202,6 +210,7 @@ class Cost:
     def of(config: TransformerConfig, itemsize: int) -> Cost:
         """From the shape alone, of all ranks together."""
         experts, of_experts = config.experts, 0
+        layers = Counter(config.kind(layer).window for layer in range(config.num_layers))
         if experts is not None:
             of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
         return Cost(
@@ -213,6 +222,7 @@ class Cost:
             kv_bytes=kv_bytes(config, itemsize),
             attn_flops=4 * config.num_layers * _q_size(config, 1),
             itemsize=itemsize,
+            windows=tuple((window, n / config.num_layers) for window, n in layers.items()),
         )
 
     @property
@@ -232,7 +242,7 @@ def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None =
     n_tokens = sum(row_lens)
     head_tokens = n_tokens if head_tokens is None else head_tokens
     flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
-    return flops + cost.attn_flops * pairs(row_lens)
+    return flops + cost.attn_flops * mean_pairs(cost, row_lens)
 
 
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
@@ -240,9 +250,18 @@ def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = N
     return 3.0 * forward_flops(cost, row_lens, head_tokens)
 
 
-def pairs(row_lens: Iterable[int]) -> float:
-    """(query, key) pairs of causal attention."""
-    return float(sum(n * (n + 1) // 2 for n in row_lens))
+def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
+    """(query, key) pairs of causal attention, as the mean over layers."""
+    return sum(share * pairs(row_lens, window) for window, share in cost.windows)
+
+
+def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
+    """Those of a layer in which a token sees the last `window` ones, itself included; None is all."""
+    found = 0
+    for n in row_lens:
+        beyond = 0 if window is None else max(0, n - window)
+        found += n * (n + 1) // 2 - beyond * (beyond + 1) // 2
+    return float(found)
 
 
 def _q_size(config: TransformerConfig, tp_size: int) -> int:

@@ -7,6 +7,7 @@ keeps all processors busy.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,25 +44,23 @@ def split_attention(
     n_heads: int,
     n_processors: int,
     by_spans: bool = False,
+    has_windows: bool = False,
 ) -> AttentionSplit:
     """The split for one new token of each sequence.
 
     group_size: most rows of a shared-prefix group. max_groups: most groups, 0 for none. n_heads: key heads, of which
     each makes its own pieces. n_processors: multiprocessors of the device. by_spans: the pieces are the spans of
     `kernels.spans`, of which those that a group shares from the first on may be one; else they are chosen.
+    has_windows: sequences may have released blocks of some layers.
     """
     shareable = partial(_whole_spans if by_spans else _whole_blocks, block_size)
-    rows_by_prompt: dict[int, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        n_blocks = shareable(sequence.n_prompt) // block_size
-        if n_blocks > sequence.n_released:  # a block that was released may be anybody's
-            # A block belongs to one prefix, so two prompts that share their last full block share all before it.
-            rows_by_prompt.setdefault(sequence.blocks[n_blocks - 1], []).append(row)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     prefix_groups_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
     shared_lens: list[int] = []
     n_saved = 0
-    for rows in rows_by_prompt.values():
+    for rows in _rows_by_prompt(sequences, shareable, block_size):
+        if has_windows:  # the first one's blocks are read for all of a group, and the shortest has what the others see
+            rows.sort(key=lambda row: sequences[row].n_kv)
         n_shared = shareable(sequences[rows[0]].n_prompt)
         for start in range(0, len(rows), group_size):
             group = rows[start : start + group_size]
@@ -93,6 +92,17 @@ def split_attention(
         shared_span, shared_splits = _span_and_splits(longest_shared, sum(shared_lens) * per_piece, _MAX_SHARED_SPAN)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, (own_splits, shared_splits))
+
+
+def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
+    """The rows whose prompts are in the same blocks. shareable: how many positions of a prompt of some length are."""
+    rows: dict[int, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        held, n_blocks = sequence.held, shareable(sequence.n_prompt) // block_size
+        if n_blocks > held.n_behind[0]:  # a block that was released may be anybody's
+            # A block belongs to one prefix, so two prompts that share their last full block share all before it.
+            rows.setdefault(held.stacks[0][n_blocks - 1], []).append(row)
+    return rows.values()
 
 
 def _span_and_splits(longest: int, wanted: float, max_span: int) -> tuple[int, int]:

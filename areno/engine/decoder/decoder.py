@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 
 from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
@@ -30,8 +31,10 @@ class Decoder:
     sequence that ends with a stop token may run one more step, whose token is dropped. On a CPU the order is the same,
     without the overlap. A completion depends on its request only, not on what else is in the batch.
 
-    block_size: in tokens. max_running: most sequences in the batch. max_prefill_tokens: most prompt tokens of a step.
-    eos_token_ids: end a completion unless `ignore_eos`. use_graphs: replay the decode step as a CUDA graph.
+    n_blocks: memory of the cache, as the number of blocks that it would hold if each were for all layers. block_size:
+    in tokens. max_len: of the sequences to expect, in tokens, from which KVLayout is chosen; None is the context.
+    max_running: most sequences in the batch. max_prefill_tokens: most prompt tokens of a step. eos_token_ids: end a
+    completion unless `ignore_eos`. use_graphs: replay the decode step as a CUDA graph.
     attn_backend: of the prefill, as returned by `choose_backend`. detokenize: turns completion tokens into text; stop
     strings need it. weights_version: the caller sets it between steps, when the weights have changed. Each token gets
     the version that was set when the step that sampled it was started. stream_every_s: least seconds between partial
@@ -46,6 +49,7 @@ class Decoder:
         block_size: int,
         max_running: int,
         max_prefill_tokens: int,
+        max_len: int | None = None,
         eos_token_ids: Collection[int],
         use_graphs: bool = False,
         attn_backend: str = "sdpa",
@@ -57,16 +61,20 @@ class Decoder:
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
-        self._blocks = BlockManager(n_blocks, block_size)
-        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens, model.config.window)
+        context_len = model.config.max_position_embeddings
+        # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
+        layout = KVLayout.of(model.config, block_size, max_len or context_len, by_window=not keeps_routes)
+        self._blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
+        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
         self._runner = Runner(
-            model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
+            model, self._blocks, layout, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
             keeps_routes=keeps_routes,
         )  # fmt: skip
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
-            context_len=model.config.max_position_embeddings,
-            kv_tokens=n_blocks * block_size,
+            context_len=context_len,
+            kv_tokens=layout.most_tokens(self._blocks.n_blocks, context_len),
+            cache_tokens=n_blocks * block_size,
             stop_strings=detokenize is not None,
             grammars=compile_grammar is not None,
         )

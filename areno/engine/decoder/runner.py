@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import DecodeGraphs
+from areno.engine.decoder.kv.layout import KVLayout
+from areno.engine.decoder.kv.prefill_places import prefill_places
 from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
@@ -57,14 +59,15 @@ class PendingTokens:
 class Runner:
     """Owns everything of the decoder that lives on the device.
 
-    A sequence has a slot while it is in the batch. For each slot the device has the block table (`table`), the sampling
-    settings and the last sampled token. The last slot belongs to rows that only pad a batch.
+    A sequence has a slot while it is in the batch. For each slot the device has the block tables (of `cache`), the
+    sampling settings and the last sampled token. The last slot belongs to rows that only pad a batch.
     """
 
     def __init__(
         self,
         model: Transformer,
         blocks: BlockManager,
+        layout: KVLayout,
         max_running: int,
         *,
         use_graphs: bool,
@@ -76,19 +79,16 @@ class Runner:
         self.by_spans = attn_backend == "spans"
         self.device = model.device
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
-        self.n_slots = n_slots
-        self.cache = KVCache(model, n_blocks, blocks.block_size)
+        self.n_slots, self.blocks = n_slots, blocks
+        self.cache = KVCache(model, n_blocks, layout, n_slots)
         self.routes: RouteCache | None = None
         if keeps_routes and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
-        max_blocks = min(n_blocks, blocks.blocks_for(model.config.max_position_embeddings))
-        self.table = torch.full((n_slots, max_blocks), n_blocks, dtype=torch.int32, device=self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device)
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
-        self.uses_prefix_groups = use_triton(self.table)
-        heads_per_key = model.config.num_heads // model.tp.size // self.cache.kv_blocks.shape[4]
-        self.group_size = most_rows(heads_per_key, self.by_spans)
+        self.uses_prefix_groups = use_triton(self.cache.tables)
+        self.group_size = most_rows(model.config.num_heads // model.tp.size // self.cache.n_heads, self.by_spans)
         self.n_processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_cuda else 1
         self.graphs: DecodeGraphs | None = None
         if use_graphs and on_cuda and self.uses_prefix_groups:
@@ -174,56 +174,53 @@ class Runner:
 
     def _upload_slots(self, sequences: list[Sequence]) -> None:
         """Send the blocks that sequences got since the last step, and the settings of sequences with a new slot."""
-        new = [sequence for sequence in sequences if sequence.n_uploaded == 0]
-        entries: list[tuple[int, int, int]] = []
+        new = [sequence for sequence in sequences if sequence.held.n_uploaded == 0]
+        entries: list[tuple[int, int, int, int]] = []
         for sequence in sequences:
-            for column in range(sequence.n_uploaded, len(sequence.blocks)):
-                entries.append((sequence.slot, column, sequence.blocks[column]))
-            sequence.n_uploaded = len(sequence.blocks)
+            if sequence.held.n_uploaded * self.blocks.block_size < sequence.held.room:
+                entries += sequence.held.new_entries(sequence.slot)
         if entries:
-            slots, columns, blocks = self._upload_columns(entries)
-            self.table[slots, columns] = blocks.int()
+            tables, slots, columns, blocks = self._upload_columns(entries)
+            self.cache.tables[tables, slots, columns] = blocks.int()
         if new:
             self.sampler.assign(self._upload(SlotSampler.pack(new)))
             if (counts := SlotSampler.pack_counts(new)) is not None:
                 self.sampler.assign_counts(*map(self._upload, counts))
 
     def _prefill(self, chunks: list[Chunk], prefilled: list[Sequence]) -> Tensor:
-        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it.
-
-        A slot mapping gives, for some tokens, their positions in the cache: block * block_size + offset.
-        """
-        size = self.cache.block_size
+        """One forward pass over the chunks; samples a token for each sequence whose prompt is complete with it."""
         tokens: list[int] = []
-        positions, slot_mappings, key_slot_mappings = [], [], []
         for chunk in chunks:
-            leader = chunk.prefill.leader
-            tokens += leader.tokens[chunk.start : chunk.end]
-            position = np.arange(chunk.end)
-            slot_mapping = np.array(leader.blocks, dtype=np.int64)[position // size] * size + position % size
-            positions.append(position[chunk.start :])
-            slot_mappings.append(slot_mapping[chunk.start :])
-            key_slot_mappings.append(slot_mapping)
+            tokens += chunk.prefill.leader.tokens[chunk.start : chunk.end]
         lengths_q = [chunk.end - chunk.start for chunk in chunks]
-        lengths_k = [chunk.end for chunk in chunks]
-        cu_q, cu_k = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (lengths_q, lengths_k))
-        borders = (self._upload(cu_q), self._upload(cu_k), max(lengths_q), max(lengths_k))
-        stored_N = self._upload(np.concatenate(slot_mappings))
-        keys_M = self._upload(np.concatenate(key_slot_mappings)) if lengths_q != lengths_k else None
+        cu_q = np.cumsum([0, *lengths_q], dtype=np.int32)
+        cu_q_R1, max_q = self._upload(cu_q), max(lengths_q)
+        # Spans of the exact attention are counted from the first token on.
+        places = prefill_places(chunks, self.blocks, from_the_first=self.by_spans)
+        stored: list[Tensor] = []  # by block table, as the two others
+        keys: list[Tensor | None] = []
+        borders: list[tuple[Tensor, Tensor, int, int]] = []
+        for group in places:
+            cu_k_R1 = self._upload(group.cu_k)
+            stored += self._upload(group.stored_TN)
+            keys += [None] * len(group.stored_TN) if group.keys_TM is None else self._upload(group.keys_TM)
+            borders += [(cu_q_R1, cu_k_R1, max_q, group.max_k)] * len(group.stored_TN)
 
         def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-            keys, values = self.cache.flat[layer]
+            cached_k, cached_v = self.cache.flat_of(layer)
+            table = self.cache.table_of(layer)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-            keys.index_copy_(0, stored_N, k_NKC)
-            values.index_copy_(0, stored_N, v_NKC)
-            if keys_M is not None:  # some rows attend to tokens of earlier steps, too
-                k_NKC, v_NKC = keys.index_select(0, keys_M), values.index_select(0, keys_M)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders, self.attn_backend, window)
+            cached_k.index_copy_(0, stored[table], k_NKC)
+            cached_v.index_copy_(0, stored[table], v_NKC)
+            if (keys_M := keys[table]) is not None:  # some rows attend to tokens of earlier steps, too
+                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *borders[table], self.attn_backend, window)
 
-        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(np.concatenate(positions))
-        hidden_ND = self._forward(tokens_N, positions_N, attend, stored_N)
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(positions)
+        hidden_ND = self._forward(tokens_N, positions_N, attend, stored[0])
         self._score_prompts(chunks, hidden_ND)
-        copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(size)]
+        copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(self.blocks)]
         if copies:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
@@ -274,8 +271,8 @@ class Runner:
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
             sequences, self.cache.block_size, group_size=self.group_size, n_processors=self.n_processors,
-            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
-            n_heads=self.cache.kv_blocks.shape[4], by_spans=self.by_spans,
+            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0, n_heads=self.cache.n_heads,
+            by_spans=self.by_spans, has_windows=self.blocks.has_windows,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
@@ -303,14 +300,16 @@ class Runner:
         """
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
-            table_TW=self.table, slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B, spans=spans,
-            prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, max_len=max_len,
+            table_TW=self.cache.tables[0], slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B,
+            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, max_len=max_len,
         )  # fmt: skip
+        batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
-            return decode_attention(q_BHC, k_BKC, v_BKC, self.cache.kv_blocks[layer], batch, window)
+            blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
+            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
 
-        places_B = None if self.routes is None else self.routes.places(self.table, slots_B, positions_B)
+        places_B = None if self.routes is None else self.routes.places(batch.table_TW, slots_B, positions_B)
         hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, attend, places_B)
         if self.model.tp.size > 1 and edits is None:
             return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)

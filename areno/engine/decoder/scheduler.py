@@ -7,6 +7,9 @@ running, prefilling, waiting are ordered by age, the oldest first.
 
 When blocks run out, the youngest sequence is preempted: it releases its blocks and waits again. The oldest always goes
 on, so there is no deadlock as long as each sequence fits on its own, which `RequestLimits` checks.
+
+Layers with a window need the blocks of the window alone (`kv/layout.py`). A prompt gets theirs chunk by chunk, and
+gives back what the next chunk does not see.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.block_manager import BlockManager, Match
+from areno.engine.decoder.kv.held_blocks import HeldBlocks
 from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest
 
@@ -33,11 +37,16 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         return [self.leader, *self.followers]
 
-    def copies(self, block_size: int) -> list[tuple[int, int]]:
+    def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy once the prompt is in the cache."""
-        if len(self.leader.tokens) % block_size == 0:
+        if len(self.leader.tokens) % blocks.block_size == 0:
             return []
-        return [(self.leader.blocks[-1], follower.blocks[-1]) for follower in self.followers]
+        return [
+            pair
+            for follower in self.followers
+            for source, target in zip(self.leader.held.stacks, follower.held.stacks, strict=True)
+            for pair in zip(blocks.stack(source[-1]), blocks.stack(target[-1]), strict=True)
+        ]
 
 
 @dataclass(slots=True)
@@ -62,19 +71,16 @@ class Plan:
 
 
 class Scheduler:
-    """Keeps every unfinished sequence and decides what each step runs.
+    """Keeps every unfinished sequence and decides what each step runs."""
 
-    window: tokens that any layer sees of a sequence, the last ones; None is all. Blocks before them are released while
-    the sequence goes on.
-    """
-
-    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, window: int | None = None):
-        self.blocks, self.window = blocks, window
+    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int):
+        self.blocks = blocks
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Prefill] = []
         self.running: list[Sequence] = []
         self._slots = list(range(max_running))[::-1]
+        self._prefilled: list[Sequence] = []  # in the step before, where layers have windows
         self.n_preemptions = 0
         self.n_cached_tokens = 0
 
@@ -92,10 +98,11 @@ class Scheduler:
 
         The caller should first wait for the tokens in flight, with which some of them may be finished.
         """
-        return sum(map(self._needs_block, self.running)) > self.blocks.n_available
+        return sum(map(self._needs_block, self.running)) * self.blocks.per_stack > self.blocks.n_available
 
     def schedule(self) -> Plan:
         """Plan the next step. Its positions count as cached from now on."""
+        self._release_behind_prefilled()
         decode = self._grow_running()
         chunks = self._next_chunks()
         for sequence in decode:
@@ -105,11 +112,8 @@ class Scheduler:
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Make the full blocks among a sequence's first `n_tokens` tokens (known, and cached) findable by content."""
-        size = self.blocks.block_size
-        for i in range(sequence.n_registered, n_tokens // size):
-            content = tuple(sequence.tokens[i * size : (i + 1) * size])
-            sequence.prefix_id = self.blocks.register(sequence.blocks[i], sequence.prefix_id, content)
-            sequence.n_registered = i + 1
+        if n_tokens >= (sequence.held.n_registered + 1) * self.blocks.block_size:
+            sequence.held.register(sequence.tokens, n_tokens)
 
     def remove_finished(self) -> None:
         """Release the slots and blocks of running sequences that have a finish reason."""
@@ -154,7 +158,7 @@ class Scheduler:
             self._preempt_youngest()
 
     def _needs_block(self, sequence: Sequence) -> bool:
-        return not sequence.reached_max_new and sequence.n_kv == len(sequence.blocks) * self.blocks.block_size
+        return sequence.n_kv == sequence.held.room and not sequence.reached_max_new
 
     def _grow_running(self) -> list[Sequence]:
         """The running sequences that take a step, oldest first, each with a block for its next position."""
@@ -163,53 +167,65 @@ class Scheduler:
             # slot < 0: preempted for an older one
             if sequence.reached_max_new or sequence.awaits_token or sequence.slot < 0:
                 continue
-            if self.window is not None:
-                self._release_behind_window(sequence, self.window)
             if self._needs_block(sequence):
-                while self.blocks.n_available == 0 and sequence.slot >= 0:
+                if self.blocks.has_windows:
+                    sequence.held.release_behind(sequence.n_kv)
+                while self.blocks.n_available < self.blocks.per_stack and sequence.slot >= 0:
                     self._preempt_youngest()
                 if sequence.slot < 0:
                     continue
-                sequence.blocks.append(self.blocks.allocate())
+                sequence.held.grow()
             decode.append(sequence)
         return decode
 
-    def _release_behind_window(self, sequence: Sequence, window: int) -> None:
-        """Release blocks that neither this step nor a later one reads. Those that can be found by content still can."""
-        first_seen = sequence.n_kv + 1 - window  # by the query at position n_kv
-        n_released = min(first_seen // self.blocks.block_size, sequence.n_registered)
-        if n_released > sequence.n_released:
-            self.blocks.release(sequence.blocks[sequence.n_released : n_released])
-            sequence.n_released = n_released
+    def _release_behind_prefilled(self) -> None:
+        """Of what the step before has computed of prompts, release the blocks that no later token sees."""
+        for sequence in self._prefilled:
+            if sequence.slot >= 0:
+                sequence.held.release_behind(sequence.n_kv)
+        self._prefilled = []
 
     def _next_chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
-        for prefill in self.prefilling:
-            if budget:
-                budget -= self._add_chunk(chunks, prefill, budget)
+        for prefill in self.prefilling:  # one at most, as nobody is admitted before it is complete
+            budget = self._add_chunk(chunks, prefill, budget)
         while budget and (prefill := self._admit()) is not None:
             self.prefilling.append(prefill)
-            budget -= self._add_chunk(chunks, prefill, budget)
+            budget = self._add_chunk(chunks, prefill, budget)
         for prefill in [chunk.prefill for chunk in chunks if chunk.is_last]:
             self.prefilling.remove(prefill)
             leader = prefill.leader
             for follower in prefill.followers:
-                follower.n_kv, follower.prefix_id = leader.n_kv, leader.prefix_id
-                follower.n_registered = leader.n_registered
+                follower.n_kv = leader.n_kv
+                follower.held.follow(leader.held, leader.n_kv // self.blocks.block_size)
             for sequence in prefill.sequences:
                 sequence.n_sampled += 1
                 self.running.append(sequence)
+        if self.blocks.has_windows:
+            self._prefilled = [each for chunk in chunks for each in chunk.prefill.sequences]
         return chunks
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
+        """Returns what is left of the budget: nothing where the prompt is still not complete."""
         leader = prefill.leader
-        chunk = Chunk(prefill, leader.n_kv, min(len(leader.tokens), leader.n_kv + budget))
-        leader.n_kv = chunk.end
-        # Findable at once: a forward pass writes the keys and values of all its rows before it reads any.
-        self.register(leader, chunk.end)
-        chunks.append(chunk)
-        return chunk.end - chunk.start
+        end = min(len(leader.tokens), leader.n_kv + budget)
+        if self.blocks.has_windows:
+            end = min(end, self._reach(leader))
+            leader.held.extend(end)
+        if end > leader.n_kv:
+            chunks.append(Chunk(prefill, leader.n_kv, end))
+            budget -= end - leader.n_kv
+            leader.n_kv = end
+            # Findable at once: a forward pass writes the keys and values of all its rows before it reads any.
+            self.register(leader, end)
+        return budget if end == len(leader.tokens) else 0
+
+    def _reach(self, leader: Sequence) -> int:
+        """Up to where there are blocks for a prompt whose layers with windows get them by chunks."""
+        per_stack = sum(group.n_tables for group in self.blocks.groups if group.window is not None)
+        spare = self.blocks.n_available - len(self.running) * self.blocks.per_stack
+        return leader.held.room + max(0, spare // per_stack) * self.blocks.block_size
 
     def _admit(self) -> Prefill | None:
         """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""
@@ -218,33 +234,40 @@ class Scheduler:
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
-        n_matched = 0 if leader.scores_prompt else (n_tokens - 1) // size
-        found, prefix_id = self.blocks.match(leader.tokens, n_matched)
-        n_new = self.blocks.blocks_for(n_tokens) - len(found)
+        match = self.blocks.match(leader.tokens, 0 if leader.scores_prompt else (n_tokens - 1) // size)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
-        reserve = len(self.running)
-        if not self.blocks.can_allocate(found, n_new, reserve):
+        reserve = len(self.running) * self.blocks.per_stack
+        n_new = self._most_new(match, n_tokens)
+        if not self.blocks.can_allocate(match.found(), n_new, reserve):
             assert self.running or self.prefilling, "a sequence was admitted that can never fit"
             return None
         self.waiting.popleft()
-        self.blocks.acquire(found)
-        leader.blocks = found + [self.blocks.allocate() for _ in range(n_new)]
-        leader.n_kv, leader.n_registered, leader.prefix_id = len(found) * size, len(found), prefix_id
-        leader.slot = self._slots.pop()
+        leader.held = HeldBlocks(self.blocks)
+        n_taken = leader.held.begin(match, n_tokens)
+        leader.n_kv, leader.slot = match.n_stacks * size, self._slots.pop()
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
         if leader.is_fresh:
             leader.n_cached = leader.n_kv
-            n_own = 1 if n_tokens % size else 0
-            shared = leader.blocks[: n_tokens // size]
+            n_own = self.blocks.per_stack if n_tokens % size else 0
+            reserve += n_new - n_taken  # of which chunks to come take the rest
             while self._slots and self._can_follow(leader) and self.blocks.can_allocate((), n_own, reserve):
                 follower = self.waiting.popleft()
-                self.blocks.acquire(shared)
-                follower.blocks = shared + [self.blocks.allocate() for _ in range(n_own)]
+                follower.held = HeldBlocks(self.blocks)
+                if n_own:
+                    follower.held.begin_last()
                 follower.slot = self._slots.pop()
                 follower.n_cached = leader.n_cached
                 prefill.followers.append(follower)
         return prefill
+
+    def _most_new(self, match: Match, n_tokens: int) -> int:
+        """Blocks that a prompt will need beside the prefix that was found: of windows, what it holds at once."""
+        size, n_blocks = self.blocks.block_size, 0
+        for group, n_behind in zip(self.blocks.groups, match.n_behind, strict=True):
+            n_held = match.n_stacks - n_behind
+            n_blocks += group.n_tables * max(0, group.most_stacks(n_tokens, size) - n_held)
+        return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
         return bool(self.waiting) and self.waiting[0].request is leader.request and self.waiting[0].is_fresh
@@ -258,6 +281,6 @@ class Scheduler:
         self.n_preemptions += len(victims)
 
     def _release(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.blocks[sequence.n_released :])
+        sequence.held.release()
         self._slots.append(sequence.slot)
         sequence.leave_cache()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.block_manager import EMPTY_PREFIX
+from areno.engine.decoder.kv.held_blocks import HeldBlocks
 from areno.engine.decoder.stop_strings import StopStrings
 from areno.engine.sampling.grammar import GrammarState
 from areno.types import FinishReason, GenerationOutput, GenerationRequest, TokenScores
@@ -36,15 +36,16 @@ class Sequence:
 
     slot: int = -1  # its row in the device's tables, -1 while waiting
     n_kv: int = 0  # positions whose keys and values are in the cache, or will be when the planned step has run
-    blocks: list[int] = field(default_factory=list)
-    n_released: int = 0  # how many of `blocks` are no longer its own, because they lie behind the window of all layers
-    n_uploaded: int = 0  # how many of `blocks` are in the device's table
-    n_registered: int = 0  # how many of `blocks` can be found by content
-    prefix_id: int = EMPTY_PREFIX  # of the prefix that ends with the last registered block
+    held: HeldBlocks = field(init=False)  # its blocks, there while it has a slot
     needs_edits: bool = field(init=False)  # whether its draws need more than the sampling kernel: see LogitEdits
 
     def __post_init__(self) -> None:
         self.needs_edits = self.request.edits_logits or self.request.top_logprobs > 0
+
+    @property
+    def blocks(self) -> list[int]:
+        """Its stacks in the group of layers that see farthest."""
+        return self.held.stacks[0]
 
     @property
     def n_prompt(self) -> int:
@@ -120,8 +121,8 @@ class Sequence:
 
     def leave_cache(self) -> None:
         """Forget slot and blocks; the tokens that have arrived stay."""
-        self.slot, self.n_kv, self.blocks = -1, 0, []
-        self.n_released, self.n_uploaded, self.n_registered, self.prefix_id = 0, 0, 0, EMPTY_PREFIX
+        self.slot, self.n_kv = -1, 0
+        del self.held
 
     def output(self) -> GenerationOutput:
         """The whole completion if it is finished, else the tokens since the partial output before."""

@@ -12,7 +12,7 @@ from typing import Literal
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.layers.adapter_config import AdapterSpec
 from areno.models.config import TransformerConfig
-from areno.models.cost import ModelBytes, kv_bytes, logits_bytes, model_bytes, token_bytes
+from areno.models.cost import ModelBytes, kv_bytes, kv_bytes_of_row, logits_bytes, model_bytes, token_bytes
 
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
 GIB = 2**30
@@ -129,6 +129,10 @@ class Footprint:
         room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
         kv = kv_bytes(actor.config, self.itemsize, self.tp_size)
         work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
+        if windows := [kind.window for kind in actor.config.kinds if kind.window is not None]:
+            ends = (max(windows), max(windows) + 1000)
+            less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.tp_size) for end in ends)
+            work[0] += f", and {gib(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")

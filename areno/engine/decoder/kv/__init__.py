@@ -1,0 +1,1 @@
+"""Layers that see equally far, and the blocks that a sequence holds for them."""
