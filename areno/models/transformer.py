@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from areno.kernels.backend import use_triton
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
+from areno.layers.delta import GatedDelta
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
@@ -190,6 +191,8 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Matrices normal with the config's `initializer_range`, norm factors 1, biases and a value head 0.
 
+        States of layers that have some decay at rates drawn evenly.
+
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
         for module in self.modules():
@@ -201,15 +204,20 @@ class Transformer(nn.Module):
                 module.clear_padding()
             elif isinstance(module, ValueHead):
                 module.weight.zero_()
+            elif isinstance(module, GatedDelta):
+                module.dt_bias.fill_(1.0)
         device = self.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif parameter.dim() == 2 and name != "score.weight":
+            elif (is_decay := name.endswith(".A_log")) or (parameter.dim() >= 2 and name != "score.weight"):
                 for part in self.layout(name):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
-                    full.normal_(0.0, self.config.initializer_range, generator=generator)
+                    if is_decay:
+                        full.uniform_(0.01, 16.0, generator=generator).log_()
+                    else:
+                        full.normal_(0.0, self.config.initializer_range, generator=generator)
                     part.region(parameter).copy_(part.cut(full))
 
 

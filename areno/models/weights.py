@@ -26,6 +26,7 @@ from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
+from areno.models.config import TransformerConfig
 from areno.models.experts.names import expert_modules
 from areno.models.folder.hub import resolve
 from areno.models.folder.raw_config import read_json
@@ -98,8 +99,19 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
             name = name.replace(inner, stacked[inner])
         stored = found.setdefault(name, Stored([], []))
         stored.entries.append(entry)
-        stored.orders.append(order if inner in ("self_attn.q_proj", "self_attn.k_proj") else None)
+        stored.orders.append(_order_in(inner, order, config))
     return found
+
+
+def _order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """The order of a tensor's heads, where that of queries and keys is another one than the file's."""
+    if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
+        return None
+    if inner.endswith("_norm"):
+        return None if config.qk_norm_whole else order
+    if inner == "self_attn.q_proj" and config.attention_gate:  # the numbers that gate a head are behind it
+        return torch.cat((order, torch.arange(len(order), 2 * len(order))))
+    return order
 
 
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
