@@ -86,6 +86,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Qwen3_5TextConfig,
         {
             "num_hidden_layers": 4,
+            "initializer_range": 0.1,
             "head_dim": 16,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,

@@ -58,7 +58,10 @@ class Decoder:
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
         self._blocks = BlockManager(n_blocks, block_size)
-        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens, model.config.window)
+        config = model.config
+        self._scheduler = Scheduler(
+            self._blocks, max_running, max_prefill_tokens, config.window, reuses_prefixes=config.delta is None
+        )
         self._runner = Runner(
             model, self._blocks, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
             keeps_routes=keeps_routes,

@@ -33,6 +33,10 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         return [self.leader, *self.followers]
 
+    def slot_pairs(self) -> list[tuple[int, int]]:
+        """(source, destination) slots: what the leader's has once the prompt is computed, the followers' need."""
+        return [(self.leader.slot, follower.slot) for follower in self.followers]
+
     def copies(self, block_size: int) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy once the prompt is in the cache."""
         if len(self.leader.tokens) % block_size == 0:
@@ -66,10 +70,18 @@ class Scheduler:
 
     window: tokens that any layer sees of a sequence, the last ones; None is all. Blocks before them are released while
     the sequence goes on.
+    reuses_prefixes: whether the blocks of a prefix are all that is needed to go on from it; else none is found again.
     """
 
-    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, window: int | None = None):
-        self.blocks, self.window = blocks, window
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_running: int,
+        max_prefill_tokens: int,
+        window: int | None = None,
+        reuses_prefixes: bool = True,
+    ):
+        self.blocks, self.window, self.reuses_prefixes = blocks, window, reuses_prefixes
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Prefill] = []
@@ -106,6 +118,8 @@ class Scheduler:
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Make the full blocks among a sequence's first `n_tokens` tokens (known, and cached) findable by content."""
         size = self.blocks.block_size
+        if not self.reuses_prefixes:
+            return
         for i in range(sequence.n_registered, n_tokens // size):
             content = tuple(sequence.tokens[i * size : (i + 1) * size])
             sequence.prefix_id = self.blocks.register(sequence.blocks[i], sequence.prefix_id, content)
@@ -218,7 +232,7 @@ class Scheduler:
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
-        n_matched = 0 if leader.scores_prompt else (n_tokens - 1) // size
+        n_matched = 0 if leader.scores_prompt or not self.reuses_prefixes else (n_tokens - 1) // size
         found, prefix_id = self.blocks.match(leader.tokens, n_matched)
         n_new = self.blocks.blocks_for(n_tokens) - len(found)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
