@@ -136,6 +136,13 @@ class Layer(nn.Module):
         y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND), split)
         return x_ND + (y_ND if self.mlp_norm is None else self.mlp_norm(y_ND))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        module = self.attention or self.delta
+        assert module is not None
+        return module.out.weight.dtype
+
     def _mixed(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool) -> Tensor:
         """What a token takes from those before it."""
         if self.attention is not None:
