@@ -136,7 +136,7 @@ def test_older_files_are_read_as_transformers_reads_them(name: str, tmp_path: Pa
         assert (again.logits(again(*packed(rows))) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("case", ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3"])
+@pytest.mark.parametrize("case", ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3", "qwen3.5"])
 def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     kind, extra = CASES[case]
     torch.manual_seed(0)

@@ -28,7 +28,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.adapters.folder import adapter_writes
 from areno.models.adapters.model import adapter_table
-from areno.models.cost import Cost, kv_bytes
+from areno.models.cost import Cost, kv_bytes, state_bytes
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -136,13 +136,19 @@ class Worker:
         blocks = max_running * per_sequence + 1
         if spec.decoder.max_kv_tokens is not None:
             return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
-        affordable = int(self._free_bytes() * spec.decoder.mem_fraction) // block_bytes
+        states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         if affordable < per_sequence + 1:
+            beside, fewer = "", ()
+            if states:
+                beside = f", beside the recurrent states of {max_running} sequences at once ({states / 2**30:.2f} GiB)"
+                fewer = (Key("rollout.max_concurrent_rollouts"),)
             raise EngineError(
-                "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                max(affordable, 0) * self._block_size, spec.max_len, Key("gconfig.max_new_tokens"),
+                f"the KV cache has room for {{}} tokens{beside}, one sequence may need {{}}: lower "
+                + "{}, " * len(fewer) + "{} or {}, or raise {}",
+                max(affordable, 0) * self._block_size, spec.max_len, *fewer, Key("gconfig.max_new_tokens"),
                 Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
             )  # fmt: skip
         return min(blocks, affordable)

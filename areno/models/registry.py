@@ -92,6 +92,11 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
     message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
     if wrong:
         return [Problem("engine.tp_size", message)]
+    if config.delta is not None and cp_size > 1:
+        text = (
+            "is {}, but {} has layers with a recurrent state, whose ranks of a context cannot share a row; set it to 1"
+        )
+        return [Problem("engine.cp_size", text, cp_size, whose)]
     each = (config.num_heads // tp_size, kv_heads(config, tp_size))
     heads = [(n, *names) for n, names in zip(each, sizes[:2], strict=True) if n % cp_size]
     shown = " and ".join(f"{n} {what}" for n, what, _, _ in heads)

@@ -99,11 +99,11 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
             name = name.replace(inner, stacked[inner])
         stored = found.setdefault(name, Stored([], []))
         stored.entries.append(entry)
-        stored.orders.append(_order_in(inner, order, config))
+        stored.orders.append(order_in(inner, order, config))
     return found
 
 
-def _order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
+def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
     """The order of a tensor's heads, where that of queries and keys is another one than the file's."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None

@@ -119,6 +119,9 @@ def open_actor(
     problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
     problems += expert_problems(model, actor, engine, routing_replay, devices[0])
+    if engine.exact and model.delta is not None:
+        text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
+        problems.append(Problem("engine.exact", text + "set it to false"))
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
