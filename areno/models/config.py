@@ -111,6 +111,8 @@ class Family(NamedTuple):
 
     names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
     stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
+    around: the architecture with images whose `text_config` is such a model; its text is under `model.language_model`.
+    unread: how tensors begin that belong to neither.
     """
 
     name: FamilyName
@@ -119,6 +121,8 @@ class Family(NamedTuple):
     read: Callable[[RawConfig], TransformerConfig]
     names: Mapping[str, tuple[str, ...]] = {}
     stacked: Mapping[str, tuple[str, ...]] = {}
+    around: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def read_decoder(

@@ -49,7 +49,7 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
-    raw = RawConfig(read_json(file), str(file))
+    raw = _text_of(RawConfig(read_json(file), str(file)))
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
@@ -74,7 +74,7 @@ def has_value_head(folder: Path) -> bool:
     """Whether the model of a folder gives numbers rather than tokens. CheckpointError as of `load_config`."""
     if not (folder / "config.json").is_file():
         return False
-    return _find_family(RawConfig(read_json(folder / "config.json"), str(folder / "config.json")))[1]
+    return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
@@ -114,6 +114,18 @@ def build_model(
     if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
     return Transformer(config, WeightSpec(dtype, device, tp))
+
+
+def _text_of(raw: RawConfig) -> RawConfig:
+    """What `config.json` says of the text model, where it is that of a model with images whose text is a family."""
+    for family in FAMILIES.values():
+        if family.around and family.around in raw.get("architectures", list, []):
+            text = raw.get("text_config", dict)
+            values = {"architectures": [family.architecture], "model_type": family.name, **text}
+            if "tie_word_embeddings" in raw.values:
+                values["tie_word_embeddings"] = raw.values["tie_word_embeddings"]
+            return RawConfig(values, f"{raw.origin}: text_config", raw.problems)
+    return raw
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:

@@ -1,7 +1,8 @@
 """Qwen3.5, dense, text: three of four layers have the gated delta rule in the place of attention (arXiv 2412.06464).
 
 The others have Qwen3's attention with a gate at its output; a quarter of each head is rotated. Norms multiply by
-1 + weight. Positions of images (mrope) are those of text where there is only text.
+1 + weight. Positions of images (mrope) are those of text where there is only text. Of a model with images, the text
+model is read, and saved as one without.
 """
 
 from __future__ import annotations
@@ -70,4 +71,6 @@ QWEN3_5 = Family(
         "linear_attn.in_proj_qkv": ("linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v"),
         "linear_attn.conv1d": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
     },
+    around="Qwen3_5ForConditionalGeneration",
+    unread=("mtp.", "model.visual."),
 )  # fmt: skip

@@ -1,0 +1,134 @@
+"""What only Qwen3.5 has: recurrent states in an engine, text within a model with images, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_engine import request, rollout, saved_tensors, scored, spec, train_rows
+from two_ranks import load, packed, random_rows
+
+from areno.engine.engine import Engine
+from areno.engine.spec import LoraSpec
+from areno.errors import CheckpointError, EngineError
+from areno.layers.adapter_config import AdapterSpec
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.registry import load_config, tp_problems
+from areno.models.weights import save_weights
+from areno.types import GenerationRequest, SamplingParams
+from tests.family_cases import CASES, SHAPE, random_model
+from tests.test_family_engines import REQUESTS, step
+from tests.test_lora import ALL, apart, of_peft
+
+TEXT = CASES["qwen3.5"][1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random_model("qwen3.5", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_rollouts_agree_with_training_over_updates(folder: Path) -> None:
+    """Each rollout begins anew with weights that were changed."""
+    with Engine(spec(folder, random_init=False), "inline") as engine:
+        for _ in range(3):
+            _, sampled, trained, stats = step(engine)
+            assert apart(sampled, trained) < 1e-4
+            assert stats["grad_norm"] > 0
+
+
+def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
+    """Keys of the first turn are in the cache, but no state that goes with them."""
+    with Engine(spec(folder, random_init=False), "inline") as engine:
+        first = request(0, length=40)
+        [found] = rollout(engine, [first])[0]
+        second = GenerationRequest(
+            request_id=1, prompt=[*first.prompt, *found.tokens, 5, 6], n_samples=2, seed=1,
+            params=SamplingParams(max_new_tokens=20, ignore_eos=True),
+        )  # fmt: skip
+        outputs = rollout(engine, [second])[1]
+        rows = [[*second.prompt, *out.tokens] for out in outputs]
+        trained = [line[len(second.prompt) :] for line in scored(engine, "actor", rows)]
+        assert apart([out.logprobs for out in outputs], trained) < 1e-4
+        assert [out.cached_tokens for out in outputs] == [0, 0]
+
+
+def test_adapters_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
+    """On attention, gates included, and on MLPs."""
+    adapters = AdapterSpec(rank=4, alpha=16.0, targets=ALL, use_rslora=False)
+    rows = [[3, 4, 5, 6], [7, 8], list(range(2, 40))]
+    with Engine(
+        spec(folder, random_init=False, lora=LoraSpec(adapters=adapters, base=str(folder))), "inline"
+    ) as engine:
+        before = scored(engine, "actor", rows)
+        stats = engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)
+        assert stats["logp_abs_diff_max"] < 1e-4
+        engine.save(str(tmp_path / "adapters"))
+        found = scored(engine, "actor", rows)
+        assert apart(found, of_peft(folder, tmp_path / "adapters", rows)) < 1e-4
+        assert apart(found, before) > 0.01
+        engine.save(str(tmp_path / "merged"), merge=True)
+    assert saved_tensors(tmp_path / "merged").keys() == saved_tensors(folder).keys()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_of_a_model_with_images(tied: bool, tmp_path: Path) -> None:
+    """It is read, and saved as a text model. Layers that predict more tokens at once are left alone."""
+    torch.manual_seed(0)
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {**SHAPE, **TEXT, "tie_word_embeddings": tied}
+    whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    reference = transformers.Qwen3_5ForConditionalGeneration(whole).eval()
+    reference.save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    values = json.loads(file.read_text())
+    values["text_config"] |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    file.write_text(json.dumps(values))
+    rows = random_rows(101, (20, 7))
+    model = load(tmp_path / "in")
+    assert (model.head is None) == tied
+    save_weights(model, tmp_path / "out")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(saved).__name__ == "Qwen3_5ForCausalLM"
+    with torch.no_grad():
+        expected = torch.cat([reference(input_ids=row[None]).logits[0] for row in rows])
+        torch.testing.assert_close(model.logits(model(*packed(rows))), expected, atol=1e-4, rtol=0)
+        again = torch.cat([saved(row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"attn_output_gate": False}, "attn_output_gate is False.*expected true"),
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3.*a multiple of linear_num_key_heads=2"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types is .*'full_attention' in one layer at least"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*'full_attention' or 'linear_attention'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected int, at least 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_what_is_missing_is_told_by_its_field(folder: Path, changes: dict[str, Any], message: str) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_config(folder)
+    assert len(caught.value.problems) == 1
+
+
+def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
+    config = load_config(folder)
+    [problem] = tp_problems(config, 1, cp_size=2)
+    assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
+    [problem] = tp_problems(config, 4)
+    assert "2 (linear key heads)" in str(problem)
+    with pytest.raises(EngineError, match=r"engine\.exact is not supported for a model with recurrent states"):
+        Engine(spec(folder, random_init=False, exact=True), "inline")
