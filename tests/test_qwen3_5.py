@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,17 @@ from two_ranks import load, packed, random_rows
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, EngineError
+from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.adapter_config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config, tp_problems
 from areno.models.weights import save_weights
 from areno.types import GenerationRequest, SamplingParams
+from tests.delta_loop import random_tokens, random_weights
 from tests.family_cases import CASES, SHAPE, random_model
+from tests.interpreted import run_interpreted
 from tests.test_family_engines import REQUESTS, step
+from tests.test_family_rollouts import decode, trained_logprobs
 from tests.test_lora import ALL, apart, of_peft
 
 TEXT = CASES["qwen3.5"][1]
@@ -103,6 +108,50 @@ def test_the_text_of_a_model_with_images(tied: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(model.logits(model(*packed(rows))), expected, atol=1e-4, rtol=0)
         again = torch.cat([saved(row[None]).logits[0] for row in rows])
     torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+def decode_with_kernels(folder: str, device: str, use_graphs: bool) -> None:
+    """What the kernels sample is what one pass of plain torch says, in fp32."""
+    plain, model = load(Path(folder)), load(Path(folder)).to(device)
+    settings = ({}, {"max_prefill_tokens": 7, "n_blocks": 21}) if device == "cuda" else ({"n_blocks": 21},)
+    for changes in settings:
+        outputs, decoder = decode(model, use_graphs=use_graphs, **changes)
+        assert (decoder.stats.graph_replays > 0) == use_graphs
+        with mock.patch("areno.kernels.backend._interprets", return_value=False):
+            expected = trained_logprobs(plain, outputs)
+        assert apart([out.logprobs for out in outputs.values()], expected) < 1e-3
+
+
+@pytest.mark.slow
+def test_decoding_with_interpreted_kernels(folder: Path) -> None:
+    run_interpreted(f"from tests.test_qwen3_5 import decode_with_kernels as f; f({str(folder)!r}, 'cpu', False)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_decoding_on_the_gpu(folder: Path, use_graphs: bool) -> None:
+    decode_with_kernels(str(folder), "cuda", use_graphs)
+
+
+@pytest.mark.gpu
+def test_chunks_and_steps_on_the_gpu_are_those_of_the_cpu() -> None:
+    weights, given, slots = random_weights(), random_tokens(300), torch.tensor([2, 0])
+    on_gpu = DeltaWeights(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in weights))
+    starts = [0, 130, 131, 300]
+    expected, behind = delta_rows(given, weights, RowChunks.of(starts, torch.device("cpu")), keep=True)
+    found, after = delta_rows(given.cuda(), on_gpu, RowChunks.of(starts, torch.device("cuda")), keep=True)
+    assert behind is not None
+    assert after is not None
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-3)
+    for ours, theirs in zip(after, behind, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=1e-4, rtol=1e-3)
+    for dtype in (torch.float32, torch.bfloat16):
+        one, states = given[:2].to(dtype), DeltaStates(behind.inputs_SXw.to(dtype), behind.matrices_SHKV)
+        their_states = DeltaStates(*(each.cuda() for each in states))
+        expected = delta_step(one, weights, states, slots)
+        found = delta_step(one.cuda(), on_gpu, their_states, slots.cuda())
+        torch.testing.assert_close(found.cpu(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+        torch.testing.assert_close(their_states.matrices_SHKV.cpu(), states.matrices_SHKV, atol=1e-4, rtol=1e-3)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -38,7 +38,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
     return out_BI
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _convolve_kernel(
     given_ptr, conv_ptr, inputs_ptr, slots_ptr, mixed_ptr, n_given, n_channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -62,7 +62,7 @@ def _convolve_kernel(
     tl.store(mixed_ptr + row * n_channels + channel, total * tl.sigmoid(total), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _head_kernel(
     given_ptr,
     mixed_ptr,
