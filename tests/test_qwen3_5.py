@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +14,18 @@ import transformers
 from tiny_engine import request, rollout, saved_tensors, scored, spec, train_rows
 from two_ranks import load, packed, random_rows
 
+from areno.api.inputs.plan import state_problems
+from areno.bench.floors import Rates, decode_s, prefill_s
+from areno.bench.shapes import model_folder
+from areno.bench.work import Work
+from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.adapter_config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.cost import Cost
 from areno.models.registry import load_config, tp_problems
 from areno.models.weights import save_weights
 from areno.types import GenerationRequest, SamplingParams
@@ -179,5 +186,32 @@ def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
     assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
     [problem] = tp_problems(config, 4)
     assert "2 (linear key heads)" in str(problem)
+    assert not [*state_problems(config, EngineConfig())]
+    [problem] = state_problems(config, EngineConfig(exact=True))
+    assert str(problem).startswith("engine.exact: is true, but training and decoding compute the recurrent states")
     with pytest.raises(EngineError, match=r"engine\.exact is not supported for a model with recurrent states"):
         Engine(spec(folder, random_init=False, exact=True), "inline")
+
+
+def test_the_shape_of_the_4b_model(tmp_path: Path) -> None:
+    hybrid = Cost.of(load_config(model_folder("qwen3.5-4b", tmp_path)[0]), 2)
+    assert hybrid.kv_bytes == 8 * 2 * 4 * 256 * 2
+    assert hybrid.attn_flops == 8 * 16 * 256 * 2 * 2
+    assert hybrid.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+
+
+PLAIN = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
+
+
+def test_floors_move_states_twice_in_a_step_and_once_behind_a_prompt() -> None:
+    work = Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
+    moving = Rates(copy_bytes_s=100.0, matmul_flops_s=1e12)
+    cost = replace(PLAIN, state_bytes=50, rule_flops=7.0)
+    for shared in (False, True):
+        more = decode_s(cost, work, moving, shared=shared) - decode_s(PLAIN, work, moving, shared=shared)
+        assert more == pytest.approx(2 * 4 * 2 * 50 / 100)
+    assert prefill_s(cost, work, moving) - prefill_s(PLAIN, work, moving) == pytest.approx(4 * 50 / 100)
+    multiplying = Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)
+    more = decode_s(cost, work, multiplying, shared=True) - decode_s(PLAIN, work, multiplying, shared=True)
+    assert more == pytest.approx(2 * 4 * 7 / 10)
+    assert prefill_s(cost, work, multiplying) - prefill_s(PLAIN, work, multiplying) == pytest.approx(20 * 7 / 10)
