@@ -16,9 +16,9 @@ from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
-from areno.layers.delta_config import Delta
 from areno.layers.experts_config import Experts
 from areno.layers.parallel import ParallelGroup
+from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models import cost

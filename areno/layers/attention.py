@@ -45,7 +45,7 @@ class PackedAttend:
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """What a layer with a recurrent state makes of rows that begin with none; see `areno/layers/delta.py`."""
+        """What a layer with a recurrent state makes of rows that begin with none; see `layers/recurrent/delta.py`."""
         assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
         return delta_rows(given_NP, weights, self.chunks)[0]
 
@@ -87,7 +87,7 @@ class CachedAttend:
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """See `areno/layers/delta.py`."""
+        """See `areno/layers/recurrent/delta.py`."""
         return self.states(layer, given_NP, weights)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from areno.layers.delta_config import Delta
 from areno.layers.experts_config import Experts
+from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.models.families.rope import read_rope
 from areno.models.folder.raw_config import RawConfig

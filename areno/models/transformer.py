@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from areno.kernels.backend import use_triton
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
-from areno.layers.delta import GatedDelta
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
+from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
 from areno.layers.shard import Part, WeightSpec
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since it needs Triton.
-            from areno.models.fused import fused_layer, fused_norm
+            from areno.models.fused.layer import fused_layer, fused_norm
 
             x_ND, delta_ND = x_ND.float(), None
             for index, layer in enumerate(self.layers):
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
-        """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
+        """Whether the layers run as fused kernels (`models/fused/layer.py`), with the same results as the plain ones.
 
         With gradients, every parameter that is not frozen needs a float32 `grad` to accumulate in, and attention a
         backward pass that can be called.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.layers.delta_config import Delta
+from areno.layers.recurrent.config import Delta
 from areno.models.config import Family, TransformerConfig, read_decoder
 from areno.models.families.rope import read_rope
 from areno.models.folder.raw_config import RawConfig

@@ -1,7 +1,7 @@
 """What a fused layer does between its two norms: attention, or the gated delta rule. Written out, outside autograd.
 
-This file imports Triton, as `fused.py` does. A forward function returns what is added to the residual stream, the
-result of its first product, which the backward pass takes if it is kept, and what that needs in any case.
+A forward function returns what is added to the residual stream, the result of its first product, which the backward
+pass takes if it is kept, and what that needs in any case.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
 from areno.layers.attention import Attend, PackedAttend
-from areno.layers.delta import GatedDelta
 from areno.layers.norm import RMSNorm
 from areno.layers.parallel import wait_for
+from areno.layers.recurrent.delta import GatedDelta
 from areno.models.layer import Attention, Layer
 
 Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from areno.layers.attention import Attend
 from areno.layers.norm import RMSNorm
-from areno.models.fused_mixers import mixed, mixed_backward
+from areno.models.fused.mixers import mixed, mixed_backward
 from areno.models.layer import Layer
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from areno.kernels.delta import DeltaWeights
-from areno.layers.delta_config import Delta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
+from areno.layers.recurrent.config import Delta
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
