@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.kernels.delta.library import library_rule
 from areno.kernels.delta.parts import DeltaStates, DeltaWeights
 from areno.kernels.delta.row_chunks import RowChunks
 
@@ -54,7 +55,8 @@ def delta_rows(
     q_NGK, k_NGK, v_NHV = to_heads(F.silu(mixed_NX), weights)
     decay_NH, beta_NH = gates(b_NH, a_NH, weights)
     state_RHKV = None if before is None else before.matrices_SHKV
-    out_NHV, state_RHKV = chunked_delta(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
+    rule = library_rule(given_NP, chunked_delta)
+    out_NHV, state_RHKV = rule(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
     after = None if inputs_RXw is None else DeltaStates(inputs_RXw, state_RHKV)
     return gated_norm(out_NHV, z_NI, weights), after
 

@@ -18,14 +18,15 @@ class RowChunks:
 
     So the chunks of one step are neighbours, and their rows are the first ones of the step before.
 
-    order_R: the rows, the longest first. lengths_R: of rows, as they are packed. starts_R: their first tokens.
+    order_R: the rows, the longest first. lengths_R: of rows, as they are packed. borders: (R + 1,), where they start,
+    and the number of tokens.
     rows_J: how many rows each step has. tokens_TC: the token at each place of a chunk, N where there is none.
     places_N: where in the flattened chunks each token is. ages_N: how many tokens of its row are before a token.
     """
 
     order_R: Tensor
     lengths_R: Tensor
-    starts_R: Tensor
+    borders: Tensor
     rows_J: tuple[int, ...]
     tokens_TC: Tensor
     places_N: Tensor
@@ -48,8 +49,13 @@ class RowChunks:
         places_N = np.empty(n_tokens, dtype=np.int64)
         places_N[tokens_TC[inside_TC]] = np.flatnonzero(inside_TC)
         ages_N = np.arange(n_tokens) - np.repeat(starts_R[:-1], lengths_R)
-        order, lengths, first, tokens, places, ages = (
+        order, lengths, borders, tokens, places, ages = (
             torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-            for array in (order_R, lengths_R, starts_R[:-1], tokens_TC, places_N, ages_N)
+            for array in (order_R, lengths_R, starts_R, tokens_TC, places_N, ages_N)
         )
-        return cls(order, lengths, first, rows_J, tokens, places, ages)
+        return cls(order, lengths, borders, rows_J, tokens, places, ages)
+
+    @property
+    def starts_R(self) -> Tensor:
+        """The first token of each row."""
+        return self.borders[:-1]
