@@ -18,6 +18,7 @@ from areno.api.inputs.plan import state_problems
 from areno.bench.floors import Rates, decode_s, prefill_s
 from areno.bench.shapes import model_folder
 from areno.bench.work import Work
+from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec
@@ -52,6 +53,21 @@ def test_rollouts_agree_with_training_over_updates(folder: Path) -> None:
             _, sampled, trained, stats = step(engine)
             assert apart(sampled, trained) < 1e-4
             assert stats["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_a_run_goes_on_from_its_state(kind: Any, folder: Path, tmp_path: Path) -> None:
+    """The weights of convolutions have three dimensions."""
+    optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+    settings = spec(folder, random_init=False, optimizer=optimizer)
+    with Engine(settings, "inline") as engine:
+        step(engine)
+        engine.save_state(str(tmp_path / "state"))
+        expected = step(engine)[2]
+        assert engine.state_written(wait=True)
+    with Engine(settings, "inline") as engine:
+        engine.load_state(str(tmp_path / "state"))
+        assert step(engine)[2] == expected
 
 
 def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
