@@ -70,6 +70,32 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3.5": (
+        transformers.Qwen3_5TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "initializer_range": 0.1,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    "qwen3.5-tied": (
+        transformers.Qwen3_5TextConfig,
+        {
+            "layer_types": ["full_attention", "linear_attention"],
+            "head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

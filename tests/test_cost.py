@@ -13,12 +13,14 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.decoder.kv_cache import KVCache
+from areno.engine.decoder.state_cache import StateCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
 from areno.layers.experts_config import Experts
 from areno.layers.parallel import ParallelGroup
+from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models import cost
@@ -35,6 +37,11 @@ CONFIG = TransformerConfig(
 SPARSE: dict[str, Any] = {
     "experts": Experts(n_experts=8, top_k=3, inner_size=20, normalised=True, dense_layers=frozenset({1})),
     "mlp_bias": False,
+}
+RECURRENT: dict[str, Any] = {
+    "delta": Delta(layers=(0, 2), n_key_heads=4, n_value_heads=8, key_dim=12, value_dim=12, width=4),
+    "attention_gate": True,
+    "num_kv_heads": 1,
 }
 
 
@@ -54,6 +61,7 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
         SPARSE,
         {"norms": "both"},
         {"norms": "after", "qk_norm": False, "qk_norm_whole": True},
+        RECURRENT,
     ],
 )
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
@@ -71,6 +79,18 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
     assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
+    config = replace(CONFIG, **RECURRENT)
+    model = build(config, tp_size, torch.bfloat16)
+    states = StateCache(model, n_slots=5)
+    n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
+    assert n_bytes == 5 * cost.state_bytes(config, 2, tp_size)
+    assert KVCache(model, 4, KVLayout.of(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
+    assert cost.kv_bytes(config, 2, tp_size) * 3 == cost.kv_bytes(replace(config, delta=None), 2, tp_size)
+    assert cost.state_bytes(CONFIG, 2) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -109,7 +129,8 @@ def count_activations() -> None:
     """What a layer saves for its backward pass. Run in a process of its own, where Triton interprets."""
     n = 7
     attend = PackedAttend(torch.tensor([0, n], dtype=torch.int32), n, "sdpa")
-    for dtype, config in ((torch.float32, CONFIG), (torch.float16, CONFIG), (torch.float32, replace(CONFIG, **SPARSE))):
+    more = [(torch.float32, replace(CONFIG, **changes)) for changes in (SPARSE, RECURRENT)]
+    for dtype, config in ((torch.float32, CONFIG), (torch.float16, CONFIG), *more):
         model = build(config, dtype=dtype)
         model.init_weights(1)
         for parameter in model.parameters():
@@ -152,6 +173,14 @@ def test_what_experts_cost_worked_by_hand() -> None:
     assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
     dense = cost.Cost.of(CONFIG, 2)
     assert dense.moved_params(5) == dense.active_params == cost.body_parameters(CONFIG) + 51 * 24
+
+
+def test_what_states_cost_worked_by_hand() -> None:
+    token = cost.Cost.of(replace(CONFIG, **RECURRENT), 2)
+    assert token.state_bytes == 2 * (8 * 12 * 12 * 4 + 3 * (2 * 4 * 12 + 8 * 12) * 2)
+    assert token.rule_flops == 2 * 8 * 6 * 12 * 12
+    products = 2.0 * (token.body_params + token.head_params) * 5
+    assert cost.forward_flops(token, [2, 3]) == products + 5 * token.rule_flops + 1 * 8 * 12 * 4 * (3 + 6)
 
 
 def test_config_and_cost_load_without_torch() -> None:

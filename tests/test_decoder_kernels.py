@@ -126,10 +126,12 @@ def test_no_number_of_rows_has_kernels_compiled_again() -> None:
     paged, sampling = pytest.importorskip("areno.kernels.paged.triton"), import_module("areno.kernels.sampling.triton")
     of_rows = {"slots_ptr", "positions_ptr", "lengths_ptr", "shared_ptr", "n_parts", "own_splits", "n_team_pieces"}
     n_found = 0
-    for kernel in (paged._piece_kernel, paged._join_kernel, sampling._scan_kernel, sampling._draw_kernel):
+    delta = import_module("areno.kernels.delta.triton")
+    kernels = paged._piece_kernel, paged._join_kernel, sampling._scan_kernel, sampling._draw_kernel
+    for kernel in (*kernels, delta._convolve_kernel, delta._head_kernel):
         for param in kernel.params:
             if param.name in of_rows:
                 n_found += 1
                 is_number = not param.name.endswith("_ptr")
                 assert param.do_not_specialize if is_number else param.do_not_specialize_on_alignment, param.name
-    assert n_found == 13
+    assert n_found == 15

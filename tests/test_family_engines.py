@@ -42,7 +42,14 @@ def compare(folder: Path, **layout: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "layout"), [("gemma3", {"tp_size": 2}), ("olmo3", {"tp_size": 2}), ("gemma3", {"cp_size": 2})]
+    ("case", "layout"),
+    [
+        ("gemma3", {"tp_size": 2}),
+        ("olmo3", {"tp_size": 2}),
+        ("qwen3.5", {"tp_size": 2}),
+        ("qwen3.5-tied", {"zero_stage": 2}),
+        ("gemma3", {"cp_size": 2}),
+    ],
 )
 def test_two_ranks_are_one(case: str, layout: dict[str, Any], tmp_path: Path) -> None:
     random_model(case, tmp_path)

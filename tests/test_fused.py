@@ -16,6 +16,7 @@ from areno.engine.train.flat import FlatParameters
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
+from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models.config import LayerKind, TransformerConfig
@@ -161,18 +162,22 @@ LIKE_GEMMA: dict[str, Any] = {
     "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
 }  # fmt: skip
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
+DELTA = Delta(layers=(0,), n_key_heads=2, n_value_heads=4, key_dim=6, value_dim=5, width=3)
+LIKE_QWEN: dict[str, Any] = {**BARE, "attention_gate": True, "norm_plus_one": True, "delta": DELTA}
 
 
 def compare_families() -> None:
     """The same for what only some families have."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), **LIKE_QWEN)
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks, with shared tokens, too: hidden states and gradients are those of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}):
+    like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2}
+    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
         compare_share(rank, **like)
     dist.destroy_process_group()
 
@@ -223,8 +228,8 @@ def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": False, **BARE}, LIKE_GEMMA, LIKE_OLMO],
-    ids=["all", "bare", "like gemma", "like olmo"],
+    [{}, {"qk_norm": False, **BARE}, LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN],
+    ids=["all", "bare", "like gemma", "like olmo", "like qwen 3.5"],
 )
 def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, Any]) -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **changes)

@@ -2,7 +2,8 @@
 
 Rollout: a decode step moves the weights once, and the keys and values of every live sequence once ("ordinary" floor);
 where the samples of a prompt read its part together, that part moves once for each prompt ("shared" floor). Of experts,
-those move that the tokens go through, if these choose evenly. A prompt is prefilled once. Training: 6 FLOPs for each
+those move that the tokens go through, if these choose evenly. A recurrent state is read and written in each step, and
+written once behind a prompt for each of its samples. A prompt is prefilled once. Training: 6 FLOPs for each
 parameter and token, plus causal attention; nothing is computed twice.
 A table that is only looked up into (an input embedding that is not the head as well) is neither moved nor multiplied.
 """
@@ -47,9 +48,10 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
         seen_L = _seen(cost, prompt_L + j)
         seen = n_samples * float(seen_L.sum())
         moved = float((seen_L + (n_samples - 1) * _seen(cost, j)).sum()) if shared else seen
-        flops = 2.0 * cost.active_params * n_samples * len(prompt_L) + cost.attn_flops * seen
-        weights = copies * cost.moved_params(n_samples * len(prompt_L) / copies) * cost.itemsize
-        total += rates.seconds(weights + cost.kv_bytes * moved, flops)
+        n_rows = n_samples * len(prompt_L)
+        flops = (2.0 * cost.active_params + cost.rule_flops) * n_rows + cost.attn_flops * seen
+        weights = copies * cost.moved_params(n_rows / copies) * cost.itemsize
+        total += rates.seconds(weights + cost.kv_bytes * moved + 2 * cost.state_bytes * n_rows, flops)
     return total
 
 
@@ -62,9 +64,9 @@ def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
     """Seconds of computing every prompt once; the head only for its last token. copies: as of `decode_s`."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
-    flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens)
+    flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
     weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
-    return rates.seconds(weights + cost.kv_bytes * n_tokens, flops)
+    return rates.seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)
 
 
 def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:

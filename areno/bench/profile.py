@@ -23,6 +23,7 @@ from areno import kernels
 OWN_FOLDERS = {
     "paged": "attention",
     "spans": "attention",
+    "delta": "recurrent state",
     "products": "gemm",
     "experts": "gemm",
     "adapters": "gemm",
@@ -35,6 +36,7 @@ OWN_FOLDERS = {
 _GROUPS: tuple[tuple[str, str], ...] = (
     ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray"),
     ("attention", r"attention|attn|flash|fmha|sdpa|varlen"),
+    ("recurrent state", r"delta|trsm|trisolve"),
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("sampling", r"sampl|gumbel|multinomial|topk|radix|bitonic|philox|argmax|distribution|sort"),
     ("head", r"logprob|log_softmax|logsumexp|cross_entropy|softmax"),

@@ -50,6 +50,7 @@ def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict
         "params": cost.n_params,
         "active_params": cost.active_params,
         "kv_bytes_per_token": cost.kv_bytes,
+        "state_bytes_per_sequence": cost.state_bytes,
         "rates": {"copy_gb_s": rates.copy_bytes_s / 1e9, "matmul_tflop_s": rates.matmul_flops_s / 1e12},
         "floors": floor,
         **results,

@@ -20,6 +20,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "qwen3-8b": (36, 4096, 12288, 32, 8, 128, False),
     "qwen3-30b-a3b": (48, 2048, 6144, 32, 4, 128, False),
     "qwen3-32b": (64, 5120, 25600, 64, 8, 128, False),
+    "qwen3.5-4b": (32, 2560, 9216, 16, 4, 256, True),
     "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, True),
     "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, True),
     "qwen2.5-7b": (28, 3584, 18944, 28, 4, 128, False),
@@ -28,6 +29,7 @@ _SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
+    "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
 }
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,6 +48,21 @@ _QWEN3_MOE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
+}
+_QWEN3_5: dict[str, Any] = {  # the text of the published models, which have images beside it
+    **_QWEN3,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "eos_token_id": 248044,
 }
 _TINY: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "eos_token_id": 0}
 _QWEN2 = {**_QWEN3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
@@ -72,7 +89,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": {**_QWEN2, "vocab_size": 152064},
     "llama": _LLAMA,
     "qwen3-30b-a3b": _QWEN3_MOE,
+    "qwen3.5": _QWEN3_5,
     "tiny": {**_QWEN3, **_TINY},
+    "tiny-qwen3.5": {
+        **_QWEN3_5,
+        **_TINY,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "tiny-moe": {**_QWEN3_MOE, **_TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_folder(report: _Report, folder: Path) -> int:
     """A line for each field that is why the model cannot run; 1 where there is one."""
     from areno.errors import CheckpointError
-    from areno.models.cost import parameters
+    from areno.models.cost import parameters, state_bytes
     from areno.models.registry import has_value_head, load_config
 
     if not folder.is_dir():
@@ -99,6 +99,10 @@ def _check_folder(report: _Report, folder: Path) -> int:
         sliding = [kind.window is not None for kind in config.kinds]
         text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
         report.line("ok", "sliding window", f"{text}, which free the KV cache behind it")
+    if config.delta is not None:
+        text = f"in {len(config.delta.layers)} of {config.num_layers} layers"
+        size = f"{state_bytes(config, 2) / 2**20:.1f} MiB of a sequence in bfloat16, whatever its length"
+        report.line("ok", "recurrent state", f"{text}; {size}")
     return 0
 
 

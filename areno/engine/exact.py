@@ -39,6 +39,11 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
     timed: of two ways with the same bits, choose the faster one by its time.
     EngineError where no way gives the same bits for any number of rows.
     """
+    if model.config.delta is not None:
+        raise EngineError(
+            "{} is not supported for a model with recurrent states, which training computes in chunks and decoding "
+            "token by token; set it to false", Key("engine.exact"),
+        )  # fmt: skip
     if model.routing is not None and model.device.type != "cpu":
         raise EngineError(
             "{} is not supported on {} for a model with experts, whose products have no fixed order there; set it to "

@@ -30,7 +30,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.adapters.folder import adapter_writes
 from areno.models.adapters.model import adapter_table
-from areno.models.cost import Cost, kv_bytes
+from areno.models.cost import Cost, kv_bytes, state_bytes
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -143,14 +143,20 @@ class Worker:
         blocks = layout.memory_of(max_running * per_sequence + of_chunk) + 1
         if spec.decoder.max_kv_tokens is not None:
             return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
-        affordable = int(self._free_bytes() * spec.decoder.mem_fraction) // block_bytes
+        states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         if affordable < layout.memory_of(per_sequence) + 1:
             room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+            beside, fewer = "", ()
+            if states:
+                beside = f", beside the recurrent states of {max_running} sequences at once ({states / 2**30:.2f} GiB)"
+                fewer = (Key("rollout.max_concurrent_rollouts"),)
             raise EngineError(
-                "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
-                room, spec.max_len, Key("gconfig.max_new_tokens"),
+                f"the KV cache has room for {{}} tokens{beside}, one sequence may need {{}}: lower "
+                + "{}, " * len(fewer) + "{} or {}, or raise {}",
+                room, spec.max_len, *fewer, Key("gconfig.max_new_tokens"),
                 Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
             )  # fmt: skip
         if affordable < blocks and self.spec.deterministic and not self.spec.exact:

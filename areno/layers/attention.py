@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
+from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -18,7 +20,7 @@ window: how many tokens each token sees, itself and the last ones before it; Non
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedAttend:
     """Attention for training: rows packed end to end, each token seeing itself and the earlier ones of its row.
 
@@ -36,6 +38,16 @@ class PackedAttend:
         borders = self.cu_seqlens, self.cu_seqlens, self.max_len, self.max_len
         q_NHD, k_NKD, v_NKD = map(self.context.to_columns, (q_NHD, k_NKD, v_NKD))
         return self.context.to_rows(varlen_attention(q_NHD, k_NKD, v_NKD, *borders, self.backend, window))
+
+    @cached_property
+    def chunks(self) -> RowChunks:
+        """Of the rows, for layers with a recurrent state. The host waits for the borders once."""
+        return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
+
+    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+        """What a layer with a recurrent state makes of rows that begin with none; see `layers/recurrent/delta.py`."""
+        assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
+        return delta_rows(given_NP, weights, self.chunks)[0]
 
     def forward(
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
@@ -62,6 +74,21 @@ class PackedAttend:
         grads = varlen_backward(grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD, saved, *rows, window)
         grad_q, grad_k, grad_v = map(self.context.to_rows, grads)
         return grad_q, grad_k, grad_v
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttend:
+    """Attention with what a cache holds, and beside it what layers do whose state is in a cache."""
+
+    attend: Attend
+    states: Callable[[int, Tensor, DeltaWeights], Tensor]
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+        return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
+
+    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+        """See `areno/layers/recurrent/delta.py`."""
+        return self.states(layer, given_NP, weights)
 
 
 @dataclass(frozen=True, slots=True)

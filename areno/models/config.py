@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from areno.layers.experts_config import Experts
+from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.models.families.rope import read_rope
 from areno.models.folder.raw_config import RawConfig
 
 FamilyName = Literal[
     "qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3_text", "qwen3_moe",
-    "mixtral",
+    "mixtral", "qwen3_5_text",
 ]  # fmt: skip
 HeadName = Literal["lm", "value"]
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # each is built before the weights are read
 
 
@@ -37,6 +37,8 @@ class TransformerConfig:
     qk_norm: of each query and key head; qk_norm_whole: with all heads of a token as one vector.
     norms: where attention and MLP have theirs, with regard to the residual stream. norm_plus_one: norms multiply by
     1 + weight. embed_scale: what embeddings are multiplied by.
+    attention_gate: what attention gives is multiplied by the sigmoid of as many numbers, which come with the queries.
+    delta: the layers that have a recurrent state in the place of attention; `kinds` says nothing about these.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
@@ -58,6 +60,7 @@ class TransformerConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    attention_gate: bool = False
     norms: Literal["before", "after", "both"] = "before"
     norm_plus_one: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -67,6 +70,7 @@ class TransformerConfig:
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
     experts: Experts | None = None  # of the layers that have them in place of the plain MLP
+    delta: Delta | None = None
     head: HeadName = "lm"
     has_head: bool = True
 
@@ -81,7 +85,15 @@ class TransformerConfig:
             sizes.append(("intermediate size", "intermediate_size", self.intermediate_size))
         if self.experts is not None:
             sizes.append(("experts", self.experts.field, self.experts.n_experts))
+        if self.delta is not None:
+            sizes.append(("linear key heads", "linear_num_key_heads", self.delta.n_key_heads))
         return sizes
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have keys and values."""
+        recurrent = () if self.delta is None else self.delta.layers
+        return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
     def kind(self, index: int) -> LayerKind:
         """Of a layer."""
@@ -93,6 +105,8 @@ class Family(NamedTuple):
 
     names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
     stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
+    around: the architecture with images whose `text_config` is such a model; its text is under `model.language_model`.
+    unread: how tensors begin that belong to neither.
     """
 
     name: FamilyName
@@ -101,6 +115,8 @@ class Family(NamedTuple):
     read: Callable[[RawConfig], TransformerConfig]
     names: Mapping[str, tuple[str, ...]] = {}
     stacked: Mapping[str, tuple[str, ...]] = {}
+    around: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def read_decoder(
@@ -111,6 +127,7 @@ def read_decoder(
     partial_rotary: float | None = None,
     interleaved: bool = False,
     may_slide: bool = False,
+    may_recur: bool = False,
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
@@ -119,14 +136,14 @@ def read_decoder(
     default_head_dim: where `head_dim` is absent; None derives it from the hidden size.
     partial_rotary: the share of a head that is rotated where nothing says so; None rotates all of it, always.
     rope: where `config.json` describes more than one; activation: the name of the only one, and of its field.
-    may_slide: layers may have a window; see `with_windows`.
+    may_slide: layers may have a window; see `with_windows`. may_recur: layers may have a recurrent state.
     interleaved: neighbours are rotated together, rather than each number with that half a head away.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MOST_LAYERS)
     field, only = activation
     if raw.get(field, str, only) != only:
         raw.refuse(field, repr(only))
-    _refuse_unsupported(raw, num_layers, may_slide)
+    _refuse_unsupported(raw, num_layers, may_slide, may_recur)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
@@ -173,7 +190,7 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         raw.wrong(f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency")
 
 
-def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> None:
+def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
     """Fields that would change the numbers and that nothing here implements."""
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
@@ -185,7 +202,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool) -> Non
         method = quantization.get("quant_method", quantization)
         raw.refuse("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
     layer_types = raw.get("layer_types", list, [])
-    known = _LAYER_TYPES if may_slide else _LAYER_TYPES[:1]
+    known = ("full_attention",) + ("sliding_attention",) * may_slide + ("linear_attention",) * may_recur
     if any(kind not in known for kind in layer_types):
         raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:

@@ -17,6 +17,8 @@ from areno.models.adapters.shapes import adapter_parameters
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
+_RULE_TENSORS = 14  # float32 tensors as large as inputs and results of the gated delta rule, forward and backward
+_CHUNK = 64  # tokens for each of which a layer keeps its state: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
@@ -41,6 +43,9 @@ def active_body_parameters(config: TransformerConfig) -> int:
 def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
     """Elements of the largest layer."""
     size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, tp_size)
+    if config.delta is not None:
+        of_attention = _attention(config, tp_size)
+        layer += max(0, config.delta.parameters(size, tp_size) - of_attention)
     if experts is None:
         return layer
     sparse = layer - _plain_mlp(config, tp_size) + experts.parameters(size, experts.n_experts // tp_size)
@@ -53,16 +58,24 @@ def _body(config: TransformerConfig, tp_size: int, n_experts: int) -> int:
     if config.experts is not None:
         of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, tp_size)
         body += len(config.experts.layers(config.num_layers)) * of_layer
+    if config.delta is not None:
+        of_layer = config.delta.parameters(config.hidden_size, tp_size) - _attention(config, tp_size)
+        body += len(config.delta.layers) * of_layer
     return body
 
 
 def _plain_layer(config: TransformerConfig, tp_size: int) -> int:
+    norms = config.hidden_size * (4 if config.norms == "both" else 2)
+    return _attention(config, tp_size) + norms + _plain_mlp(config, tp_size)
+
+
+def _attention(config: TransformerConfig, tp_size: int) -> int:
+    """What another kind of layer has not."""
     qkv, heads = _qkv_size(config, tp_size), _q_size(config, tp_size)
-    layer = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
-    layer += config.hidden_size * (4 if config.norms == "both" else 2)
+    found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
-        layer += heads + (qkv - heads) // 2
-    return layer + 2 * config.head_dim * config.qk_norm + _plain_mlp(config, tp_size)
+        found += heads + kv_heads(config, tp_size) * config.head_dim
+    return found + 2 * config.head_dim * config.qk_norm
 
 
 def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
@@ -71,14 +84,20 @@ def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
 
 
 def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
-    """Cached keys and values of one token in all layers."""
-    return 2 * config.num_layers * kv_heads(config, tp_size) * config.head_dim * itemsize
+    """Cached keys and values of one token in all layers that have them."""
+    return 2 * len(config.attention_layers) * kv_heads(config, tp_size) * config.head_dim * itemsize
+
+
+def state_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
+    """What the layers with a recurrent state remember of one sequence, however long it is."""
+    return 0 if config.delta is None else config.delta.state_bytes(itemsize, tp_size)
 
 
 def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, tp_size: int = 1) -> int:
     """What layers need of the keys and values of one row: those with a window, of its last tokens alone."""
-    n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, range(config.num_layers)))
-    return n_kept * kv_bytes(config, itemsize, tp_size) // config.num_layers
+    layers = config.attention_layers
+    n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
+    return n_kept * kv_bytes(config, itemsize, tp_size) // len(layers)
 
 
 def kv_heads(config: TransformerConfig, tp_size: int = 1) -> int:
@@ -157,6 +176,8 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies.
 
+    Where layers are of two kinds, of the larger of each.
+
     split: the ranks divide the tokens of the residual stream.
     """
     experts, inner, size = config.experts, 2 * config.intermediate_size // tp_size, config.hidden_size
@@ -167,14 +188,20 @@ def activation_bytes(
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
-    products = _qkv_size(config, tp_size) + inner
+    first, mixed, rule = _qkv_size(config, tp_size), _q_size(config, tp_size), 0
+    if config.delta is not None:
+        first = max(first, config.delta.projected // tp_size)
+        mixed = max(mixed, config.delta.inner_size // tp_size)
+        rule = _RULE_TENSORS * 4 * (config.delta.n_channels + config.delta.inner_size) // tp_size
+        rule += 8 * config.delta.n_value_heads * config.delta.key_dim * config.delta.value_dim // (_CHUNK * tp_size)
+    products = first + inner
     return ActivationBytes(
-        always=2 * size * (4 + behind) // shares + _q_size(config, tp_size) * itemsize + ids,
+        always=2 * size * (4 + behind) // shares + mixed * itemsize + ids,
         kept=products * itemsize,
         # Products and their gradients, and both halves of the layer at once; experts' copies of inputs and of their
         # gradients. A third of what has the size of the residual stream goes into products or comes out of them, and
         # is there for all tokens.
-        at_work=(3 * products + (4 + 8 // shares) * size + copies) * itemsize + 24 * scores,
+        at_work=(3 * products + (4 + 8 // shares) * size + copies) * itemsize + 24 * scores + rule,
     )
 
 
@@ -203,6 +230,8 @@ class Cost:
     attn_flops: int  # of one query with one key, all layers and heads, forward
     itemsize: int
     windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # how far layers see, and the share that sees so far
+    state_bytes: int = 0  # of one sequence, all layers, whatever its length
+    rule_flops: float = 0.0  # of one token with the states of all layers, forward
     experts: Experts | None = None
     expert_params: int = 0  # of one expert, in all layers that have experts
 
@@ -210,7 +239,7 @@ class Cost:
     def of(config: TransformerConfig, itemsize: int) -> Cost:
         """From the shape alone, of all ranks together."""
         experts, of_experts = config.experts, 0
-        layers = Counter(config.kind(layer).window for layer in range(config.num_layers))
+        windows = Counter(config.kind(layer).window for layer in config.attention_layers)
         if experts is not None:
             of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
         return Cost(
@@ -220,9 +249,11 @@ class Cost:
             body_params=active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
             kv_bytes=kv_bytes(config, itemsize),
-            attn_flops=4 * config.num_layers * _q_size(config, 1),
+            attn_flops=4 * len(config.attention_layers) * _q_size(config, 1),
+            state_bytes=state_bytes(config, itemsize),
+            rule_flops=0.0 if config.delta is None else config.delta.flops,
             itemsize=itemsize,
-            windows=tuple((window, n / config.num_layers) for window, n in layers.items()),
+            windows=tuple((window, n / windows.total()) for window, n in windows.items()),
         )
 
     @property
@@ -241,7 +272,7 @@ def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None =
     """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
     n_tokens = sum(row_lens)
     head_tokens = n_tokens if head_tokens is None else head_tokens
-    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
+    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens) + cost.rule_flops * n_tokens
     return flops + cost.attn_flops * mean_pairs(cost, row_lens)
 
 
@@ -269,4 +300,6 @@ def _q_size(config: TransformerConfig, tp_size: int) -> int:
 
 
 def _qkv_size(config: TransformerConfig, tp_size: int) -> int:
-    return (config.num_heads // tp_size + 2 * kv_heads(config, tp_size)) * config.head_dim
+    """Of what the first product gives, gates of the queries included."""
+    of_queries = config.num_heads // tp_size * (1 + config.attention_gate)
+    return (of_queries + 2 * kv_heads(config, tp_size)) * config.head_dim

@@ -1,4 +1,4 @@
-"""One layer of the transformer, and its attention. Shape letters as in `transformer.py`."""
+"""One layer of the transformer, and its attention. Shape letters as in `transformer.py`; Q = H C, P = K C."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from areno.layers.experts import ExpertMLP
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.mlp import GatedMLP
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
+from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import rotate
 from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
@@ -17,17 +18,24 @@ from areno.models.config import TransformerConfig
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rope; the keys of all tokens are the business of `attend`."""
+    """Grouped-query attention with rope; the keys of all tokens are the business of `attend`.
+
+    index: the number of the layer among those with keys. gated: behind the queries of each head come as many numbers
+    whose sigmoid its output is multiplied by.
+    """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
-        self.index, self.window = index, config.kind(index).window
-        self.head_dim = config.head_dim
+        self.index, self.window = config.attention_layers.index(index), config.kind(index).window
+        self.head_dim, self.gated = config.head_dim, config.attention_gate
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         copies = max(1, spec.tp.size // config.num_kv_heads)  # of each key-value head
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, (q_size, kv_size, kv_size), spec, bias=config.qkv_bias, copies=(1, copies, copies)
-        )
+            config.hidden_size, (q_size * (1 + self.gated), kv_size, kv_size), spec, bias=config.qkv_bias,
+            copies=(1, copies, copies),
+        )  # fmt: skip
+        kv_local = self.qkv.local_sizes[1]
+        self.sizes = (self.qkv.local_sizes[0] // (1 + self.gated), kv_local, kv_local)  # Q, P, P
         self.q_norm = self.k_norm = None
         if config.qk_norm_whole:
             self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
@@ -39,26 +47,48 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(q_size, config.hidden_size, spec, bias=config.o_bias)
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        parts = self.norm_whole(self.qkv(x_ND, split)).split(self.qkv.local_sizes, dim=-1)
+        qkv_NX, gate_NQ = self.ungated(self.qkv(x_ND, split))
+        parts = self.norm_whole(qkv_NX).split(self.sizes, dim=-1)
         q_NHC, k_NKC, v_NKC = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_NHC, k_NKC = self.q_norm(q_NHC), self.k_norm(k_NKC)
         out_NHC = attend(self.index, rotate(q_NHC, cos, sin), rotate(k_NKC, cos, sin), v_NKC, self.window)
-        return self.out(out_NHC.flatten(-2), split)
+        return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
+
+    def ungated(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries, keys and values without the numbers that gate, and these, where the family has them."""
+        if not self.gated:
+            return qkv_NX, None
+        both_NQ2, keys_values = qkv_NX.tensor_split((2 * self.sizes[0],), dim=-1)
+        q_NHC, gate_NHC = both_NQ2.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        return torch.cat((q_NHC.flatten(-2), keys_values), dim=-1), gate_NHC.flatten(-2)
+
+    def ungated_gradient(self, grad_NX: Tensor, grad_gate_NQ: Tensor | None) -> Tensor:
+        """The gradient of what `ungated` was given."""
+        if grad_gate_NQ is None:
+            return grad_NX
+        grad_q_NQ, keys_values = grad_NX.tensor_split((self.sizes[0],), dim=-1)
+        both = [each.unflatten(-1, (-1, self.head_dim)) for each in (grad_q_NQ, grad_gate_NQ)]
+        return torch.cat((torch.cat(both, dim=-1).flatten(-2), keys_values), dim=-1)
+
+    @staticmethod
+    def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:
+        """What goes into the last product."""
+        return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
     def norm_whole(self, qkv_NX: Tensor) -> Tensor:
         """With the norms of all queries and of all keys of a token, where the family has these; else as it is."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
-        q_NQ, k_NP, v_NP = qkv_NX.split(self.qkv.local_sizes, dim=-1)
+        q_NQ, k_NP, v_NP = qkv_NX.split(self.sizes, dim=-1)
         return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
 
     def whole_gradient(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
         """The gradient of what `norm_whole` was given. Adds to those of the norms' weights."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return grad_NX
-        q_NQ, k_NP, _ = qkv_NX.split(self.qkv.local_sizes, dim=-1)
-        grad_q, grad_k, grad_v = grad_NX.split(self.qkv.local_sizes, dim=-1)
+        q_NQ, k_NP, _ = qkv_NX.split(self.sizes, dim=-1)
+        grad_q, grad_k, grad_v = grad_NX.split(self.sizes, dim=-1)
         return torch.cat((self.q_norm.backward(grad_q, q_NQ), self.k_norm.backward(grad_k, k_NP), grad_v), dim=-1)
 
 
@@ -76,6 +106,7 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm (or before one, or both) and added to the residual stream.
 
+    A layer with a recurrent state has `delta` in the place of `attention`.
     split: tensor-parallel ranks have a share of the residual stream's tokens each. Attention sees all of them.
     """
 
@@ -88,14 +119,33 @@ class Layer(nn.Module):
             return RMSNorm(config.hidden_size, config.rms_norm_eps, spec, plus_one=config.norm_plus_one)
 
         self.input_norm = norm("before", "both")
-        self.attention = Attention(config, index, spec)
+        self.attention = self.delta = None
+        if config.delta is not None and index in config.delta.layers:
+            place = config.delta.layers.index(index)
+            self.delta = GatedDelta(config.hidden_size, config.delta, place, config.rms_norm_eps, spec)
+        else:
+            self.attention = Attention(config, index, spec)
         self.attention_norm = norm("after", "both")
         self.post_norm = norm("before", "both")
         self.mlp = make_mlp(config, index, spec, routing)
         self.mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        y_ND = self.attention(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
+        y_ND = self._mixed(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.attention_norm is None else self.attention_norm(y_ND))
         y_ND = self.mlp(x_ND if self.post_norm is None else self.post_norm(x_ND), split)
         return x_ND + (y_ND if self.mlp_norm is None else self.mlp_norm(y_ND))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        module = self.attention or self.delta
+        assert module is not None
+        return module.out.weight.dtype
+
+    def _mixed(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool) -> Tensor:
+        """What a token takes from those before it."""
+        if self.attention is not None:
+            return self.attention(x_ND, cos, sin, attend, split)
+        assert self.delta is not None
+        return self.delta(x_ND, attend, split)

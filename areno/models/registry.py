@@ -23,12 +23,13 @@ from areno.models.families.olmo import OLMO2, OLMO3
 from areno.models.families.phi3 import PHI3
 from areno.models.families.qwen2 import QWEN2
 from areno.models.families.qwen3 import QWEN3
+from areno.models.families.qwen3_5 import QWEN3_5
 from areno.models.families.smollm3 import SMOLLM3
 from areno.models.folder.hub import MODEL, resolve
 from areno.models.folder.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
-_KNOWN = (QWEN3, LLAMA, QWEN2, MISTRAL, PHI3, SMOLLM3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL)
+_KNOWN = (QWEN3, LLAMA, QWEN2, MISTRAL, PHI3, SMOLLM3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, QWEN3_5)
 FAMILIES: dict[str, Family] = {family.name: family for family in _KNOWN}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
@@ -48,7 +49,7 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
-    raw = RawConfig(read_json(file), str(file))
+    raw = _text_of(RawConfig(read_json(file), str(file)))
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
@@ -73,7 +74,7 @@ def has_value_head(folder: Path) -> bool:
     """Whether the model of a folder gives numbers rather than tokens. CheckpointError as of `load_config`."""
     if not (folder / "config.json").is_file():
         return False
-    return _find_family(RawConfig(read_json(folder / "config.json"), str(folder / "config.json")))[1]
+    return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
 def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
@@ -91,6 +92,11 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
     message = f"is {tp_size}, which does not divide {whose}'s {shown}; use a divisor of these (config.json: {fields})"
     if wrong:
         return [Problem("engine.tp_size", message)]
+    if config.delta is not None and cp_size > 1:
+        text = (
+            "is {}, but {} has layers with a recurrent state, whose ranks of a context cannot share a row; set it to 1"
+        )
+        return [Problem("engine.cp_size", text, cp_size, whose)]
     each = (config.num_heads // tp_size, kv_heads(config, tp_size))
     heads = [(n, *names) for n, names in zip(each, sizes[:2], strict=True) if n % cp_size]
     shown = " and ".join(f"{n} {what}" for n, what, _, _ in heads)
@@ -108,6 +114,18 @@ def build_model(
     if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
     return Transformer(config, WeightSpec(dtype, device, tp))
+
+
+def _text_of(raw: RawConfig) -> RawConfig:
+    """What `config.json` says of the text model, where it is that of a model with images whose text is a family."""
+    for family in FAMILIES.values():
+        if family.around and family.around in raw.get("architectures", list, []):
+            text = raw.get("text_config", dict)
+            values = {"architectures": [family.architecture], "model_type": family.name, **text}
+            if "tie_word_embeddings" in raw.values:
+                values["tie_word_embeddings"] = raw.values["tie_word_embeddings"]
+            return RawConfig(values, f"{raw.origin}: text_config", raw.problems)
+    return raw
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, bool]:

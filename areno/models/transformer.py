@@ -21,6 +21,7 @@ from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
+from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
 from areno.layers.shard import Part, WeightSpec
@@ -85,7 +86,7 @@ class Transformer(nn.Module):
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since it needs Triton.
-            from areno.models.fused import fused_layer, fused_norm
+            from areno.models.fused.layer import fused_layer, fused_norm
 
             x_ND, delta_ND = x_ND.float(), None
             for index, layer in enumerate(self.layers):
@@ -124,7 +125,7 @@ class Transformer(nn.Module):
         return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
-        """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
+        """Whether the layers run as fused kernels (`models/fused/layer.py`), with the same results as the plain ones.
 
         With gradients, every parameter that is not frozen needs a float32 `grad` to accumulate in, and attention a
         backward pass that can be called.
@@ -190,6 +191,8 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Matrices normal with the config's `initializer_range`, norm factors 1, biases and a value head 0.
 
+        States of layers that have some decay at rates drawn evenly.
+
         The full tensors are a function of the seed (and the device type), whatever the number of ranks.
         """
         for module in self.modules():
@@ -201,15 +204,20 @@ class Transformer(nn.Module):
                 module.clear_padding()
             elif isinstance(module, ValueHead):
                 module.weight.zero_()
+            elif isinstance(module, GatedDelta):
+                module.dt_bias.fill_(1.0)
         device = self.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 parameter.zero_()
-            elif parameter.dim() == 2 and name != "score.weight":
+            elif (is_decay := name.endswith(".A_log")) or (parameter.dim() >= 2 and name != "score.weight"):
                 for part in self.layout(name):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
-                    full.normal_(0.0, self.config.initializer_range, generator=generator)
+                    if is_decay:
+                        full.uniform_(0.01, 16.0, generator=generator).log_()
+                    else:
+                        full.normal_(0.0, self.config.initializer_range, generator=generator)
                     part.region(parameter).copy_(part.cut(full))
 
 

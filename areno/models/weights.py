@@ -26,6 +26,7 @@ from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
+from areno.models.config import Family, TransformerConfig
 from areno.models.experts.names import expert_modules
 from areno.models.folder.hub import resolve
 from areno.models.folder.raw_config import read_json
@@ -98,8 +99,19 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
             name = name.replace(inner, stacked[inner])
         stored = found.setdefault(name, Stored([], []))
         stored.entries.append(entry)
-        stored.orders.append(order if inner in ("self_attn.q_proj", "self_attn.k_proj") else None)
+        stored.orders.append(order_in(inner, order, config))
     return found
+
+
+def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
+    """The order of a tensor's heads, where that of queries and keys is another one than the file's."""
+    if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
+        return None
+    if inner.endswith("_norm"):
+        return None if config.qk_norm_whole else order
+    if inner == "self_attn.q_proj" and config.attention_gate:  # the numbers that gate a head are behind it
+        return torch.cat((order, torch.arange(len(order), 2 * len(order))))
+    return order
 
 
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
@@ -125,7 +137,9 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     config.json says.
     """
     folder = resolve(folder)
-    file_of = _tensor_files(folder)
+    found, family = _tensor_files(folder), FAMILIES[model.config.family]
+    stored_as = {_own_name(name, family): name for name in found}
+    file_of = {name: found[stored] for name, stored in stored_as.items()}
     _check_layers(file_of, model.config.num_layers, folder)
     table = stored_tensors(model)
     if not model.config.has_head:  # a critic that starts from a language model
@@ -150,7 +164,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
             with opened(file) as tensors:
                 mapped = 0
                 while name is not None and mapped < MAPPED_BYTES:
-                    if not fill(name, table[name], tensors.get_slice(name), file):
+                    if not fill(name, table[name], tensors.get_slice(stored_as[name]), file):
                         damaged.append(name)
                     mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
                     name = next(names, None)
@@ -392,10 +406,17 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
     return is_finite
 
 
+def _own_name(name: str, family: Family) -> str:
+    """Of a tensor in the text model, which may be within a model with images."""
+    within = "model.language_model."
+    return f"model.{name.removeprefix(within)}" if family.around and name.startswith(within) else name
+
+
 def _is_harmless(name: str, model: Transformer) -> bool:
-    """Tensors that carry no information: computed tables, the second copy of a tied head, the vocabulary head of what
-    becomes a value model."""
-    return name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
+    """Tensors without a place here: computed tables, the second copy of a tied head, the vocabulary head of what
+    becomes a value model, and what a family names."""
+    is_unread = name.startswith(FAMILIES[model.config.family].unread)
+    return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
 def listing(names: list[str]) -> str:

@@ -124,7 +124,7 @@ def open_actor(
         tokenizer = load_tokenizer(tokenizer_folder)
     problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
-    problems += expert_problems(model, actor, engine, routing_replay, devices[0])
+    problems += [*expert_problems(model, actor, engine, routing_replay, devices[0]), *state_problems(model, engine)]
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
@@ -212,6 +212,13 @@ def expert_problems(
     elif engine.exact and device.startswith("cuda"):
         text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
         yield Problem("engine.exact", text)
+
+
+def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
+    """Settings that models with recurrent states cannot have."""
+    if engine.exact and model.delta is not None:
+        text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
+        yield Problem("engine.exact", f"{text}set it to false")
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:

@@ -61,11 +61,12 @@ class Decoder:
     ):
         self._eos, self._detokenize, self._compile_grammar = frozenset(eos_token_ids), detokenize, compile_grammar
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}  # what is known of tokens serves later requests
-        context_len = model.config.max_position_embeddings
+        config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
-        layout = KVLayout.of(model.config, block_size, max_len or context_len, by_window=not keeps_routes)
+        context_len = config.max_position_embeddings
+        layout = KVLayout.of(config, block_size, max_len or context_len, by_window=not keeps_routes)
         self._blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
-        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens)
+        self._scheduler = Scheduler(self._blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
         self._runner = Runner(
             model, self._blocks, layout, max_running, use_graphs=use_graphs, attn_backend=attn_backend, exact=exact,
             keeps_routes=keeps_routes,

@@ -23,15 +23,17 @@ from areno.engine.decoder.kv.prefill_places import prefill_places
 from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
+from areno.engine.decoder.state_cache import StateCache
 from areno.engine.routing.decoded import RouteCache
 from areno.engine.sampling.logit_edits import LogitEdits, sample_edited, scores_of, token_scores
 from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import use_triton
+from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
 from areno.kernels.sampling import SamplingFlags
-from areno.layers.attention import Attend
+from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
 
@@ -81,6 +83,7 @@ class Runner:
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.n_slots, self.blocks = n_slots, blocks
         self.cache = KVCache(model, n_blocks, layout, n_slots)
+        self.states = None if model.config.delta is None else StateCache(model, n_slots)
         self.routes: RouteCache | None = None
         if keeps_routes and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
@@ -218,7 +221,7 @@ class Runner:
 
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
         tokens_N, positions_N = self._upload(np.array(tokens, dtype=np.int64)), self._upload(positions)
-        hidden_ND = self._forward(tokens_N, positions_N, attend, stored[0])
+        hidden_ND = self._forward(tokens_N, positions_N, self._with_states_of(chunks, cu_q, attend), stored[0])
         self._score_prompts(chunks, hidden_ND)
         copies = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.copies(self.blocks)]
         if copies:
@@ -226,6 +229,9 @@ class Runner:
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:
                 self.routes.copy(sources, targets)
+        pairs = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.slot_pairs()]
+        if pairs and self.states is not None:
+            self.states.copy(*self._upload_columns(pairs))
         if not prefilled:
             return hidden_ND
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]
@@ -236,6 +242,21 @@ class Runner:
         )
         edits = LogitEdits.of(prefilled, self._upload)
         return self._sample(logits_KV[prompts_B], slots_B, index_B, self.sampler.flags(prefilled), edits)
+
+    def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
+        """The attention of a prefill, with the recurrent states of its rows where the model has some."""
+        states = self.states
+        if states is None:
+            return attend
+        rows = RowChunks.of(cu_q.tolist(), self.device)
+        slots_R = self._upload(np.array([chunk.prefill.leader.slot for chunk in chunks], dtype=np.int64))
+        goes_on = np.array([chunk.start > 0 for chunk in chunks])
+        goes_on_R = self._upload(goes_on) if goes_on.any() else None
+
+        def recur(layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+            return states.rows(layer, given_NP, weights, rows, slots_R, goes_on_R)
+
+        return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, places_N: Tensor | None) -> Tensor:
         """Hidden states. places_N: of the tokens in the cache, for a runner that keeps routes."""
@@ -271,8 +292,8 @@ class Runner:
         size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
         split = split_attention(
             sequences, self.cache.block_size, group_size=self.group_size, n_processors=self.n_processors,
-            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0, n_heads=self.cache.n_heads,
-            by_spans=self.by_spans, has_windows=self.blocks.has_windows,
+            max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
+            n_heads=self.cache.n_heads, by_spans=self.by_spans, has_windows=self.blocks.has_windows,
         )  # fmt: skip
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(sequences)
@@ -309,8 +330,11 @@ class Runner:
             blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
             return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
 
+        mix: Attend = attend
+        if (states := self.states) is not None:
+            mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
         places_B = None if self.routes is None else self.routes.places(batch.table_TW, slots_B, positions_B)
-        hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, attend, places_B)
+        hidden_BD = self._forward(self.sampler.tensors.last_token[slots_B], positions_B, mix, places_B)
         if self.model.tp.size > 1 and edits is None:
             return self._sample_shares(self.model.logit_columns(hidden_BD), slots_B, index_B, flags)
         return self._sample(self.model.logits(hidden_BD), slots_B, index_B, flags, edits)

@@ -37,6 +37,10 @@ class Prefill:
     def sequences(self) -> list[Sequence]:
         return [self.leader, *self.followers]
 
+    def slot_pairs(self) -> list[tuple[int, int]]:
+        """(source, destination) slots: what the leader's has once the prompt is computed, the followers' need."""
+        return [(self.leader.slot, follower.slot) for follower in self.followers]
+
     def copies(self, blocks: BlockManager) -> list[tuple[int, int]]:
         """(source, destination) blocks to copy once the prompt is in the cache."""
         if len(self.leader.tokens) % blocks.block_size == 0:
@@ -71,10 +75,13 @@ class Plan:
 
 
 class Scheduler:
-    """Keeps every unfinished sequence and decides what each step runs."""
+    """Keeps every unfinished sequence and decides what each step runs.
 
-    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int):
-        self.blocks = blocks
+    reuses_prefixes: whether the blocks of a prefix are all that is needed to go on from it; else none is found again.
+    """
+
+    def __init__(self, blocks: BlockManager, max_running: int, max_prefill_tokens: int, reuses_prefixes: bool = True):
+        self.blocks, self.reuses_prefixes = blocks, reuses_prefixes
         self.max_prefill_tokens = max_prefill_tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Prefill] = []
@@ -112,7 +119,7 @@ class Scheduler:
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Make the full blocks among a sequence's first `n_tokens` tokens (known, and cached) findable by content."""
-        if n_tokens >= (sequence.held.n_registered + 1) * self.blocks.block_size:
+        if self.reuses_prefixes and n_tokens >= (sequence.held.n_registered + 1) * self.blocks.block_size:
             sequence.held.register(sequence.tokens, n_tokens)
 
     def remove_finished(self) -> None:
@@ -234,7 +241,8 @@ class Scheduler:
         leader = self.waiting[0]
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
-        match = self.blocks.match(leader.tokens, 0 if leader.scores_prompt else (n_tokens - 1) // size)
+        n_matched = 0 if leader.scores_prompt or not self.reuses_prefixes else (n_tokens - 1) // size
+        match = self.blocks.match(leader.tokens, n_matched)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running) * self.blocks.per_stack
         n_new = self._most_new(match, n_tokens)

@@ -12,12 +12,21 @@ from typing import Literal
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.layers.adapter_config import AdapterSpec
 from areno.models.config import TransformerConfig
-from areno.models.cost import ModelBytes, kv_bytes, kv_bytes_of_row, logits_bytes, model_bytes, token_bytes
+from areno.models.cost import (
+    ModelBytes,
+    kv_bytes,
+    kv_bytes_of_row,
+    logits_bytes,
+    model_bytes,
+    state_bytes,
+    token_bytes,
+)  # fmt: skip
 
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
 GIB = 2**30
 _TYPICAL_TOKENS = 1024  # of a micro-batch
 _LEAST_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
+_LEAST_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,9 @@ class Footprint:
             visit = self.of_model(model).total if model.offload else 0
             of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.batch_tokens))
             work.append(visit + of_tokens if model.optimizer else visit)
-        kv = _LEAST_TOKENS * kv_bytes(self.models[0].config, self.itemsize, self.tp_size)
+        actor = self.models[0].config
+        kv = _LEAST_TOKENS * kv_bytes(actor, self.itemsize, self.tp_size)
+        kv += _LEAST_SLOTS * state_bytes(actor, self.itemsize, self.tp_size)
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:
@@ -133,6 +144,8 @@ class Footprint:
             ends = (max(windows), max(windows) + 1000)
             less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.tp_size) for end in ends)
             work[0] += f", and {gib(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
+        if state := state_bytes(actor.config, self.itemsize, self.tp_size):
+            work.append(f"recurrent states: {gib(100 * state)} for 100 sequences")
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")

@@ -76,8 +76,8 @@ def buffers_of(role: str, backend: TrainBackend) -> dict[str, Tensor]:
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Checkpoint name -> full shape of the parameters that are trained."""
-    return {name: part.full_shape for name, _, part in _table(backend)}
+    """Checkpoint name -> full shape, as a state has it, of the parameters that are trained."""
+    return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
 def pieces_of(role: str, backend: TrainBackend) -> list[Piece]:
@@ -140,17 +140,24 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
             yield entry.name, own, entry.part
 
 
+def _stored_shape(part: Part) -> tuple[int, ...]:
+    """Of two dimensions at most: those behind the first, of a convolution's weight, are one."""
+    first, *rest = part.full_shape
+    return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
+
+
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[Piece]:
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
-        offsets, sizes = [0] * len(part.full_shape), list(part.full_shape)
+        shape = _stored_shape(part)
+        offsets, sizes = [0] * len(shape), list(shape)
         if part.dim is not None:
             offsets[part.dim], sizes[part.dim] = part.start, part.size
         start = flat.places[own].start + part.offset * row
         repeated = tp_rank(backend) % (backend.model.tp.size if part.dim is None else part.copies) > 0
         buffer = f"{role}.{kind}"
-        yield from _boxes(f"{buffer}.{name}", part.full_shape, offsets, sizes, buffer, start, repeated)
+        yield from _boxes(f"{buffer}.{name}", shape, offsets, sizes, buffer, start, repeated)
 
 
 def _boxes(

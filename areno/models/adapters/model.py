@@ -12,7 +12,7 @@ from areno.layers.adapter_config import AdapterSpec
 from areno.layers.linear import Linear
 from areno.layers.rotary import head_order
 from areno.models.transformer import Transformer
-from areno.models.weights import Entry, Stored, module_names
+from areno.models.weights import Entry, Stored, module_names, order_in
 
 PREFIX = "base_model.model."  # of every tensor in a folder of peft
 
@@ -47,10 +47,11 @@ def adapter_table(model: Transformer) -> list[Entry]:
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
     """The tensors of a folder of peft by name. Rows of a head are in the order of the file, as those of its weight."""
     order = head_order(model.config.rope, model.config.head_dim)
-    turned = ("q_proj.lora_B.weight", "k_proj.lora_B.weight")
-    return {
-        entry.name: Stored([entry], [order if entry.name.endswith(turned) else None]) for entry in adapter_table(model)
-    }
+    found: dict[str, Stored] = {}
+    for entry in adapter_table(model):
+        inner = ".".join(entry.name.removesuffix(".lora_B.weight").split(".")[-2:])  # of the first ones, none we know
+        found[entry.name] = Stored([entry], [order_in(inner, order, model.config)])
+    return found
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from areno.models.config import TransformerConfig
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """The linear layers of each of its layers that may have adapters: (outputs, inputs) by their checkpoint names.
 
-    Experts may have none. A model with experts in some layers has none in the MLPs of the others either. Layers that a
-    family's checkpoint keeps as one have none, as peft would give that one a single adapter.
+    Experts may have none, nor may layers with a recurrent state; the latter's MLPs may. A model with experts in some
+    layers has none in the MLPs of the others either. Layers that a family's checkpoint keeps as one have none, as peft
+    would give that one a single adapter.
     """
     size, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = {
-        "q_proj": (q_size, size),
+        "q_proj": (q_size * (1 + config.attention_gate), size),
         "k_proj": (kv_size, size),
         "v_proj": (kv_size, size),
         "o_proj": (size, q_size),
@@ -34,15 +35,17 @@ _STACKED = {  # see Family.stacked
     "glm4": ("gate_proj", "up_proj"),
 }
 _DIVIDES_INPUTS = ("o_proj", "down_proj")  # over tensor-parallel ranks; the others divide outputs
+_OF_MLP = ("gate_proj", "up_proj", "down_proj")
 _OF_HEADS = ("k_proj", "v_proj")  # whose outputs are key-value heads; a rank has one at least
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
     """Elements of all adapters on one rank."""
-    of_layer = 0
+    total = 0
     for name, (n_out, n_in) in linear_shapes(config).items():
         if name in adapters.targets:
             split, whole = (n_in, n_out) if name in _DIVIDES_INPUTS else (n_out, n_in)
             of_rank = max(split // tp_size, config.head_dim) if name in _OF_HEADS else split // tp_size
-            of_layer += adapters.rank * (of_rank + whole)
-    return config.num_layers * of_layer
+            n_layers = config.num_layers if name in _OF_MLP else len(config.attention_layers)
+            total += n_layers * adapters.rank * (of_rank + whole)
+    return total

@@ -18,6 +18,7 @@ _SAMPLING = (  # older versions of transformers kept them here
 _TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
 _EVERYWHERE = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
 _UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_window
+_MORE_TOKENS_AT_ONCE = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}  # layers that nothing reads
 _ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
 
 HARMLESS: dict[str, frozenset[str]] = {
@@ -30,6 +31,7 @@ HARMLESS: dict[str, frozenset[str]] = {
     "phi3": _EVERYWHERE | {"attention_bias"},  # there is none
     "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
     "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
+    "qwen3_5_text": _EVERYWHERE | _MORE_TOKENS_AT_ONCE | {"mamba_ssm_dtype"},  # states are float32 here, always
     "qwen3_moe": _EVERYWHERE | _UNUSED_WINDOW | _ROUTER_LOSS,
     "mixtral": _EVERYWHERE | _ROUTER_LOSS,
     "smollm3": _EVERYWHERE | _UNUSED_WINDOW | {"pretraining_tp"},

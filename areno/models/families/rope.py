@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,15 @@ from areno.models.families.fields import HARMLESS_IN_ROPE
 from areno.models.folder.raw_config import RawConfig
 
 
-def read_rope(raw: RawConfig, max_positions: int, *, partial: float | None = None, interleaved: bool = False) -> Rope:
-    """partial, interleaved: as of `read_decoder`.
+def read_rope(
+    raw: RawConfig,
+    max_positions: int,
+    *,
+    partial: float | None = None,
+    interleaved: bool = False,
+    unused: Collection[str] = (),
+) -> Rope:
+    """partial, interleaved: as of `read_decoder`. unused: more fields of the section that change nothing.
 
     Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
 
@@ -21,10 +28,11 @@ def read_rope(raw: RawConfig, max_positions: int, *, partial: float | None = Non
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     if not scaling.values:
-        return replace(_read_section(parameters, raw, max_positions, partial), interleaved=interleaved)
-    rope = _read_section(scaling, raw, max_positions, partial)
+        rope = _read_section(parameters, raw, max_positions, partial, unused=unused)
+        return replace(rope, interleaved=interleaved)
+    rope = _read_section(scaling, raw, max_positions, partial, unused=unused)
     if parameters.values:
-        other = _read_section(parameters, raw, max_positions, partial)
+        other = _read_section(parameters, raw, max_positions, partial, unused=unused)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
             raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
@@ -47,7 +55,12 @@ def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tupl
 
 
 def _read_section(
-    params: RawConfig, raw: RawConfig, max_positions: int, partial: float | None, theta: float | None = None
+    params: RawConfig,
+    raw: RawConfig,
+    max_positions: int,
+    partial: float | None,
+    theta: float | None = None,
+    unused: Collection[str] = (),
 ) -> Rope:
     """theta: where the section has none, else the field outside of it."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
@@ -66,7 +79,7 @@ def _read_section(
     original = params.get(name, int, max_positions, ge=1)
     original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
     rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
-    params.refuse_unknown(HARMLESS_IN_ROPE, f" with rope_type {kind!r}")
+    params.refuse_unknown({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
     return rope
 
 

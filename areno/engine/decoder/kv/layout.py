@@ -38,7 +38,9 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """groups: the one that sees farthest first. places: of each layer its block table, and its place in a block."""
+    """groups: the one that sees farthest first. places: of each layer with attention its block table, and its place in
+    a block.
+    """
 
     groups: tuple[KVGroup, ...]
     places: tuple[tuple[int, int], ...]
@@ -50,7 +52,7 @@ class KVLayout:
 
         by_window: else one group, which releases nothing.
         """
-        windows = [config.kind(layer).window for layer in range(config.num_layers)]
+        windows = [config.kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with([None] * len(windows), len(windows), block_size)
         fewest = layout.bytes_of(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():

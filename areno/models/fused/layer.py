@@ -9,7 +9,7 @@ The residual stream is float32 whatever the dtype of the weights. Rounding it to
 single source of error in a log-probability, and so of disagreement between rollout and training.
 
 This file imports Triton: import it only where `Transformer.runs_fused`.
-Shape letters as in `transformer.py`; X = (H + 2 K) C outputs of the qkv projection.
+Shape letters as in `transformer.py`; X outputs of the first product of attention.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
-from areno.layers.attention import Attend, PackedAttend
+from areno.layers.attention import Attend
 from areno.layers.norm import RMSNorm
-from areno.layers.parallel import wait_for
-from areno.models.layer import Attention, Layer
+from areno.models.fused.mixers import mixed, mixed_backward
+from areno.models.layer import Layer
 
 
 def fused_layer(
@@ -60,22 +59,6 @@ def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
         return stream_ND
     trained = any(parameter.requires_grad for parameter in module.parameters())
     return stream_ND.detach().requires_grad_() if trained else stream_ND
-
-
-def _to_heads(attention: Attention, qkv_NX: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q_size, kv_size, _ = attention.qkv.local_sizes
-    dim = attention.head_dim
-    q_weight, k_weight, eps, plus_one = _head_norms(attention)
-    sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(attention.norm_whole(qkv_NX), cos, sin, q_weight, k_weight, eps, *sizes, plus_one)
-
-
-def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Weights of the norms of query and key heads, their eps, and whether their factors are 1 + weight."""
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
-        return None, None, 0.0, False
-    return q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one
 
 
 def _add(norm: RMSNorm | None, stream_ND: Tensor, delta_ND: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,32 +101,24 @@ class _FusedLayer(torch.autograd.Function):
         keep: bool,
         split: bool,
     ) -> tuple[Tensor, Tensor]:
-        attention, dtype = layer.attention, layer.attention.qkv.weight.dtype
+        dtype = layer.dtype
         stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype)
-        qkv_NX = attention.qkv(normed_ND, split)
-        heads = _to_heads(attention, qkv_NX, cos, sin)
-        if isinstance(attend, PackedAttend):
-            out_NHC, saved = attend.forward(*heads, attention.window)
-        else:  # the decoder's, which has no backward pass
-            out_NHC, saved = attend(attention.index, *heads, attention.window), ()
-        del heads
-        added_ND = attention.out(out_NHC.flatten(-2), split)
+        added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split)
         middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype)
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split)
-        kept = (qkv_NX, inner) if keep else (None, None)
+        kept = (given_NX, inner) if keep else (None, None)
         behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
-        ctx.save_for_backward(stream_ND, middle_ND, out_NHC, cos, sin, *kept, *behind, *needed, *saved)
+        ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *behind, *needed, *mixer)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
         ctx.n_needed = len(needed)
         return middle_ND, _normed(layer.mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream_ND, middle_ND, out_NHC, cos, sin, qkv_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
-        needed, saved = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
+        stream_ND, middle_ND, cos, sin, given_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
+        needed, mixer = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
-        attention, split, tp = layer.attention, ctx.split, layer.attention.qkv.tp
-        dtype = attention.qkv.weight.dtype
+        split, dtype = ctx.split, layer.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
 
         grad_down_ND = _normed_backward(layer.mlp_norm, grad_down_ND, down_ND)
@@ -153,31 +128,8 @@ class _FusedLayer(torch.autograd.Function):
         grad_added_ND = _normed_backward(layer.attention_norm, grad_added_ND, added_ND)
 
         _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
-        work = None
-        if split:  # the input comes while the output's gradient goes through attention
-            grad_added_ND = tp.joined(grad_added_ND)
-            normed_ND, work = tp.begin_join(normed_ND)
-        attention.out.accumulate(grad_added_ND, out_NHC.flatten(-2))
-        grad_out_NHC = attention.out.input_gradient(grad_added_ND).view(out_NHC.shape)
-        if qkv_NX is None:
-            if work is not None:
-                wait_for(work)
-            qkv_NX = attention.qkv(normed_ND)
-        heads = _to_heads(attention, qkv_NX, cos, sin)
-        attend: PackedAttend = ctx.attend
-        grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
-        del heads
-        grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
-            grad_q, grad_k, grad_v, qkv_NX, cos, sin, *_head_norms(attention)
-        )
-        for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
-            if isinstance(norm, RMSNorm) and grad_C is not None:
-                norm.accumulate(grad_C)
-        grad_qkv_NX = attention.whole_gradient(grad_qkv_NX, qkv_NX)
-        if work is not None:
-            wait_for(work)
-        attention.qkv.accumulate(grad_qkv_NX, normed_ND)
-        grad_normed_ND = attention.qkv.input_gradient(grad_qkv_NX, split)
+        angles, attend = (cos, sin), ctx.attend
+        grad_normed_ND = mixed_backward(layer, grad_added_ND, normed_ND, given_NX, mixer, angles, attend, split)
         grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
         return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None
 

@@ -1,0 +1,1 @@
+"""Layers that keep a state of each row in the place of keys and values."""

@@ -1,0 +1,1 @@
+"""Layers as single autograd functions with fused kernels. Its modules import Triton."""

@@ -1,0 +1,73 @@
+"""The gated delta rule token by token in float64, as the paper writes it, and random numbers to try it with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from areno.kernels.delta import DeltaStates, DeltaWeights, delta_step
+
+WIDTH, N_KEY_HEADS, N_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 4, 6, 5
+N_CHANNELS = 2 * N_KEY_HEADS * KEY_DIM + N_HEADS * VALUE_DIM
+
+
+def random_weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> DeltaWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    conv, log_decay, bias, norm = draw(N_CHANNELS, WIDTH), draw(N_HEADS), draw(N_HEADS), draw(VALUE_DIM)
+    return DeltaWeights(conv, log_decay, bias, norm, 1e-6, N_KEY_HEADS)
+
+
+def random_tokens(n: int, seed: int = 1) -> Tensor:
+    width = N_CHANNELS + N_HEADS * VALUE_DIM + 2 * N_HEADS
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+
+
+def no_states(n: int) -> DeltaStates:
+    return DeltaStates(torch.zeros(n, N_CHANNELS, WIDTH - 1), torch.zeros(n, N_HEADS, KEY_DIM, VALUE_DIM))
+
+
+def one_by_one(row_NP: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+    """The results of a row's tokens (N, H V), and the state behind it (H, K, V): a loop over tokens and heads."""
+    w = DeltaWeights(*(each.double() if isinstance(each, Tensor) else each for each in weights))
+    state = row_NP.new_zeros(N_HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
+    window = [torch.zeros(N_CHANNELS, dtype=torch.float64)] * WIDTH
+    n_key, outs = N_KEY_HEADS * KEY_DIM, []
+    for token in row_NP.double():
+        window = [*window[1:], token[:N_CHANNELS]]
+        x = sum(w.conv_XW[:, place] * window[place] for place in range(WIDTH))
+        x = x / (1 + torch.exp(-x))
+        z = token[N_CHANNELS : N_CHANNELS + N_HEADS * VALUE_DIM]
+        b, a = token[-2 * N_HEADS : -N_HEADS], token[-N_HEADS:]
+        for head in range(N_HEADS):
+            at = head // (N_HEADS // N_KEY_HEADS) * KEY_DIM
+            q, k = x[at : at + KEY_DIM], x[n_key + at : n_key + at + KEY_DIM]
+            v = x[2 * n_key + head * VALUE_DIM :][:VALUE_DIM]
+            q, k = q / (q @ q + 1e-6).sqrt() / math.sqrt(KEY_DIM), k / (k @ k + 1e-6).sqrt()
+            alpha = torch.exp(-torch.exp(w.log_decay_H[head]) * torch.log1p(torch.exp(a[head] + w.bias_H[head])))
+            beta = 1 / (1 + torch.exp(-b[head]))
+            # S_t = S_{t-1} (alpha (I - beta k k^T)) + beta v k^T, here with S transposed
+            erased = alpha * (torch.eye(KEY_DIM, dtype=torch.float64) - beta * torch.outer(k, k)) @ state[head]
+            state = torch.cat([state[:head], (erased + beta * torch.outer(k, v))[None], state[head + 1 :]])
+            out, gate = state[head].T @ q, z[head * VALUE_DIM :][:VALUE_DIM]
+            outs.append(out / (out.square().mean() + 1e-6).sqrt() * w.norm_V * gate / (1 + torch.exp(-gate)))
+    out = torch.stack(outs) if outs else row_NP.new_zeros(0, dtype=torch.float64)
+    return out.view(len(row_NP), N_HEADS * VALUE_DIM), state
+
+
+def compare_step() -> None:
+    """A few steps with states at mixed places. Run with Triton's interpreter, it is about the kernels."""
+    weights, slots = random_weights(), torch.tensor([4, 0, 2])
+    states, tokens = no_states(5), random_tokens(18).view(6, 3, -1)
+    outs = torch.stack([delta_step(step_BP, weights, states, slots) for step_BP in tokens])
+    for row, slot in enumerate(slots.tolist()):
+        expected, state = one_by_one(tokens[:, row], weights)
+        torch.testing.assert_close(outs[:, row], expected.float(), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(states.matrices_SHKV[slot], state.float(), atol=2e-5, rtol=1e-4)
+        assert torch.equal(states.inputs_SXw[slot], tokens[-WIDTH + 1 :, row, :N_CHANNELS].T)
+    assert not states.matrices_SHKV[[1, 3]].any()

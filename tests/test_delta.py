@@ -1,0 +1,151 @@
+"""The gated delta rule, in chunks and token by token, against a loop in float64 and against transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from interpreted import run_interpreted
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, reference
+from areno.kernels.delta.library import by_library, library_rule
+from areno.kernels.delta.reference import chunked_delta
+from tests.delta_loop import (
+    KEY_DIM,
+    N_HEADS,
+    N_KEY_HEADS,
+    VALUE_DIM,
+    compare_step,
+    no_states,
+    one_by_one,
+    random_tokens,
+    random_weights,
+)
+
+CPU = torch.device("cpu")
+
+
+def chunks_of(lengths: list[int], chunk: int = 8) -> RowChunks:
+    return RowChunks.of(torch.tensor([0, *lengths]).cumsum(0).tolist(), CPU, chunk)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 20, 3, 8, 17], [2, 0, 16]])
+def test_chunks_give_what_a_loop_over_tokens_gives(lengths: list[int]) -> None:
+    weights, given = random_weights(), random_tokens(sum(lengths))
+    out, after = delta_rows(given, weights, chunks_of(lengths), keep=True)
+    assert after is not None
+    expected = [one_by_one(row, weights) for row in given.split(lengths)]
+    torch.testing.assert_close(
+        out, torch.cat([found for found, _ in expected if len(found)]).float(), atol=2e-5, rtol=1e-4
+    )
+    states = torch.stack([state for _, state in expected]).float()
+    torch.testing.assert_close(after.matrices_SHKV, states, atol=2e-5, rtol=1e-4)
+
+
+def test_rows_go_on_from_their_states() -> None:
+    """Cut anywhere, also into pieces that are shorter than the convolution."""
+    weights, lengths = random_weights(), [30, 11]
+    given = random_tokens(sum(lengths))
+    rows = given.split(lengths)
+    whole, behind = delta_rows(given, weights, chunks_of(lengths), keep=True)
+    assert behind is not None
+    outs, states = [[], []], no_states(2)
+    for cuts in ([0, 9], [1, 1], [20, 0], [9, 1]):
+        pieces = [row[sum(map(len, out)) :][:n] for row, out, n in zip(rows, outs, cuts, strict=True)]
+        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, keep=True)
+        assert found is not None
+        states = found
+        for each, piece in zip(outs, out.split(cuts), strict=True):
+            each.append(piece)
+    torch.testing.assert_close(torch.cat([torch.cat(each) for each in outs]), whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, behind, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_are_those_of_the_loop() -> None:
+    lengths = [19, 2, 9]
+    given, weights = random_tokens(sum(lengths)), random_weights()
+    direction = torch.randn(sum(lengths), N_HEADS * VALUE_DIM, generator=torch.Generator().manual_seed(3))
+    found = [given.clone().requires_grad_(), *(each.clone().requires_grad_() for each in weights[:4])]
+    out, _ = delta_rows(found[0], DeltaWeights(*found[1:], *weights[4:]), chunks_of(lengths))
+    (out * direction).sum().backward()
+    loop = [given.clone().requires_grad_(), *(each.clone().requires_grad_() for each in weights[:4])]
+    slow = torch.cat([one_by_one(row, DeltaWeights(*loop[1:], *weights[4:]))[0] for row in loop[0].split(lengths)])
+    (slow * direction).sum().backward()
+    for ours, theirs in zip(found, loop, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_one_token_of_each_row() -> None:
+    compare_step()
+
+
+def test_one_token_of_each_row_in_triton() -> None:
+    run_interpreted("from tests.delta_loop import compare_step; compare_step()")
+
+
+def test_chunks_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    n = 150
+    q, k = (torch.randn(n, N_KEY_HEADS, KEY_DIM, generator=generator) for _ in range(2))
+    q, k = (each / each.norm(dim=-1, keepdim=True) for each in (q, k))
+    v = torch.randn(n, N_HEADS, VALUE_DIM, generator=generator)
+    decay, beta = -torch.rand(n, N_HEADS, generator=generator), torch.rand(n, N_HEADS, generator=generator)
+    before = torch.randn(1, N_HEADS, KEY_DIM, VALUE_DIM, generator=generator)
+    out, state = chunked_delta(q * KEY_DIM**-0.5, k, v, decay, beta, chunks_of([n], 64), before)
+    for theirs in (modeling_qwen3_5.torch_chunk_gated_delta_rule, modeling_qwen3_5.torch_recurrent_gated_delta_rule):
+        given = (each[None] for each in (q, k, v, decay, beta))
+        expected, behind = theirs(*given, initial_state=before, output_final_state=True)
+        torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(state, behind, atol=1e-5, rtol=1e-4)
+
+
+def test_the_library_is_asked_for_the_same() -> None:
+    """flash-linear-attention needs a GPU. A function of its form, made of transformers' own, shows what it is given."""
+    asked: list[str] = []
+
+    def like_fla(q, k, v, *, g, beta, scale, initial_state, output_final_state, cu_seqlens):
+        asked.append(str(q.dtype))
+        outs, states = [], []
+        for row, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            part = [each[:, start:end] for each in (q * scale * KEY_DIM**0.5, k, v, g, beta)]
+            first = None if initial_state is None else initial_state[row : row + 1]
+            out, state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
+                *part, initial_state=first, output_final_state=output_final_state
+            )
+            outs.append(out)
+            states.append(state)
+        return torch.cat(outs, dim=1), torch.cat(states)
+
+    chunks, weights, given = chunks_of([9, 30]), random_weights(), random_tokens(39)
+    for before in (None, no_states(2)._replace(matrices_SHKV=torch.randn(2, N_HEADS, KEY_DIM, VALUE_DIM))):
+        expected, after = delta_rows(given, weights, chunks, before, keep=True)
+        with mock.patch.object(reference, "library_rule", return_value=partial(by_library, like_fla)):
+            found, behind = delta_rows(given, weights, chunks, before, keep=True)
+        assert after is not None
+        assert behind is not None
+        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
+        torch.testing.assert_close(behind.matrices_SHKV, after.matrices_SHKV, atol=0.05, rtol=0.05)
+    assert asked == ["torch.bfloat16"] * 2
+    assert library_rule(given, chunked_delta) is chunked_delta
+
+
+@pytest.mark.gpu
+def test_the_library_on_the_gpu() -> None:
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    given = torch.ones(1, device="cuda", dtype=torch.bfloat16)
+    assert library_rule(given, chunked_delta) is not chunked_delta
+
+
+def test_the_form_of_states_is_kept() -> None:
+    """Rows in half precision: results are rounded once, and states are not."""
+    weights = random_weights(dtype=torch.bfloat16)
+    given = random_tokens(12).bfloat16()
+    out, after = delta_rows(given, weights, chunks_of([12]), keep=True)
+    assert isinstance(after, DeltaStates)
+    assert (out.dtype, after.inputs_SXw.dtype, after.matrices_SHKV.dtype) == (given.dtype, given.dtype, torch.float32)
+    expected, _ = one_by_one(given, weights)
+    torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
