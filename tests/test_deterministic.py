@@ -24,10 +24,10 @@ from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.layout.activations import KeptLayers
-from areno.engine.processes.deterministic import begin_deterministic, end_deterministic
 from areno.engine.processes.inline import InlineGroup
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.requests.dispatch import Dispatcher
+from areno.engine.same_bits.deterministic import begin_deterministic, end_deterministic
 from areno.engine.spec import RolloutStats, UpdateSpec
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
@@ -185,10 +185,10 @@ def test_the_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         begin_deterministic("cuda:0", 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with monkeypatch.context() as patch:
-        patch.setattr("areno.engine.processes.deterministic.find_spec", lambda name: None)
+        patch.setattr("areno.engine.same_bits.deterministic.find_spec", lambda name: None)
         with pytest.raises(EngineError, match=r"engine\.deterministic needs triton on CUDA"):
             begin_deterministic("cuda:0", 1)
-    monkeypatch.setattr("areno.engine.processes.deterministic.find_spec", lambda name: True)
+    monkeypatch.setattr("areno.engine.same_bits.deterministic.find_spec", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(EngineError, match=r"has used CUDA already.* set engine\.workers=spawn"):
         begin_deterministic("cuda:0", 1)

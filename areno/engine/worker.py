@@ -17,10 +17,10 @@ from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
-from areno.engine.processes.deterministic import operations_named, places_of_their_own
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Roles
 from areno.engine.routing.rows import RouteShape
+from areno.engine.same_bits.deterministic import operations_named, places_of_their_own
 from areno.engine.sampling.grammar import GrammarCompiler
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.keeper import StateKeeper

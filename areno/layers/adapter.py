@@ -28,7 +28,7 @@ class Adapter(nn.Module):
 
     a: (R, I), their A matrices one below the other, so that one product serves all. b: (sum of their outputs, rank),
     likewise. on: without it the layer is as if it had no adapter. in_order: products may not divide the sum over I,
-    whatever N; see areno/engine/exact.py.
+    whatever N; see areno/engine/same_bits/exact.py.
     """
 
     def __init__(self, parts: Sequence[Part], projections: Sequence[int], adapters: AdapterSpec, spec: WeightSpec):

@@ -92,7 +92,7 @@ class ExpertMLP(nn.Module):
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
         super().__init__()
         self.tp, self.experts, self.layer, self.routing = spec.tp, experts, layer, routing
-        self.row_multiple = 1  # of the rows of an expert's products; see areno/engine/exact.py
+        self.row_multiple = 1  # of the rows of an expert's products; see areno/engine/same_bits/exact.py
         inner = experts.inner_size
         self.router = Router(hidden_size, experts.n_experts, spec)
         self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)

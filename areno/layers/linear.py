@@ -24,7 +24,7 @@ class Linear(nn.Module):
 
     split (of the methods): outside of such a pair of layers the ranks have a share of the tokens each, n of N.
     unsplit: None, or how products are computed so that a row has the same bits beside any others; see
-    areno/engine/exact.py.
+    areno/engine/same_bits/exact.py.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):

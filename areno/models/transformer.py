@@ -39,7 +39,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tp = spec.tp
-        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/exact.py
+        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/same_bits/exact.py
         # Called in a backward pass with a stage, when the gradients of all parameters from that stage on are there.
         self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size

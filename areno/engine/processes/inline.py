@@ -39,8 +39,8 @@ class InlineGroup:
         self.command = ""
 
     def _start(self, spec: EngineSpec) -> None:
-        from areno.engine.processes.deterministic import begin_deterministic, end_deterministic
         from areno.engine.processes.process_groups import join_groups
+        from areno.engine.same_bits.deterministic import begin_deterministic, end_deterministic
         from areno.engine.worker import Worker  # imports torch
 
         if spec.deterministic:

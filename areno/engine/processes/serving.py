@@ -40,8 +40,8 @@ def worker_main(
     try:
         import torch.distributed as dist
 
-        from areno.engine.processes.deterministic import begin_deterministic
         from areno.engine.processes.process_groups import join_groups
+        from areno.engine.same_bits.deterministic import begin_deterministic
         from areno.engine.worker import Worker
 
         if spec.deterministic:
