@@ -99,17 +99,6 @@ def test_without_the_setting_they_have_not(folder: Path) -> None:
         assert apart(plain, train_rows(sampled(plain), REQUESTS)) > 0.0
 
 
-def test_attention_by_spans_alone(folder: Path) -> None:
-    with Engine(spec(folder), "inline") as plain:
-        expected = sampled(plain)
-    with Engine(replace(spec(folder), attn_backend="spans"), "inline") as engine:
-        outputs = sampled(engine)
-        assert engine.info.attn_backend == "spans"
-        assert apart(engine, train_rows(outputs, REQUESTS)) < 1e-5
-    tokens, others = ([one.tokens for samples in found.values() for one in samples] for found in (outputs, expected))
-    assert tokens == others
-
-
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_other_families(kind: str, tmp_path: Path) -> None:
     with Engine(spec(written(tmp_path, kind), exact=True, random_init=False), "inline") as engine:

@@ -46,7 +46,7 @@ class Settings:
     copies: tuple[int, ...]
     max_prefill_tokens: int
     mem_fraction: float
-    attn_backend: Literal["auto", "flash", "native", "spans"]
+    attn_backend: Literal["auto", "flash", "native"]
     exact: bool
     deterministic: bool
     routing_replay: bool
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copies", type=_positive, nargs="+", default=[1, 2], help="driver: of the model; each has all the prompts")
     add("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens of one step of the decoder")
     add("--mem-fraction", type=_fraction, default=0.6, help="of the free memory, for the KV cache")
-    add("--attn-backend", choices=["auto", "flash", "native", "spans"], default="auto", help="as engine.attn_backend")
+    add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")

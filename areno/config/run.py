@@ -222,10 +222,9 @@ class EngineConfig(Section):
         help="inline runs in the driver process, on one device only. spawn starts a process per device. auto is "
         "inline for one CPU device",
     )
-    attn_backend: Literal["auto", "flash", "native", "spans"] = setting(
+    attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch. spans has one "
-        "order of operations in training, prefill and decoding: rollout and training agree better, somewhat slower",
+        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch",
         flag="--attn-backend",
     )
     exact: bool = setting(

@@ -101,7 +101,7 @@ class EngineSpec:
     random_init: bool = False
     dummy_load: bool = False
     seed: int = 1
-    attn_backend: Literal["auto", "flash", "native", "spans"] = "auto"
+    attn_backend: Literal["auto", "flash", "native"] = "auto"
     routing_replay: bool = False  # the decoder tells which experts each token went through
     router_aux_loss_coef: float = 0.0
     exact: bool = False  # each token by itself: rows of staleness 0 must have the model's very log-probabilities

@@ -56,7 +56,7 @@ def _as_in(section: type[Section], name: str) -> Any:
 class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
 
-    attn_backend: Literal["auto", "flash", "native", "spans"] = _as_in(EngineConfig, "attn_backend")
+    attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
     exact: bool = _as_in(EngineConfig, "exact")
     deterministic: bool = _as_in(EngineConfig, "deterministic")
     cp_size: int = _as_in(EngineConfig, "cp_size")

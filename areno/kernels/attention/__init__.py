@@ -28,18 +28,17 @@ BACKENDS = {
 
 
 def choose_backend(
-    requested: Literal["auto", "flash", "native", "spans"],
+    requested: Literal["auto", "flash", "native"],
     device: torch.device | str,
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
     """The kernel for this device and dtype: one of BACKENDS.
 
-    auto takes torch's: flash-attn is not faster in training (docs/performance.md). exact: as spans, since a result may
-    not depend on what is computed beside it. ConfigError where engine.attn_backend asks for flash-attn and it cannot be
-    used.
+    auto takes torch's: flash-attn is not faster in training (docs/performance.md). exact: a result may not depend on
+    what is computed beside it. ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
     """
-    if exact or requested == "spans":
+    if exact:
         return "spans"
     device = torch.device(device)
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
