@@ -16,7 +16,7 @@ from areno.engine.requests.streams import Consumer
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
 
-_PAUSE_S = 0.002  # after the last request
+_PAUSE_S = 0.003  # after the last request: a client takes about two for the next one
 _MOST_S = 0.05  # after the first one: about two prefills
 
 _Stream = tuple[GenerationRequest, Consumer]
