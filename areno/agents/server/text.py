@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -43,9 +43,10 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False  # a stop string has come; what follows is dropped
 
-    def feed(self, tokens: Iterable[int]) -> str:
+    def feed(self, tokens: Sequence[int]) -> str:
         """The text that is certain with these tokens and was not before."""
-        self._tokens += [token for token in tokens if token not in self._hidden]
+        has_hidden = not self._hidden.isdisjoint(tokens)
+        self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._cut(self._new_text(final=False), final=False)
 
     def finish(self) -> str:
