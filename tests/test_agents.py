@@ -127,6 +127,11 @@ def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: Rol
     raise AssertionError("it runs on")
 
 
+def test_an_agent_has_sent_its_request_before_the_next_one_begins(session: RolloutSession) -> None:
+    [outcome, *_] = run(session, "a", "b", "c", function="in_turns")
+    assert "a begins, a sends, b begins, b sends, c begins, c sends" in outcome.message
+
+
 def test_a_plain_function_runs_in_threads(session: RolloutSession) -> None:
     prompts = [f"ok {number}" for number in range(20)]
     outcomes = run(session, *prompts, "sleep", function="run_plain", timeout_s=3.0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import load_tokenizer
 
-from areno.agents.conversations import Conversations, conversation_keys
+from areno.agents.conversations import Conversations, Prompt, conversation_keys
 from areno.agents.parsers import parser_for_template
 from areno.agents.protocol.messages import read_messages
 from areno.agents.rows import RowBuilder
@@ -234,6 +237,55 @@ def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any, monkeypatch: pytest
     again = conversations.prompt([USER])
     assert again is not first
     assert (again.text, again.tokens, again.sources) == (first.text, first.tokens, first.sources)
+
+
+def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    long, short = [{"role": "user", "content": "hello " * 400}], [USER]
+    encode, threads = conversations._encode, []
+
+    def noted(draft: Any) -> Any:
+        threads.append(threading.current_thread())
+        time.sleep(0.02)
+        return encode(draft)
+
+    monkeypatch.setattr(conversations, "_encode", noted)
+
+    async def all_of_them() -> list[Prompt]:
+        left = asyncio.ensure_future(conversations.prompt_beside(long))
+        waiting = [asyncio.ensure_future(conversations.prompt_beside(long)) for _ in range(3)]
+        await asyncio.sleep(0)
+        left.cancel()  # the others still get it
+        among = await conversations.prompt_beside(short)
+        assert not any(each.done() for each in waiting)
+        return [among, *await asyncio.gather(*waiting), await conversations.prompt_beside(long)]
+
+    among, *same = asyncio.run(all_of_them())
+    assert sorted(thread is threading.main_thread() for thread in threads) == [False, True]
+    assert all(each is same[0] for each in same)
+    fresh = Conversations(tiny, parser_for_template(tiny.chat_template))
+    assert [among, same[0]] == [fresh.prompt(short), fresh.prompt(long)]
+
+    answer = {"role": "assistant", "content": "hi " * 600}
+    turn_of(fresh, long, "hi " * 600 + "<|im_end|>", None)
+    later = [*long, answer, {"role": "user", "content": "and " * 400}]
+    assert asyncio.run(fresh.prompt_beside(later)) == fresh.prompt(later)
+
+
+def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    long = [{"role": "user", "content": "hello " * 400}]
+
+    def broken(draft: Any) -> Any:
+        raise DataError("no tokens")
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(*(conversations.prompt_beside(long) for _ in range(2)), return_exceptions=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversations, "_encode", broken)
+        assert [str(error) for error in asyncio.run(both())] == ["no tokens"] * 2
+    assert asyncio.run(both())[0].tokens  # it is tried again
 
 
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:

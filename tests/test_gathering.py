@@ -53,6 +53,23 @@ def test_a_burst_is_one_batch_and_what_comes_later_does_not_wait() -> None:
     assert workers.batches == [[0, 1, 2, 3, 4, 5], [6], [7]]
 
 
+def test_a_burst_waits_for_requests_that_are_being_made_but_not_for_ever() -> None:
+    workers = Workers()
+
+    async def made(number: int, takes_s: float) -> None:
+        with workers.gathering.expecting():
+            await asyncio.sleep(takes_s)
+        await workers.one(number)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(workers.one(0), made(1, 0.01), made(2, 0.02))
+        workers.is_idle = True
+        await asyncio.gather(workers.one(3), made(4, 0.1))
+
+    asyncio.run(all_of_them())
+    assert workers.batches == [[0, 1, 2], [3], [4]]
+
+
 def test_a_busy_loop_does_not_cut_a_burst() -> None:
     workers = Workers()
 

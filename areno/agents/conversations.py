@@ -8,6 +8,7 @@ what the chat template writes after the turn. Where the template writes the hist
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import OrderedDict
@@ -25,22 +26,44 @@ from areno.types import Message
 
 # Around the words of a message. Private-use characters, which no template and no content has.
 _OPEN, _CLOSE = "\ue002", "\ue003"
+_Key = tuple[str, str]  # of the form of a prompt, and of a conversation
+_LONG = 1000  # characters: to make their tokens takes about a millisecond
 _MOST_FIRST = 512  # prompts of first turns that are remembered
 
 
 @dataclass
 class Prompt:
-    """What the model reads. sources: of the tokens, in runs. keys: of the conversation up to each message."""
+    """What the model reads. sources: of the tokens, in runs. keys: of the conversation up to each message.
+
+    form: a key of the tools and the template's arguments, "" without any.
+    """
 
     text: str
     tokens: list[int]
     sources: Runs
     keys: list[str]
+    form: str = ""
 
     @property
     def opens_reasoning(self) -> bool:
         """Whether the template has written `<think>` already."""
         return self.text.rstrip().endswith(THINK)
+
+
+@dataclass
+class _Draft:
+    """A prompt before text[start:] is made into tokens. What stands before is `turn` and its prompt.
+
+    places: (start, end, source) of words in the text. is_first: no assistant has spoken yet.
+    """
+
+    text: str
+    form: str
+    keys: list[str]
+    places: list[tuple[int, int, int]]
+    start: int = 0
+    turn: _Turn | None = None
+    is_first: bool = False
 
 
 @dataclass
@@ -78,44 +101,80 @@ class Conversations:
         most_tokens: int = 64_000_000,
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
-        self._turns: OrderedDict[str, _Turn] = OrderedDict()  # by the key of the conversation that it ends
-        self._first: OrderedDict[str, Prompt] = OrderedDict()  # prompts of first turns, which the samples of one share
+        self._turns: OrderedDict[_Key, _Turn] = OrderedDict()  # by the conversation that it ends
+        self._first: OrderedDict[_Key, Prompt] = OrderedDict()  # prompts of first turns, which the samples of one share
+        self._making: dict[_Key, asyncio.Task[Prompt]] = {}
         self._n_tokens, self._most_tokens = 0, most_tokens
+        # The first call turns off truncation and padding of tokenizer.json. No thread may do so while another encodes.
+        self.tokenizer("", add_special_tokens=False)
 
     def prompt(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
         """The prompt for the assistant's next turn. Raises DataError where the template refuses the messages."""
+        form, keys = _form_of(tools, template), conversation_keys(messages)
+        if (known := self._first.get((form, keys[-1]))) is not None:
+            return known
+        draft = self._draft(messages, tools, template, form, keys)
+        return self._finished(draft, *self._encode(draft))
+
+    async def prompt_beside(
+        self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
+    ) -> Prompt:
+        """The same for an event loop, which goes on while a thread makes tokens of a long text.
+
+        Who asks for the same prompt meanwhile gets the same.
+        """
+        form, keys = _form_of(tools, template), conversation_keys(messages)
+        if (known := self._first.get((form, keys[-1]))) is not None:
+            return known
+        if (making := self._making.get((form, keys[-1]))) is None:
+            draft = self._draft(messages, tools, template, form, keys)
+            if len(draft.text) - draft.start < _LONG or not self.tokenizer.is_fast:
+                return self._finished(draft, *self._encode(draft))
+            making = self._making[form, keys[-1]] = asyncio.ensure_future(self._make(draft))
+        return await asyncio.shield(making)  # who no longer waits must not end it for the others
+
+    async def _make(self, draft: _Draft) -> Prompt:
+        try:
+            return self._finished(draft, *await asyncio.to_thread(self._encode, draft))
+        finally:
+            del self._making[draft.form, draft.keys[-1]]
+
+    def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
+        """A prompt but for the tokens of its new text."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
         how = {"thinking": self._thinking, **(template or {})}
         if "enable_thinking" in how:
             how["thinking"] = how.pop("enable_thinking")
         messages, tools = list(messages), tools or None
-        keys = conversation_keys(messages, tools, template)
-        if (known := self._first.get(keys[-1])) is not None:
-            return known
         text = render(self.tokenizer, messages, tools, opened=True, **how)
         places = self._places(text, messages, tools, how)
         for number in range(len(messages) - 1, 0, -1):
-            if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(keys[number - 1])):
+            key = form, keys[number - 1]
+            if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(key)):
                 start = self._continues(turn, text)
                 if start is not None:
-                    self._turns.move_to_end(keys[number - 1])
-                    tokens, sources = self._encode(text, start, places)
-                    before = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens))]
-                    return Prompt(text, turn.prompt.tokens + turn.tokens + tokens, before + sources, keys)
-        tokens, sources = self._encode(text, 0, places)
-        prompt = Prompt(text, tokens, sources, keys)
-        if not any(message["role"] == "assistant" for message in messages):
-            self._first[keys[-1]] = prompt
+                    self._turns.move_to_end(key)
+                    return _Draft(text, form, keys, places, start=start, turn=turn)
+        return _Draft(text, form, keys, places, is_first=not any(one["role"] == "assistant" for one in messages))
+
+    def _finished(self, draft: _Draft, tokens: list[int], sources: Runs) -> Prompt:
+        """The prompt with the tokens of its new text."""
+        if (turn := draft.turn) is not None:
+            tokens = turn.prompt.tokens + turn.tokens + tokens
+            sources = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens)), *sources]
+        prompt = Prompt(draft.text, tokens, sources, draft.keys, draft.form)
+        if draft.is_first:
+            self._first[draft.form, draft.keys[-1]] = prompt
             if len(self._first) > _MOST_FIRST:
                 self._first.popitem(last=False)
         return prompt
 
     def remember(self, prompt: Prompt, tokens: list[int], end_ids: frozenset[int], message: Message) -> None:
         """A turn that was sampled for a prompt. message: as clients send it back. end_ids: may be its last token."""
-        key = _next_key(prompt.keys[-1], message)
+        key = prompt.form, _next_key(prompt.keys[-1], message)
         if (before := self._turns.pop(key, None)) is not None:
             self._n_tokens -= len(before.prompt.tokens)
         self._turns[key] = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
@@ -154,8 +213,9 @@ class Conversations:
         found = [token for token in special if behind.lstrip().startswith(token)]
         return max(found, key=len, default=self.tokenizer.eos_token or "")
 
-    def _encode(self, text: str, start: int, places: list[tuple[int, int, int]]) -> tuple[list[int], Runs]:
-        """The tokens of text[start:], and where they come from. places: (start, end, source) of words in the text."""
+    def _encode(self, draft: _Draft) -> tuple[list[int], Runs]:
+        """The tokens of the new text, and where they come from. Any thread may ask."""
+        text, start, places = draft.text, draft.start, draft.places
         if not self.tokenizer.is_fast:
             tokens = self.tokenizer.encode(text[start:], add_special_tokens=False)
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
@@ -202,15 +262,21 @@ def _meaning(message: ParsedMessage) -> tuple[Any, ...]:
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls
 
 
-def conversation_keys(messages: Sequence[Message], tools: Any = None, template: Any = None) -> list[str]:
-    """A key for the conversation up to and with each message. Equal keys mean equal messages, tools and arguments."""
-    key, keys = _next_key("", {"tools": tools or None, "template": template or None}), []
+def conversation_keys(messages: Sequence[Message]) -> list[str]:
+    """A key for the conversation up to and with each message. Equal keys mean equal messages."""
+    key, keys = "", []
     for message in messages:
         key = _next_key(key, message)
         keys.append(key)
     return keys
 
 
-def _next_key(key: str, message: Any) -> str:
-    text = json.dumps(message, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
-    return hashlib.blake2b(f"{key}{text}".encode(), digest_size=16).hexdigest()
+def _form_of(tools: Any, template: Any) -> str:
+    return _next_key("", [tools or None, template or None]) if tools or template else ""
+
+
+_as_text = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str).encode
+
+
+def _next_key(key: str, value: Any) -> str:
+    return hashlib.blake2b(f"{key}{_as_text(value)}".encode(), digest_size=16).hexdigest()

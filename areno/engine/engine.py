@@ -214,6 +214,10 @@ class Engine(AbstractContextManager["Engine"]):
         """Whether somebody reads the outputs of a generate_stream."""
         return self._streams.are_read
 
+    def expecting(self) -> AbstractContextManager[None]:
+        """Around what an event loop awaits before it can make a request: those that have come may wait for it."""
+        return self._gathering.expecting()
+
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:

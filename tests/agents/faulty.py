@@ -76,3 +76,16 @@ def run_plain(ctx, batch):
     if item.prompt.startswith("sleep"):
         time.sleep(1000)
     return asyncio.run(ask(ctx, item))
+
+
+_steps: list[str] = []
+
+
+async def in_turns(ctx, batch):
+    """Says in which order the agents of this process began, and went on."""
+    [item] = batch.iter_samples()
+    _steps.append(f"{item.prompt} begins")
+    await asyncio.sleep(0)  # as between the head and the body of a request
+    _steps.append(f"{item.prompt} sends")
+    await asyncio.sleep(0.1)
+    raise ValueError(", ".join(_steps))

@@ -71,7 +71,7 @@ class AgentPool(WorkerPool[AgentConfig]):
 
 
 class _Running:
-    """The items of one call of `run`. groups: of items that wait to be sent to a process."""
+    """The items of one call of `run`. groups: positions of items that wait to be sent to a process."""
 
     def __init__(
         self, items: Sequence[AgentItem], context: AgentContext, n_workers: int,
@@ -81,15 +81,17 @@ class _Running:
         self.outcomes: list[Any] = [None] * len(items)
         self.n_open = len(items)
         self._n_losses = [0] * len(items)  # processes that were lost while they ran the item
-        self._payloads = [pickle.dumps((context, item), protocol=pickle.HIGHEST_PROTOCOL) for item in items]
+        self._items, self._context = items, context
         shares = [list(range(first, len(items), n_workers)) for first in range(n_workers)]
-        self.groups = deque(self._group(share) for share in shares if share)
-
-    def _group(self, positions: Sequence[int]) -> list[tuple[int, bytes]]:
-        return [(position, self._payloads[position]) for position in positions]
+        self.groups = deque(share for share in shares if share)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        return self.groups.popleft() if self.groups else []
+        positions = self.groups.popleft() if self.groups else []
+        return [(position, self._payload(position)) for position in positions]
+
+    def _payload(self, position: int) -> bytes:
+        # Made when it is sent: the first process begins while those of the others are made.
+        return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
         self._settle(position, AgentOutcome(*answer))
@@ -114,4 +116,4 @@ class _Running:
                 again.append(position)
         if again:
             size = int(min(len(again), *(_GROUPS[self._n_losses[position]] for position in again)))
-            self.groups.extend(self._group(again[at : at + size]) for at in range(0, len(again), size))
+            self.groups.extend(again[at : at + size] for at in range(0, len(again), size))

@@ -39,6 +39,9 @@ from areno.rewards.user_process import MOST_TEXT, Copies, is_async
 
 DEFAULT_FUNCTION = "run_agent"
 _THREADS = 64  # agents at once, where run_agent is no coroutine function
+# Of the event loop, before the next agent begins. A client makes a request for milliseconds and sends it in two pieces:
+# if all agents began at once, the second pieces would leave together, when the last request is made.
+_TURNS = 3
 _TICK_S = 0.25
 _HELD_S = 5.0  # an agent that holds the event loop for longer is told of
 _HOLDS = (
@@ -116,14 +119,19 @@ class _Runner:
 
     async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
         ticking = asyncio.ensure_future(self._tick())
-        await asyncio.gather(*(self._one(position, payload) for position, payload in chunk))
+        ends_at, running = self._loop.time() + self._timeout_s, []
+        for position, payload in chunk:
+            running.append(asyncio.ensure_future(self._one(position, payload, ends_at)))
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+        await asyncio.gather(*running)
         ticking.cancel()
 
-    async def _one(self, position: int, payload: bytes) -> None:
+    async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call(payload))
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, ends_at - self._loop.time()))
             if done:
                 answer = task.result()
             else:

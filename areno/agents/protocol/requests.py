@@ -7,7 +7,8 @@ The names are those of OpenAI's API. `top_k`, `min_p`, `min_tokens`, `ignore_eos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from areno.agents.protocol.errors import ApiError, bad
@@ -174,7 +175,9 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
         given |= {"top_k": 1, "top_p": 1.0}
     if given.get("temperature"):
         given["greedy"] = False
-    return replace(defaults, **given)
+    params = copy(defaults)
+    vars(params).update(given)
+    return params
 
 
 def _stop(value: Any) -> list[str] | None:

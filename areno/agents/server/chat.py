@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from areno.agents.conversations import Conversations, Prompt, conversation_keys
+from areno.agents.conversations import Conversations, Prompt
 from areno.agents.parsers import MessageDelta, MessageStream, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.protocol.errors import ApiError
@@ -44,7 +44,8 @@ class ChatCompletions:
         """The request with its prompt, ready to be sampled. ApiError 400 where it cannot be served."""
         try:
             definitions = [tool.definition for tool in request.tools]
-            prompt = self.conversations.prompt(request.messages, definitions, request.template)
+            with self.sampler.engine.expecting():
+                prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         constraint = {}
@@ -145,7 +146,7 @@ class _Chat:
             return {}
         prompt = {
             "session": self.endpoint._session,
-            "conversation": conversation_keys(self.request.messages)[-1],
+            "conversation": self.prompt.keys[-1],
             "temperature": self.sampled.params.temperature or 1.0,  # 0 is greedy, with log-probabilities at 1
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 from areno.agents.parsers.cursor import partial_tag
 
 _PART_OF_A_CHARACTER = "\ufffd"
+
+
+@cache
+def _decodes_by_backend(kind: type) -> bool:
+    """Whether transformers adds nothing to what the backend of these tokenizers decodes, but for a clean-up."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = PreTrainedTokenizerFast
+    return issubclass(kind, plain) and kind.decode is plain.decode and kind._decode is plain._decode
+
+
+def decode(tokenizer: Any, tokens: list[int]) -> str:
+    """The text of tokens, also of special ones."""
+    if _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces:
+        # transformers looks at each token first, which takes as long as to decode them.
+        return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 class TextStream:
@@ -26,9 +43,10 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False  # a stop string has come; what follows is dropped
 
-    def feed(self, tokens: Iterable[int]) -> str:
+    def feed(self, tokens: Sequence[int]) -> str:
         """The text that is certain with these tokens and was not before."""
-        self._tokens += [token for token in tokens if token not in self._hidden]
+        has_hidden = not self._hidden.isdisjoint(tokens)
+        self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._cut(self._new_text(final=False), final=False)
 
     def finish(self) -> str:
@@ -46,7 +64,7 @@ class TextStream:
         return text[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
+        return decode(self._tokenizer, tokens) if tokens else ""
 
     def _cut(self, new: str, final: bool) -> str:
         if self.stopped:
@@ -86,7 +104,7 @@ class TokenTexts:
         self.of = lru_cache(maxsize=100_000)(self._of)
 
     def _of(self, token: int) -> tuple[str, list[int]]:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        text = decode(self._tokenizer, [token])
         if _PART_OF_A_CHARACTER not in text:
             return text, list(text.encode())
         name = self._tokenizer.convert_ids_to_tokens(token) or ""

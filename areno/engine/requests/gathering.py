@@ -8,13 +8,15 @@ wait for a second prefill, and all later steps would have batches of other sizes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from areno.engine.requests.streams import Consumer
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
 
-_PAUSE_S = 0.002  # after the last request
+_PAUSE_S = 0.003  # after the last request: a client takes about two for the next one
 _MOST_S = 0.05  # after the first one: about two prefills
 
 _Stream = tuple[GenerationRequest, Consumer]
@@ -31,6 +33,19 @@ class Gathering:
     def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], holds: bool = True):
         self._submit, self._is_idle, self.holds = submit, is_idle, holds
         self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
+        self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
+
+    @contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Around what comes before a request of this event loop. The others of its burst wait for it."""
+        loop = asyncio.get_running_loop()
+        self._expected[loop] += 1
+        try:
+            yield
+        finally:
+            self._expected[loop] -= 1
+            if not self._expected[loop]:
+                del self._expected[loop]
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
         """Submit a request, perhaps some milliseconds later. Raises what the engine raises for it.
@@ -42,7 +57,7 @@ class Gathering:
         if burst is None:
             if not self.holds or not self._is_idle():
                 return self._submit([(request, consumer)])
-            burst = self._bursts[loop] = _Burst(loop, self._submit_all)
+            burst = self._bursts[loop] = _Burst(loop, self._submit_all, lambda: loop in self._expected)
         await burst.add((request, consumer))
 
     def _submit_all(self, burst: _Burst) -> None:
@@ -71,10 +86,12 @@ class Gathering:
 
 
 class _Burst:
-    """Requests of one event loop. done: called once, when no other has followed for a moment."""
+    """Requests of one event loop. done: called once, when no other has followed for a moment and none is expected."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, done: Callable[[_Burst], None]):
-        self.loop, self._done = loop, done
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, done: Callable[[_Burst], None], expects_more: Callable[[], bool]
+    ):
+        self.loop, self._done, self._expects_more = loop, done, expects_more
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []
         self._first_at = self._last_at = loop.time()
         self._wait()
@@ -96,6 +113,8 @@ class _Burst:
 
     def _look(self) -> None:
         now = self.loop.time()
+        if self._expects_more():
+            self._last_at = now
         if now < min(self._last_at + _PAUSE_S, self._first_at + _MOST_S):
             self._wait()
         else:

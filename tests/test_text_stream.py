@@ -1,0 +1,49 @@
+"""Tokens of an answer to text: as the tokenizer decodes them, however they are cut into pieces."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import load_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from areno.agents.server.text import TextStream, decode
+
+WORDS = "Hello, world ! It 's 3 o'clock . \u00e9t\u00e9 \U0001f600 \u4f60\u597d <|im_end|> don 't"
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer whose author decodes otherwise."""
+
+    def _decode(self, *args: Any, **how: Any) -> str:
+        return super()._decode(*args, **how).upper()
+
+
+@pytest.mark.parametrize("name", ["tiny", "plain", "qwen2.5", "gpt2"])
+def test_text_is_what_the_tokenizer_decodes(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    draw = random.Random(0)
+    tokens = tokenizer.encode(WORDS, add_special_tokens=False) + draw.choices(range(len(tokenizer)), k=200)
+    expected = tokenizer.decode(tokens, skip_special_tokens=False)
+    assert decode(tokenizer, tokens) == expected
+    stream, at, text = TextStream(tokenizer, frozenset()), 0, ""
+    while at < len(tokens):
+        n = draw.randint(1, 9)
+        text, at = text + stream.feed(tokens[at : at + n]), at + n
+    assert text + stream.finish() == expected
+
+
+def test_what_a_tokenizer_does_beside_its_backend_is_kept(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("plain")
+    tokenizer.save_pretrained(tmp_path)
+    shouting = Shouting.from_pretrained(tmp_path)
+    tokens = tokenizer.encode(WORDS, add_special_tokens=False)
+    assert decode(shouting, tokens) == tokenizer.decode(tokens).upper()
+    cleaning = PreTrainedTokenizerFast.from_pretrained(
+        tmp_path, clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )  # fmt: skip
+    assert decode(cleaning, tokens) == cleaning.decode(tokens) != tokenizer.decode(tokens)
