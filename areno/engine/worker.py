@@ -149,15 +149,17 @@ class Worker:
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
         if affordable < layout.memory_of(per_sequence) + 1:
             room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
-            beside, fewer = "", ()
             if states:
-                beside = f", beside the recurrent states of {max_running} sequences at once ({states / 2**30:.2f} GiB)"
-                fewer = (Key("rollout.max_concurrent_rollouts"),)
+                raise EngineError(
+                    "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
+                    "tokens, and one sequence may need {}: lower {}, {} or {}, or raise {}",
+                    max_running, round(states / 2**30, 2), room, spec.max_len, Key("rollout.max_concurrent_rollouts"),
+                    Key("gconfig.max_new_tokens"), Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
+                )  # fmt: skip
             raise EngineError(
-                f"the KV cache has room for {{}} tokens{beside}, one sequence may need {{}}: lower "
-                + "{}, " * len(fewer) + "{} or {}, or raise {}",
-                room, spec.max_len, *fewer, Key("gconfig.max_new_tokens"),
-                Key("train_dataset.max_length"), Key("rollout.mem_fraction"),
+                "the KV cache has room for {} tokens, one sequence may need {}: lower {} or {}, or raise {}",
+                room, spec.max_len, Key("gconfig.max_new_tokens"), Key("train_dataset.max_length"),
+                Key("rollout.mem_fraction"),
             )  # fmt: skip
         if affordable < blocks and self.spec.deterministic and not self.spec.exact:
             n_tokens = int(0.9 * affordable) * self._block_size
