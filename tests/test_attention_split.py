@@ -11,6 +11,7 @@ from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.kv.held_blocks import HeldBlocks
 from areno.engine.decoder.sequence import Sequence
+from areno.kernels.paged import most_rows
 from areno.kernels.spans import SPAN, border
 from areno.types import GenerationRequest
 
@@ -43,6 +44,11 @@ def split(sequences: list[Sequence], max_groups: int = 64, n_processors: int = 1
     return split_attention(
         sequences, SIZE, group_size=8, max_groups=max_groups, n_heads=2, n_processors=n_processors, by_spans=by_spans
     )
+
+
+def test_by_spans_a_group_has_at_most_16_queries_of_a_key_head_but_two_rows() -> None:
+    assert [most_rows(heads, by_spans=True) for heads in (1, 2, 4, 7, 8, 16)] == [8, 8, 4, 2, 2, 2]
+    assert [most_rows(heads, by_spans=False) for heads in (1, 8)] == [8, 8]
 
 
 def test_groups_are_the_rows_with_the_same_prompt_blocks() -> None:

@@ -307,8 +307,9 @@ def _load_tile(
     PADDED_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys and values (TILE, PADDED_DIM) of the positions from `first` on. Those from `end` on are
-    any finite numbers. `first` is a multiple of TILE.
+    """Keys and values (TILE, PADDED_DIM) of the positions from `first`, a multiple of TILE, on.
+
+    Those of positions from `end` on are whatever the cache holds there.
     """
     offset = tl.arange(0, TILE)
     dim = tl.arange(0, PADDED_DIM)
