@@ -81,6 +81,12 @@ def test_names_that_are_taken_or_unknown() -> None:
         get_algorithm("gpro")
 
 
+def test_a_folder_on_the_path_is_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algorithms, "_installed", dict)
+    with pytest.raises(ConfigError, match="it is not installed; run `pip install"):
+        get_algorithm("gspo")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -112,6 +112,9 @@ def get_algorithm(name: str) -> Algorithm:
     if name in _registered:
         return _registered[name]
     found = _installed()
+    if not found:
+        message = f"there is no algorithm {name!r}: areno is on Python's path, but it is not installed"
+        raise ConfigError(f"{message}; run `pip install -e .` in its folder")
     if name not in found:
         raise ConfigError(f"there is no algorithm {name!r}; there are {', '.join(algorithm_names())}")
     return found[name].load()
