@@ -77,7 +77,10 @@ _MORE = [
 SamplingParams.__signature__ = inspect.Signature([*list(_FIXED.values())[:-1], *_MORE])  # type: ignore[attr-defined]
 
 
-class Numbers:
+Number = TypeVar("Number", int, float)
+
+
+class Numbers(Generic[Number]):
     """A list of numbers as a field. An array that it is given becomes a list when it is read, since most never are.
 
     vars(record)[name] is what it was given, or that list.
@@ -89,7 +92,7 @@ class Numbers:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, record: Any, owner: type | None = None) -> Any:
+    def __get__(self, record: Any, owner: type | None = None) -> list[Number]:
         if record is None:  # dataclasses ask for a default
             if self._default is None:
                 raise AttributeError(self._name)
@@ -167,9 +170,9 @@ class GenerationOutput:
 
     request_id: int
     sample: int
-    tokens: Numbers = Numbers()
-    logprobs: Numbers = Numbers()
-    versions: Numbers = Numbers()
+    tokens: Numbers[int] = Numbers()
+    logprobs: Numbers[float] = Numbers()
+    versions: Numbers[int] = Numbers()
     finish_reason: FinishReason | None
     cached_tokens: int = 0
     top_logprobs: list[TokenScores] = field(default_factory=list)
@@ -329,10 +332,10 @@ class RolloutSequence:
     routes: with actor.routing_replay, the experts of the prompt's tokens and its own but the last, for TrainSequence.
     """
 
-    resp_tokens: Numbers = Numbers()
-    resp_logprobs: Numbers = Numbers()
+    resp_tokens: Numbers[int] = Numbers()
+    resp_logprobs: Numbers[float] = Numbers()
     finish_reason: FinishReason = "stop"
-    resp_versions: Numbers = Numbers(default=())
+    resp_versions: Numbers[int] = Numbers(default=())
     routes: np.ndarray | None = None
 
     @property

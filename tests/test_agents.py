@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +106,29 @@ def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session:
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
     assert "held the event loop" in outcomes[1].message
     assert "faulty.py" in outcomes[1].message
+
+
+def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSession) -> None:
+    told: list[tuple[int, Any, float]] = []
+    items = list(batch_of("raise", "sleep", "ok", "die", "locked"))
+    items[4].record["lock"] = threading.Lock()
+    with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=2.0, workers=2)) as pool:
+        pool.wait_ready()
+        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 2.0)
+        done = pool.run(items, context, on_done=lambda *given: told.append((*given, time.monotonic())))
+        assert [outcome.status for outcome in done] == ["error", "timeout", "ok", "error", "error"]
+        assert "cannot pickle '_thread.lock'" in done[4].message
+        assert sorted(place for place, _, _ in told) == list(range(5))
+        assert all(done[place] is outcome for place, outcome, _ in told)
+        at = {place: when for place, _, when in told}
+        assert max(at[place] for place in (0, 2, 4)) < at[1] - 0.5
+
+        def full(place: int, outcome: Any) -> None:
+            raise OSError("no space left")  # of who asks, not of the process
+
+        with pytest.raises(OSError, match="no space left"):
+            pool.run(list(batch_of("ok", "sleep")), context, on_done=full)
+        assert [outcome.status for outcome in pool.run(list(batch_of("ok", "ok")), context)] == ["ok", "ok"]
 
 
 def test_an_agent_that_ends_its_process_costs_only_its_own_sample(session: RolloutSession) -> None:

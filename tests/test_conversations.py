@@ -19,7 +19,7 @@ from areno.agents.parsers import parser_for_template
 from areno.agents.protocol.messages import read_messages
 from areno.agents.rows import RowBuilder
 from areno.agents.tokens import Source, expand
-from areno.agents.trajectories import LossMaskPolicy
+from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
 
@@ -175,6 +175,34 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
     trained = [tiny.decode([token]) for token, on in zip(row.tokens, row.trained, strict=True) if on]
     assert "".join(trained) == said + "two three" + "ok<|im_end|>"
     assert {Source(source).name for source in row.sources} == {"TEMPLATE", "USER", "TOOL", "SAMPLED"}
+
+
+@pytest.mark.parametrize("argument", ['"\\ud83d"', "[" * 2000 + "]" * 2000])
+def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any, argument: str) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    arguments = f'{{"a": {argument}}}'
+    said = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "no such place"}
+    first = turn_of(conversations, [USER], said, tools, answer)
+    second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
+    rows = RowBuilder(conversations, LossMaskPolicy()).trajectory([first, second]).rows
+    assert said in tiny.decode(rows[-1].tokens)
+
+
+def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    turn = turn_of(conversations, [USER], "a<|im_end|>", None)
+    known = dict(conversations._first)
+    builder = RowBuilder(conversations, LossMaskPolicy())
+    with pytest.raises(BadTrajectory, match=r"they say .*and you"):
+        builder.trajectory([{**turn, "messages": [OTHER]}])
+    monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
+    with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
+        builder.trajectory([{**turn, "messages": [OTHER]}])
+    assert conversations._first == known  # which is the server's
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:

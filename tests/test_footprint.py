@@ -20,7 +20,7 @@ from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.rope_config import Rope
-from areno.models.config import TransformerConfig
+from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost import parameters
 
 QWEN3_8B = TransformerConfig(
@@ -146,6 +146,24 @@ def test_the_table_says_it_all() -> None:
     assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
     short = of(ACTOR, REF).short(80 * GIB)
     assert short == "memory: 152.6 of 80.0 GiB on each device are for actor, ref"
+
+
+def test_the_table_tells_what_layers_with_windows_keep() -> None:
+    near, far, all_ = (LayerKind(QWEN3_8B.rope, window) for window in (128, 4096, None))
+    token = 2 * 8 * 128 * 2  # bytes of keys and values in one layer
+
+    def told(*kinds: LayerKind) -> str:
+        actor = replace(ACTOR, config=replace(QWEN3_8B, kinds=kinds), optimizer=None)
+        *_, work, _ = of(actor).table(80 * GIB).splitlines()
+        return work
+
+    whole = f"KV cache: {36 * 1000 * token / GIB:.2f} for 1,000 tokens"
+    assert told() == told(*[all_] * 36) == whole
+    assert told(*[near] * 18, *[all_] * 18) == f"{whole}, and 0.07 for each 1,000 of a sequence beyond 128"
+    assert (
+        told(*[near] * 12, *[far] * 12, *[all_] * 12) == f"{whole}, and 0.05 for each 1,000 of a sequence beyond 4,096"
+    )
+    assert told(*[near] * 18, *[far] * 18) == f"{whole}, and 0.00 for each 1,000 of a sequence beyond 4,096"
 
 
 def no_room(*_: Any) -> int:

@@ -13,6 +13,8 @@ from two_ranks import load
 
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.kv.layout import KVLayout
+from areno.errors import EngineError
+from areno.models.cost import kv_bytes
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.family_cases import random_model
@@ -98,6 +100,23 @@ def test_samples_are_those_of_a_cache_that_keeps_all(name: str, monkeypatch: pyt
         assert out.tokens[:n_same] == masked[key].tokens[:n_same]
         logprobs, expected = (torch.tensor(each.logprobs[:n_same]) for each in (out, masked[key]))
         torch.testing.assert_close(logprobs, expected, atol=0 if "exact" in name else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("by_window", [True, False])
+def test_what_a_cache_has_room_for(by_window: bool) -> None:
+    """cache_tokens tell its memory, however its blocks are made; kv_tokens how long one sequence may be."""
+    decoder = make(n_blocks=8, keeps_routes=not by_window)
+    limits, config = decoder.limits, decoder._runner.model.config
+    assert decoder._blocks.per_stack == (6 if by_window else 1)
+    cache = decoder._runner.cache.kv_blocks
+    used = cache[:, :, :-1]  # without the scratch block
+    assert limits.cache_tokens == 8 * 4 == used.numel() * cache.itemsize // kv_bytes(config, cache.itemsize)
+    # Of 48 blocks of one layer, the five with a window of 5 take at most 3 each. The others are one layer's alone.
+    assert limits.kv_tokens == ((48 - 5 * 3) * 4 if by_window else 8 * 4)
+    n_prompt = limits.kv_tokens - 5
+    assert limits.max_new(request(1, [1] * n_prompt, n_new=6)) == 6  # the last token is never an input
+    with pytest.raises(EngineError, match=f"does not fit the KV cache of {limits.kv_tokens} tokens even alone"):
+        limits.max_new(request(1, [1] * n_prompt, n_new=7))
 
 
 def test_log_probabilities_are_those_of_transformers() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +18,10 @@ import httpx2
 import pytest
 import warm_python
 from agent_model import made, model_folder
+from aiohttp import web
 from openai import AuthenticationError, OpenAI, RateLimitError
 
+from areno.agents.server.host import ServerThread
 from areno.cli.main import main
 from areno.cli.serve import _model
 from areno.errors import ArenoError
@@ -204,3 +208,35 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.Captur
         main(["serve", "a", "--port", "70000"])
     with pytest.raises(SystemExit):
         main(["--version"])
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.3])
+def test_a_server_ends_when_its_time_is_over_whatever_is_under_way(grace_s: float) -> None:
+    asked, ended = threading.Event(), []
+
+    async def wait(request: web.Request) -> web.Response:
+        asked.set()
+        try:
+            return web.Response(text=str(await asyncio.sleep(1000)))
+        finally:
+            ended.append(request.path)
+
+    def application() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/wait", wait)
+        return app
+
+    server = ServerThread(application, grace_s=grace_s)
+    host, port = server.start().removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as silent, socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /wait HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert asked.wait(10)
+        begun = time.monotonic()
+        stopping = threading.Thread(target=server.stop, daemon=True)
+        stopping.start()
+        stopping.join(10)
+        assert not stopping.is_alive()
+        assert grace_s <= time.monotonic() - begun < 5
+        assert (client.recv(100), silent.recv(100)) == (b"", b"")
+    assert ended == ["/wait"]
+    server.stop()  # of no effect

@@ -24,6 +24,9 @@ TOOLS: list[Any] = [
 ]
 
 
+HALF: Any = {"id": "c", "type": "function", "function": {"name": "move", "arguments": {"a": "\ud800"}}}
+
+
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[Trainer]:
     with made() as trainer:
@@ -303,6 +306,7 @@ def test_a_client_that_goes_away_ends_its_request(proxy: SessionProxy, trainer: 
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "tool_calls": [HALF]}]}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         (

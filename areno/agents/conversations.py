@@ -21,6 +21,7 @@ from areno.agents.parsers import ParsedMessage, ToolCallParser
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.tokens import OF_ROLE, Runs, Source, runs_of
 from areno.data.chat_template import render
+from areno.data.row_schema import bad_text
 from areno.errors import DataError
 from areno.types import Message
 
@@ -89,7 +90,7 @@ class _Turn:
 class Conversations:
     """Prompts of one tokenizer, and the turns sampled for them. most_tokens: of the turns that are remembered.
 
-    thinking: passed to the chat template; None is its own default.
+    thinking: passed to the chat template; None is its own default. All but `text` is for one thread, or event loop.
     """
 
     def __init__(
@@ -141,16 +142,22 @@ class Conversations:
         finally:
             del self._making[draft.form, draft.keys[-1]]
 
-    def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
-        """A prompt but for the tokens of its new text."""
+    def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
+        """What the chat template makes of the messages. Raises DataError where it refuses them. Any thread may ask."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
         how = {"thinking": self._thinking, **(template or {})}
         if "enable_thinking" in how:
             how["thinking"] = how.pop("enable_thinking")
-        messages, tools = list(messages), tools or None
-        text = render(self.tokenizer, messages, tools, opened=True, **how)
-        places = self._places(text, messages, tools, how)
+        text = render(self.tokenizer, list(messages), tools or None, opened=True, **how)
+        if problem := bad_text(text):
+            raise DataError(f"what the chat template makes of these messages {problem}")
+        return text
+
+    def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
+        """A prompt but for the tokens of its new text."""
+        text = self.text(messages, tools, template)
+        places = self._places(text, messages, tools, template)
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(key)):
@@ -229,7 +236,7 @@ class Conversations:
             sources.append(place[2] if inside and place is not None else int(Source.TEMPLATE))
         return found["input_ids"], runs_of(sources)
 
-    def _places(self, text: str, messages: list[Message], tools: Any, how: Any) -> list[tuple[int, int, int]]:
+    def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
         """Where the words of others than the assistant stand in the text: (start, end, source). [] where in doubt."""
         others = [message for message in messages if message["role"] in OF_ROLE and message["content"].strip()]
         if not others:
@@ -238,7 +245,7 @@ class Conversations:
             {**message, "content": _marked(message["content"])} if message["role"] in OF_ROLE else message
             for message in messages
         ]
-        pieces = render(self.tokenizer, marked, tools, opened=True, **how).split(_OPEN)
+        pieces = self.text(marked, tools, template).split(_OPEN)
         places, at = [], len(pieces[0])
         if len(pieces) != len(others) + 1 or "".join(pieces).replace(_CLOSE, "") != text:
             return []
@@ -275,7 +282,7 @@ def _form_of(tools: Any, template: Any) -> str:
     return _next_key("", [tools or None, template or None]) if tools or template else ""
 
 
-_as_text = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str).encode
+_as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 
 def _next_key(key: str, value: Any) -> str:

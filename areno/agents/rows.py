@@ -86,8 +86,11 @@ class RowBuilder:
         """How the text of the messages differs from what the model read."""
         tokenizer = self._conversations.tokenizer
         read = tokenizer.decode(turn["tokens"]["prompt_token_ids"], skip_special_tokens=False)
-        said = self._conversations.prompt(messages, turn["tools"]).text
         start = f"its messages are not those of the request ({len(messages)} messages): "
+        try:
+            said = self._conversations.text(messages, turn["tools"])
+        except DataError as error:
+            return f"{start}{error}"
         if said == read:
             return start + "they differ in what the chat template leaves out"
         same = next((i for i, (a, b) in enumerate(zip(said, read, strict=False)) if a != b), min(len(said), len(read)))

@@ -159,16 +159,16 @@ class WorkerPool(Generic[Config]):
             wake.recv_bytes()
         for worker in workers:
             if worker.connection in spoke:
-                try:
-                    self._listen(worker, work)
-                except (EOFError, OSError):
-                    self._lost(worker, work, "error", self.ended.format(worker.exit_text()))
+                self._listen(worker, work)
             elif time.monotonic() >= worker.deadline and not readable([worker.connection]):
                 self._lost(worker, work, "timeout", self.late.format(self.config.timeout_s))
 
     def _listen(self, worker: Worker, work: Work | None) -> None:
         while readable([worker.connection]):
-            what, value = worker.connection.recv()
+            try:
+                what, value = worker.connection.recv()
+            except (EOFError, OSError):
+                return self._lost(worker, work, "error", self.ended.format(worker.exit_text()))
             if what == "failed":
                 raise ConfigError(value)
             if what == "ready":

@@ -63,7 +63,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         """The outcome of every item, in order.
 
         on_wait: called with how many are done, at least every half second. on_done: called with the place of an item
-        and its outcome, as soon as that is there.
+        and its outcome, as soon as that is there. What it raises ends the call.
         """
         running = _Running(items, context, self.n_workers, on_done)
         self._do(running, lambda: on_wait(len(items) - running.n_open))
@@ -86,12 +86,20 @@ class _Running:
         self.groups = deque(share for share in shares if share)
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        positions = self.groups.popleft() if self.groups else []
-        return [(position, self._payload(position)) for position in positions]
+        chunk: list[tuple[int, bytes]] = []
+        while self.groups and not chunk:
+            # Made when they are sent: the first process begins while those of the others are made.
+            payloads = [(position, self._payload(position)) for position in self.groups.popleft()]
+            chunk = [(position, payload) for position, payload in payloads if payload is not None]
+        return chunk
 
-    def _payload(self, position: int) -> bytes:
-        # Made when it is sent: the first process begins while those of the others are made.
-        return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
+    def _payload(self, position: int) -> bytes | None:
+        try:
+            return pickle.dumps((self._context, self._items[position]), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # an object of the dataset may raise anything when it is pickled
+            text = f"its item cannot be sent to the agent process: {type(error).__name__}: {error}"
+            self._settle(position, AgentOutcome("error", None, text))
+            return None
 
     def answered(self, position: int, answer: tuple[Any, ...]) -> None:
         self._settle(position, AgentOutcome(*answer))

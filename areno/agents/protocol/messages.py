@@ -99,7 +99,10 @@ def _call(given: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    """Templates write arguments as JSON themselves, so text that is an object is read; other text stays text."""
+    """Templates write arguments as JSON themselves, so text that is an object is read; other text stays text.
+
+    So does what they could not write: nested too deeply, or with half of a surrogate pair, for which JSON has escapes.
+    """
     if value is None:
         return {}
     if isinstance(value, str):
@@ -107,7 +110,8 @@ def _arguments(value: Any, where: str) -> Any:
             raise bad(f"{where}.function.arguments", problem)
         try:
             found = json.loads(value)
-        except ValueError:
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
             return value
         return found if isinstance(found, dict) else value
     if isinstance(value, Mapping):

@@ -11,6 +11,8 @@ from aiohttp import web
 
 from areno.errors import EngineError
 
+_LEAST_S = 0.01  # aiohttp takes 0 for no limit at all
+
 
 class ServerThread:
     """An application at an address, from `start` until `stop`. port 0: any that is free.
@@ -57,7 +59,8 @@ class ServerThread:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        runner = web.AppRunner(self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=self._grace_s)
+        grace_s = max(self._grace_s, _LEAST_S)
+        runner = web.AppRunner(self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from areno.agents.parsers.cursor import partial_tag
+from areno.data.decode import decode
 
 _PART_OF_A_CHARACTER = "\ufffd"
-
-
-@cache
-def _decodes_by_backend(kind: type) -> bool:
-    """Whether transformers adds nothing to what the backend of these tokenizers decodes, but for a clean-up."""
-    from transformers import PreTrainedTokenizerFast
-
-    plain = PreTrainedTokenizerFast
-    return issubclass(kind, plain) and kind.decode is plain.decode and kind._decode is plain._decode
-
-
-def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """The text of tokens, also of special ones."""
-    if _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces:
-        # transformers looks at each token first, which takes as long as to decode them.
-        return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
-    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 class TextStream:
@@ -37,9 +21,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, hidden: frozenset[int], stops: Sequence[str] = ()):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
         self._tokens: list[int] = []
-        self._told = self._context = (
-            0  # tokens whose text was returned; where decoding begins, so that it depends on few
-        )
+        # Tokens whose text was returned; where decoding begins, so that it depends on few.
+        self._told = self._context = 0
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False  # a stop string has come; what follows is dropped
 
