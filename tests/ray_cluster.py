@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ class TwoNodes:
     def workers(self) -> list[int]:
         """Processes of actors of ours and of their workers."""
         return [pid for pid in children() if _runs(pid, b"spawn_main", b"ray::NodeHost")]
+
+    def wait_without_workers(self, within_s: float = 20.0) -> None:
+        """Return when the last of them has ended. Ray says that it has killed one before it is gone."""
+        end = time.monotonic() + within_s
+        while left := self.workers():
+            assert time.monotonic() < end, f"{left} go on"
+            time.sleep(0.1)
 
 
 def _runs(pid: int, *words: bytes) -> bool:

@@ -78,7 +78,7 @@ def test_a_run_on_two_nodes_is_that_on_two_devices(
     ours = re.compile(r"\d\d:\d\d:\d\d ")
     assert [line for line in said.err.splitlines() if not ours.match(line)] == [], "Ray is silent"
     assert differences(expected) == []
-    assert nodes.workers() == []
+    nodes.wait_without_workers()
 
 
 def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
@@ -162,7 +162,7 @@ def test_a_worker_that_fails_or_dies_is_told_as_on_one_machine(nodes: TwoNodes, 
         engine._workers.watchdog.limit_s = 3.0
         with pytest.raises(WorkerLost, match=r"worker 0 \(cpu\), worker 1 \(cpu\) made no progress for \d s in train"):
             engine.train(rows, sleeps)
-    assert nodes.workers() == []
+    nodes.wait_without_workers()
 
 
 def train_rows_of_one() -> list[Any]:
