@@ -262,6 +262,7 @@ BIG = [
         # The same test as below on a CPU, so that a fault of the test itself shows here.
         pytest.param("cpu", "tiny", 2, 2, ["train_dataset.batch_size=4", "gconfig.max_new_tokens=12"], id="cpu"),
         pytest.param("cuda", "qwen3-0.6b", 4, 20, [], id="cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "qwen3.5-4b", 4, 4, [], id="cuda, recurrent states", marks=pytest.mark.gpu),
         *(
             pytest.param("cuda", "qwen3-0.6b", 4, 5, settings, id=f"cuda, {name}", marks=pytest.mark.gpu)
             for name, settings in {
