@@ -147,8 +147,8 @@ class Worker:
         affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        if affordable < layout.memory_of(per_sequence) + 1:
-            room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        if room < spec.max_len:
             if states:
                 raise EngineError(
                     "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
