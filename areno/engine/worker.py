@@ -162,7 +162,8 @@ class Worker:
                 Key("rollout.mem_fraction"),
             )  # fmt: skip
         if affordable < blocks and self.spec.deterministic and not self.spec.exact:
-            n_tokens = int(0.9 * affordable) * self._block_size
+            least = layout.memory_of(layout.blocks_for(spec.max_len))
+            n_tokens = max(int(0.9 * affordable), least) * self._block_size
             raise EngineError(
                 "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
                 "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
