@@ -35,9 +35,13 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
         params = SamplingParams(max_new_tokens=rng.randrange(1, 30), ignore_eos=rng.random() < 0.5)
         requests.append(
             GenerationRequest(
-                request_id=number, prompt=prompt, n_samples=rng.randrange(1, 5), seed=number, params=params,
+                request_id=number,
+                prompt=prompt,
+                n_samples=rng.randrange(1, 5),
+                seed=number,
+                params=params,
                 prompt_logprobs=rng.random() < 0.3,
-            )  # fmt: skip
+            )
         )
     return requests
 
@@ -55,7 +59,8 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
     random_model(case, tmp_path)
     model, rng = load(tmp_path), random.Random(seed)
     requests = random_requests(rng)
-    roomy, expected = make(model), Outputs()
+    roomy = make(model)
+    expected: Outputs = {}
     for request in requests:
         roomy.submit(request)
     while roomy.has_work:
@@ -67,7 +72,8 @@ def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, 
         model, block_size=size, n_blocks=smallest(model, size, longest), max_running=rng.randrange(3, 9),
         max_prefill_tokens=rng.choice([3, 7, 16]),
     )  # fmt: skip
-    waiting, found, aborted = list(requests), Outputs(), set[int]()
+    waiting, aborted = list(requests), set[int]()
+    found: Outputs = {}
     while waiting or decoder.has_work:
         if waiting and rng.random() < 0.7:
             decoder.submit(waiting.pop(0))
