@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from interpreted import run_interpreted
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from areno.engine.same_bits.deterministic import begin_deterministic, end_deterministic, places_of_their_own
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, reference
 from areno.kernels.delta.library import by_library, library_rule
 from areno.kernels.delta.reference import chunked_delta
@@ -79,6 +83,23 @@ def test_gradients_are_those_of_the_loop() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-4, rtol=1e-3)
 
 
+def test_training_has_no_operation_without_a_fixed_order() -> None:
+    """Those that torch refuses on CUDA under engine.deterministic. A CPU has a fixed order for all."""
+    found: set[str] = set()
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+                found.add(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Listening():
+        given = random_tokens(30).requires_grad_()
+        delta_rows(given, random_weights(), chunks_of([19, 11]))[0].sum().backward()
+    assert "linalg_solve_triangular" in found
+    assert not found & {"cumsum", "cumsum_", "put", "put_", "histc", "bincount", "median", "kthvalue"}
+
+
 def test_one_token_of_each_row() -> None:
     compare_step()
 
@@ -131,6 +152,19 @@ def test_the_library_is_asked_for_the_same() -> None:
         torch.testing.assert_close(behind.matrices_SHKV, after.matrices_SHKV, atol=0.05, rtol=0.05)
     assert asked == ["torch.bfloat16"] * 2
     assert library_rule(given, chunked_delta) is chunked_delta
+
+
+def test_the_library_is_left_out_where_runs_are_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It chooses its kernels by their time."""
+    given: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    monkeypatch.setattr("areno.kernels.delta.library._tried", lambda device, own: len)
+    begin_deterministic("cpu", 1)
+    try:
+        with places_of_their_own():  # as in the decoder
+            assert library_rule(given, chunked_delta) is chunked_delta
+    finally:
+        end_deterministic()
+    assert library_rule(given, chunked_delta) is not chunked_delta
 
 
 @pytest.mark.gpu

@@ -140,6 +140,20 @@ def test_the_kv_cache_may_not_follow_from_free_memory(tmp_path: Path, monkeypatc
         engine.begin_rollout(ROLLOUT)
 
 
+def test_the_named_size_of_the_kv_cache_holds_the_longest_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
+    monkeypatch.setattr(Worker, "_free_bytes", lambda self: 32 * block_bytes)
+    long = replace(ROLLOUT, max_len=512, decoder=DecoderConfig(mem_fraction=0.5))
+    with Engine(spec(model_folder(tmp_path), deterministic=True), "inline") as engine:
+        with pytest.raises(EngineError, match=r"room for 512 of \d+ tokens.*max_kv_tokens=512"):
+            engine.begin_rollout(long)
+        engine.begin_rollout(replace(long, decoder=DecoderConfig(max_kv_tokens=512)))
+        [output] = engine.generate([request(0, length=500, max_new_tokens=12, ignore_eos=True)])[0]
+        assert len(output.tokens) == 12
+
+
 # What is asked of torch -----------------------------------------------------------------------------------------------
 
 
@@ -262,6 +276,7 @@ BIG = [
         # The same test as below on a CPU, so that a fault of the test itself shows here.
         pytest.param("cpu", "tiny", 2, 2, ["train_dataset.batch_size=4", "gconfig.max_new_tokens=12"], id="cpu"),
         pytest.param("cuda", "qwen3-0.6b", 4, 20, [], id="cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "qwen3.5-4b", 4, 4, [], id="cuda, recurrent states", marks=pytest.mark.gpu),
         *(
             pytest.param("cuda", "qwen3-0.6b", 4, 5, settings, id=f"cuda, {name}", marks=pytest.mark.gpu)
             for name, settings in {

@@ -91,6 +91,24 @@ def test_prompt_logprobs_are_those_of_a_forward_pass(settings: dict[str, int]) -
             assert [token for token, _ in top] == logprobs_NV[place].topk(2).indices.tolist()
 
 
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_a_prompt_that_begins_anew_is_scored_once(n_steps: int) -> None:
+    """For all samples, also where the chunk that only the last token was missing from has been computed."""
+    plain = replace(request(53, 33, max_new_tokens=3), prompt_logprobs=True, n_samples=2)
+    whole = make_decoder()
+    whole.submit(plain)
+    expected = run(whole)
+    decoder = make_decoder(max_prefill_tokens=16)
+    decoder.submit(plain)
+    for _ in range(n_steps):
+        assert not decoder.step()
+    decoder.reset_cache()
+    for key, output in run(decoder).items():
+        assert len(output.prompt_logprobs) == len(plain.prompt) - 1
+        found = [logprob for logprob, _ in output.prompt_logprobs]
+        assert found == pytest.approx([logprob for logprob, _ in expected[key].prompt_logprobs], abs=1e-4)
+
+
 def test_cached_prompt_tokens_are_told() -> None:
     decoder = make_decoder(block_size=4)
     decoder.submit(request(61, 18, max_new_tokens=2))

@@ -20,7 +20,9 @@ class DecoderConfig(Section):
         0.6, help="Share of the memory free after loading that the KV cache may use (CUDA)", gt=0, lt=1
     )
     max_kv_tokens: int | None = setting(
-        None, help="Size of the KV cache in tokens. null: as much as is needed, within mem_fraction", gt=0
+        None,
+        help="Size of the KV cache, in tokens kept in all layers. null: as much as is needed, within mem_fraction",
+        gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
 

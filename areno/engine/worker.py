@@ -147,8 +147,8 @@ class Worker:
         affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
-        if affordable < layout.memory_of(per_sequence) + 1:
-            room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        room = layout.most_tokens(layout.pool_size(max(affordable, 0)), spec.max_len)
+        if room < spec.max_len:
             if states:
                 raise EngineError(
                     "the recurrent states of {} sequences at once take {} GiB, which leaves the KV cache room for {} "
@@ -162,7 +162,8 @@ class Worker:
                 Key("rollout.mem_fraction"),
             )  # fmt: skip
         if affordable < blocks and self.spec.deterministic and not self.spec.exact:
-            n_tokens = int(0.9 * affordable) * self._block_size
+            least = layout.memory_of(layout.blocks_for(spec.max_len))
+            n_tokens = max(int(0.9 * affordable), least) * self._block_size
             raise EngineError(
                 "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
                 "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",

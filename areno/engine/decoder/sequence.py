@@ -122,6 +122,8 @@ class Sequence:
     def leave_cache(self) -> None:
         """Forget slot and blocks; the tokens that have arrived stay."""
         self.slot, self.n_kv = -1, 0
+        if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
+            self.prompt_logprobs = []
         del self.held
 
     def output(self) -> GenerationOutput:

@@ -103,9 +103,12 @@ def chunked_delta(
         return x_TGCD.repeat_interleave(n_heads // n_key_heads, dim=1)
 
     q_TGCK, k_TGCK, v_THCV = cut(q_NGK), cut(k_NGK), cut(v_NHV)
-    decay_THC1, beta_THC1 = cut(decay_NH.unsqueeze(-1)).cumsum(2), cut(beta_NH.unsqueeze(-1))
-    size = decay_THC1.shape[2]
+    size = chunks.tokens_TC.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=v_NHV.device).triu(1)
+    decay_THC1, beta_THC1 = cut(decay_NH.unsqueeze(-1)), cut(beta_NH.unsqueeze(-1))
+    # Sums up to each token as one product, since torch's cumsum has no fixed order on CUDA; their differences matter.
+    sums = decay_THC1.flatten(0, 1).squeeze(-1).double() @ (~later).double().t()
+    decay_THC1 = sums.to(v_NHV.dtype).view_as(decay_THC1)
     between_THCC = (decay_THC1 - decay_THC1.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()
     keys_TGCC = k_TGCK @ k_TGCK.transpose(-1, -2)
     system_THCC = beta_THC1 * between_THCC * by_value_head(keys_TGCC)

@@ -49,9 +49,14 @@ class RowChunks:
         places_N = np.empty(n_tokens, dtype=np.int64)
         places_N[tokens_TC[inside_TC]] = np.flatnonzero(inside_TC)
         ages_N = np.arange(n_tokens) - np.repeat(starts_R[:-1], lengths_R)
-        order, lengths, borders, tokens, places, ages = (
-            torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-            for array in (order_R, lengths_R, starts_R, tokens_TC, places_N, ages_N)
+
+        def upload(array: np.ndarray) -> Tensor:
+            host = torch.from_numpy(np.ascontiguousarray(array))
+            # From memory that is not pinned, a large copy would make the host wait for the device.
+            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+        order, lengths, borders, tokens, places, ages = map(
+            upload, (order_R, lengths_R, starts_R, tokens_TC, places_N, ages_N)
         )
         return cls(order, lengths, borders, rows_J, tokens, places, ages)
 
