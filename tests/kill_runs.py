@@ -36,10 +36,9 @@ SETTINGS = [
     "total_train_steps=7", "total_train_epochs=9", "train_dataset.loader=null", "train_dataset.path=rows.jsonl",
     "train_dataset.batch_size=8", "saver.freq_steps=3", "trial_name=t", "engine.device=cpu",
 ]  # fmt: skip
-# All 18 rows at once: which of 7 at a time share a step follows the clock, and with it the last digits.
 VALIDATION = [
     "valid_dataset.loader=null", "valid_dataset.path=valid.jsonl", "valid_dataset.shuffle=true",
-    "valid_dataset.batch_size=18", "evaluator.freq_steps=2",
+    "valid_dataset.batch_size=7", "evaluator.freq_steps=2",
 ]  # fmt: skip
 POLICY = [
     *VALIDATION, "gconfig.n_samples=4", "gconfig.temperature=1.5", "rollout.dump_to_file=true", "reward.workers=1",
