@@ -129,3 +129,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "critic": classifier(folder / "critic", seed=2),
         "lm": other_actor(folder / "lm"),
     }
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Any]:
+    """The SDK's, on one CPU: one for all tests of a module that leave it as usable as it was."""
+    from sdk_script import made
+
+    with made() as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def grpo(tmp_path: Path, models: dict[str, Path]) -> Any:
+    """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
+    from variant_runs import player
+
+    return player("grpo", tmp_path, models["reward"])
+
+
+@pytest.fixture
+def gspo(tmp_path: Path, models: dict[str, Path]) -> Any:
+    """The same with GSPO."""
+    from variant_runs import player
+
+    return player("gspo", tmp_path, models["reward"])

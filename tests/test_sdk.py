@@ -5,20 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 from sdk_script import SAMPLING, made, sampled, session, tokens_of
 
 from areno import SamplingParams, Trainer
 from areno.errors import EngineError
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    """One for all tests that leave it as usable as it was."""
-    with made() as trainer:
-        yield trainer
 
 
 def test_an_error_or_ctrl_c_in_a_session_leaves_the_trainer_usable(trainer: Trainer) -> None:

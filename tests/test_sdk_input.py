@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk_script import MODEL, SAMPLING, loss, made, plain_rows, sampled, session
+from sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 from areno import ArenoConfig, Trainer
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Key, keys_renamed
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    """One for all tests that leave it as usable as it was."""
-    with made() as trainer:
-        yield trainer
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

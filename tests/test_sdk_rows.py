@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas
 import pytest
-from sdk_script import MODEL, SAMPLING, loss, made, plain_rows, sampled, session
+from sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 from areno import ModelRole, SamplingParams, Trainer
 from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    """One for all tests that leave it as usable as it was."""
-    with made() as trainer:
-        yield trainer
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,6 @@ from sdk_script import LR, MODEL, loss, made, plain_rows, rows_of, sampled, toke
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
 from areno.errors import EngineError
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    """One for all tests that leave it as usable as it was."""
-    with made() as trainer:
-        yield trainer
 
 
 def test_a_few_steps_teach_something(tmp_path: Path) -> None:

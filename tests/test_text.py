@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk_script import MODEL, SAMPLING, made, session
+from sdk_script import MODEL, SAMPLING, session
 
 from areno import ArenoConfig, SamplingParams, Trainer
 from areno.config.datasets import DatasetConfig
@@ -35,12 +35,6 @@ def test_a_row(tmp_path: Path, kind: RowKind, row: dict[str, Any], field: str) -
     path.write_text("".join(json.dumps(each) + "\n" for each in (fine, row)))
     with pytest.raises(DataError, match=rf"rows.jsonl row 1: field {field} holds '\\u\w+' at character \d, half of a"):
         load_rows(DatasetConfig(path=str(path)), kind)
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with made() as trainer:
-        yield trainer
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 from policy_runs import MODEL, groups, play, trained
 from test_algorithms_doc import commands
-from variant_runs import MOVING, Variant, advantages, close, on_policy_loss, player, rewards
-
-
-@pytest.fixture
-def grpo(tmp_path: Path, models: dict[str, Path]) -> Variant:
-    """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
-    return player("grpo", tmp_path, models["reward"])
+from variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
 
 
 def test_grpo(grpo: Variant) -> None:

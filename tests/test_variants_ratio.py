@@ -10,20 +10,9 @@ from typing import Any
 import pytest
 import torch
 from policy_runs import groups, trained
-from variant_runs import MOVING, Variant, advantages, close, player, reduced
+from variant_runs import MOVING, Variant, advantages, close, reduced
 
 from areno.loss_fns import grpo_loss_fn
-
-
-@pytest.fixture
-def grpo(tmp_path: Path, models: dict[str, Path]) -> Variant:
-    """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
-    return player("grpo", tmp_path, models["reward"])
-
-
-@pytest.fixture
-def gspo(tmp_path: Path, models: dict[str, Path]) -> Variant:
-    return player("gspo", tmp_path, models["reward"])
 
 
 def test_later_minibatches_see_true_ratios(grpo: Variant) -> None:

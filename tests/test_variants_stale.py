@@ -21,17 +21,6 @@ from areno.types import TrainSequence
 
 
 @pytest.fixture
-def grpo(tmp_path: Path, models: dict[str, Path]) -> Variant:
-    """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
-    return player("grpo", tmp_path, models["reward"])
-
-
-@pytest.fixture
-def gspo(tmp_path: Path, models: dict[str, Path]) -> Variant:
-    return player("gspo", tmp_path, models["reward"])
-
-
-@pytest.fixture
 def ppo(tmp_path: Path, models: dict[str, Path]) -> Variant:
     return partial(player("ppo", tmp_path, models["reward"], "critic.warmup_steps=0"), task="quickstart_ppo")
 
