@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.engine.decoder.kv.layout import KVGroup
+from areno.engine.decoder.kv.layout import KVGroup, tables_with_windows
 
 EMPTY_PREFIX = 0  # id of the prefix before the first block
 
@@ -51,7 +51,8 @@ class BlockManager:
         self.n_blocks, self.block_size, self.groups = n_blocks, block_size, tuple(groups)
         self.scratch = n_blocks  # stands where a sequence has no stack
         self.per_stack = sum(group.n_tables for group in groups)  # blocks of a stack of every group
-        self.has_windows = any(group.window is not None for group in groups)
+        self.per_window_stack = tables_with_windows(groups)  # of those with windows alone
+        self.has_windows = self.per_window_stack > 0
         self.n_available = n_blocks  # blocks that are free, and those that can be evicted
         self._free = deque(range(n_blocks))
         self._ref_counts = [0] * n_blocks

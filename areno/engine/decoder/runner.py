@@ -229,9 +229,10 @@ class Runner:
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:
                 self.routes.copy(sources, targets)
-        pairs = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.slot_pairs()]
-        if pairs and self.states is not None:
-            self.states.copy(*self._upload_columns(pairs))
+        if self.states is not None:
+            pairs = [pair for chunk in chunks if chunk.is_last for pair in chunk.prefill.slot_pairs()]
+            if pairs:
+                self.states.copy(*self._upload_columns(pairs))
         if not prefilled:
             return hidden_ND
         last = [row for row, chunk in enumerate(chunks) if chunk.is_last]

@@ -230,9 +230,8 @@ class Scheduler:
 
     def _reach(self, leader: Sequence) -> int:
         """Up to where there are blocks for a prompt whose layers with windows get them by chunks."""
-        per_stack = sum(group.n_tables for group in self.blocks.groups if group.window is not None)
         spare = self.blocks.n_available - len(self.running) * self.blocks.per_stack
-        return leader.held.room + max(0, spare // per_stack) * self.blocks.block_size
+        return leader.held.room + max(0, spare // self.blocks.per_window_stack) * self.blocks.block_size
 
     def _admit(self) -> Prefill | None:
         """Start the oldest waiting sequence, together with samples of its request that can share its prompt."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.kernels.backend import form
-from areno.kernels.paged.reference import GROUP_SIZE, PagedBatch, most_rows
+from areno.kernels.paged.reference import PagedBatch, most_rows
 
-__all__ = ["GROUP_SIZE", "PagedBatch", "decode_attention", "most_rows"]
+__all__ = ["PagedBatch", "decode_attention", "most_rows"]
 
 
 def decode_attention(

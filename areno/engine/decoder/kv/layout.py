@@ -10,6 +10,7 @@ them, together: a stack.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from areno.models.config import TransformerConfig
@@ -34,6 +35,11 @@ class KVGroup:
         n_stacks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
+
+
+def tables_with_windows(groups: Iterable[KVGroup]) -> int:
+    """Block tables of the groups that release what lies behind a window."""
+    return sum(group.n_tables for group in groups if group.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,7 @@ class KVLayout:
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
         """What a chunk of a prompt takes of the pool in layers with windows. The next step releases most of it."""
-        n_stacks = -(-n_tokens // self.block_size)
-        return sum(n_stacks * group.n_tables for group in self.groups if group.window is not None)
+        return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def bytes_of(self, n_tokens: int) -> int:
         """The memory of these blocks, in units of `block_size` tokens of one layer."""
