@@ -125,7 +125,9 @@ class ExpertMLP(nn.Module):
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
-    def fused_forward(self, x_ND: Tensor, split: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def fused_forward(
+        self, x_ND: Tensor, split: bool = False, whole: bool = True
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
@@ -144,7 +146,8 @@ class ExpertMLP(nn.Module):
         del rows_MD
         y_MD = grouped_product(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
         out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
-        out_ND = self.tp.summed(out_ND) if split else self.tp.reduce_out(out_ND)
+        if whole:
+            out_ND = self.tp.summed(out_ND) if split else self.tp.reduce_out(out_ND)
         return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
 
     def fused_backward(

@@ -129,9 +129,11 @@ class RowParallelLinear(Linear):
             "bias": (Part((out_size,)),),
         }
 
-    def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
-        """(N, I) to (N, O), or to (n, O) if split."""
+    def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
+        """(N, I) to (N, O), or to (n, O) if split. Not `whole`: this rank's part of the sum, without the bias."""
         y_NO = self._adapted(self.product(x_NI), x_NI)
+        if not whole:
+            return y_NO
         y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)
         if self.bias is None:
             return y_NO

@@ -31,12 +31,17 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
-    def fused_forward(self, x_ND: Tensor, split: bool = False) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
+    def fused_forward(
+        self, x_ND: Tensor, split: bool = False, whole: bool = True
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs.
+
+        whole: of RowParallelLinear.
+        """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         gate_up_N2I = self.gate_up(x_ND, split)
-        return self.down(swiglu(gate_up_N2I, self.gelu), split), gate_up_N2I, ()
+        return self.down(swiglu(gate_up_N2I, self.gelu), split, whole), gate_up_N2I, ()
 
     def fused_backward(
         self,

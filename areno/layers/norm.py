@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.layers.parallel import ParallelGroup
+from areno.layers.peer_memory import PeerMemory
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -42,6 +43,10 @@ class RMSNorm(nn.Module):
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
         return add_rms_norm(x_ND, delta_ND, self.weight, self.eps, self.plus_one)
+
+    def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, peers: PeerMemory) -> tuple[Tensor, Tensor]:
+        """As `add_and_norm`, where delta is the sum of what each rank of a tensor-parallel group gives."""
+        return peers.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
     def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient of the sum, in the dtypes of the sum and of grad. Adds to the gradient of the weight.

@@ -34,7 +34,7 @@ class ParallelGroup:
     size: int = 1
     group: Any = None  # torch.distributed process group; None when size is 1
     in_order: bool = False  # sum by rank, so that a number does not depend on its place in a tensor
-    peers: PeerMemory | None = None  # for sums of small tensors on GPUs
+    peers: PeerMemory | None = None  # for small tensors on GPUs
 
     @property
     def sums_by(self) -> str:
@@ -149,6 +149,12 @@ class ParallelGroup:
         if self.size == 1:
             return x
         return torch.cat(self._pieces(x), dim=dim)
+
+    def every(self, x: Tensor) -> Tensor:
+        """(size, *x.shape): x of each rank, outside autograd."""
+        if self.size > 1 and self.peers is not None and self.peers.takes_all(x):
+            return self.peers.gather(x)
+        return torch.stack(self._pieces(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _pieces(self, x: Tensor) -> list[Tensor]:
         pieces = [torch.empty_like(x) for _ in range(self.size)]

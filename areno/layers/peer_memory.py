@@ -1,4 +1,4 @@
-"""Sums over the GPUs of one machine through memory that each of them can read: torch's symmetric memory over NVLink.
+"""Memory that the GPUs of one machine read from each other (torch's symmetric memory over NVLink), for small tensors.
 
 A step of decoding sums small tensors, two for each layer, and the latency of a library for all sizes and networks would
 be a large part of its time. Here each GPU reads the others' numbers itself, in one kernel that a CUDA graph can hold.
@@ -16,7 +16,6 @@ from torch import Tensor
 
 logger = logging.getLogger("areno")
 
-_MOST_BYTES = 8 * 2**20  # of a tensor; NCCL is as fast for larger ones
 _ONE_SHOT_BYTES = 2**20  # among more than two GPUs, larger tensors are cheaper in two steps
 _ALIGNMENT = 16  # bytes
 
@@ -25,26 +24,63 @@ class PeerMemory:
     """A buffer on each GPU of a group, which the others have mapped."""
 
     def __init__(self, group: Any, device: torch.device):
-        """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
+        """A collective call. RuntimeError where GPUs cannot read each other's memory, ImportError without Triton."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.device = device
+        from areno.kernels.peers import triton as kernels
+        from areno.kernels.peers.triton import PROGRAMS, REGION, Shared
+
+        self.device, self._kernels, self._most_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
         self._size, self._name = dist.get_world_size(group), group.group_name
-        self._buffer = symmetric_memory.empty(_MOST_BYTES, dtype=torch.uint8, device=device)
-        symmetric_memory.rendezvous(self._buffer, group)
+        self.most_bytes = REGION * PROGRAMS  # of a tensor; NCCL is as fast for larger ones
+
+        def open_all(n: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+            """Zeros on this GPU, and where on it the table is of their addresses on all."""
+            tensor = symmetric_memory.empty(n, dtype=dtype, device=device).zero_()
+            return tensor, symmetric_memory.rendezvous(tensor, group).buffer_ptrs_dev
+
+        self._buffer, buffers = open_all(2 * self.most_bytes, torch.uint8)
+        self._signals, signals = open_all(self._size * PROGRAMS, torch.int32)
+        counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        self._shared = Shared(dist.get_rank(group), self._size, buffers, signals, counts)
+        self._whole: Tensor | None = None  # what torch's two steps work in
+        if self._size > 2:
+            self._whole = symmetric_memory.empty(self.most_bytes, dtype=torch.uint8, device=device)
+            symmetric_memory.rendezvous(self._whole, group)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` can add this tensor."""
-        fits = 0 < x.nbytes <= _MOST_BYTES and x.nbytes % _ALIGNMENT == 0
-        return fits and x.is_contiguous() and x.dtype in (torch.bfloat16, torch.float32)
+        return self._fits(x) and x.dtype in (torch.bfloat16, torch.float32)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, added in the order of the ranks; x stays as it is."""
-        buffer = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        if self._size == 2 or x.nbytes <= _ONE_SHOT_BYTES:
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", self._name)
+        if self._whole is None or x.nbytes <= _ONE_SHOT_BYTES:
+            return self._kernels.meet(x, self._shared, adds=True)
+        buffer = self._whole[: x.nbytes].view(x.dtype).view(x.shape)
         buffer.copy_(x)
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, torch.empty_like(x))
+
+    def takes_rows(self, n: int, size: int, dtype: torch.dtype) -> bool:
+        """Whether `add_and_norm` can take n rows of this size."""
+        return 0 < n <= self._most_rows and size * dtype.itemsize <= self._row_bytes and dtype == torch.bfloat16
+
+    def add_and_norm(
+        self, x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool
+    ) -> tuple[Tensor, Tensor]:
+        """x + the sum of `part` over the ranks, and its norm: what adding the result of `sum` would give."""
+        assert part_ND.dtype == torch.bfloat16, "rows that a region may not hold"
+        return self._kernels.meet_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
+
+    def takes_all(self, x: Tensor) -> bool:
+        """Whether `gather` can take this tensor."""
+        return self._fits(x) and x.shape[-1] * x.element_size() % 4 == 0
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(size, *x.shape): x of each rank."""
+        return self._kernels.meet(x.view(torch.int32), self._shared, adds=False).view(x.dtype)
+
+    def _fits(self, x: Tensor) -> bool:
+        return 0 < x.nbytes <= self.most_bytes and x.nbytes % _ALIGNMENT == 0 and x.is_contiguous()
 
 
 def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
@@ -58,7 +94,9 @@ def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
         logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem or "on another rank")
         return None
     assert memory is not None
-    wrong = [n_bytes for n_bytes in (_ALIGNMENT, _ONE_SHOT_BYTES, _MOST_BYTES) if not _is_right(memory, n_bytes, group)]
+    sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.most_bytes)
+    # Three times each, since calls take turns in two places.
+    wrong = [n_bytes for n_bytes in sizes for _ in range(3) if not _is_right(memory, n_bytes, group)]
     if _is_any(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
         return None
@@ -69,7 +107,8 @@ def _is_right(memory: PeerMemory, n_bytes: int, group: Any) -> bool:
     x = torch.randint(-4, 5, (n_bytes // 2,), device=memory.device).bfloat16()  # whose sums are exact
     expected = x.clone()
     dist.all_reduce(expected, group=group)
-    return torch.equal(memory.sum(x), expected)
+    every = memory.gather(x)
+    return torch.equal(memory.sum(x), expected) and torch.equal(every.sum(0), expected)
 
 
 def _is_any(here: bool, group: Any, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
+from areno.layers.peer_memory import PeerMemory
 from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
@@ -88,15 +89,15 @@ class Transformer(nn.Module):
             # Imported here, since it needs Triton.
             from areno.models.fused.layer import fused_layer, fused_norm
 
-            x_ND, delta_ND = x_ND.float(), None
+            x_ND, delta_ND, peers = x_ND.float(), None, self._summing_peers(x_ND)
             for index, layer in enumerate(self.layers):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed
                 cos, sin = angles[self.rotary_of[index]]
-                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split)  # type: ignore[arg-type]
+                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._mark(x_ND, len(self.layers))
-            hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND)
+            hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, peers)
             return self.tp.join_equal(hidden_ND) if split else hidden_ND
         for index, layer in enumerate(self.layers):
             self._mark(x_ND, index)
@@ -108,6 +109,13 @@ class Transformer(nn.Module):
         self._mark(x_ND, len(self.layers))
         hidden_ND = self.final_norm(x_ND)[:n_tokens]
         return self.tp.join_equal(hidden_ND) if split else hidden_ND
+
+    def _summing_peers(self, x_ND: Tensor) -> PeerMemory | None:
+        """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
+        peers, config = self.tp.peers, self.config
+        if peers is None or torch.is_grad_enabled() or not peers.takes_rows(*x_ND.shape, self.embed.weight.dtype):
+            return None
+        return peers if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _mark(self, x_ND: Tensor, stage: int) -> None:
         """Report in the backward pass that it has come to x, the input of a stage. Autograd runs later nodes first."""

@@ -32,7 +32,7 @@ from areno.kernels.backend import use_triton
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
-from areno.kernels.sampling import SamplingFlags
+from areno.kernels.sampling import SamplingFlags, draws_columns
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
@@ -114,10 +114,17 @@ class Runner:
         return self._scored(out_2B, local_BV, slots_B)
 
     def _sample_shares(self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
-        """`_sample` where each tensor-parallel rank has its columns of the logits (B, V / ranks): it draws a share of
-        the rows, and tells the others.
+        """`_sample` where each tensor-parallel rank has its columns of the logits (B, V / ranks).
+
+        It draws from its columns, or a share of the rows where filters need all columns; and tells the others.
         """
-        tp, n_rows = self.model.tp, len(slots_B)
+        tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
+        if draws_columns(local_BV, flags):
+            valid_BV = local_BV[:, :n_valid]
+            if self.is_exact and flags.edits:  # logits may be written into
+                valid_BV = valid_BV.clone()
+            out_2B = self.sampler.sample_columns(tp, local_BV, n_valid, slots_B, index_B, flags)
+            return self._scored(out_2B, valid_BV, slots_B)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
             slots_B, index_B = F.pad(slots_B, (0, more), value=self.n_slots - 1), F.pad(index_B, (0, more))
@@ -126,7 +133,7 @@ class Runner:
         out_2R = self.sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
         self.sampler.note(out_2B[0].long(), slots_B[:n_rows], share, flags)
-        return self._scored(out_2B, local_BV[:n_rows, : self.model.output.n_valid], slots_B[:n_rows])
+        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
         """With `engine.exact`, the log-probabilities as training computes them, of this rank's part of the logits."""

@@ -6,6 +6,7 @@ context-parallel group.
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +77,8 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         wait_for_workers=False,
         master_listen_fd=socket_fd,
     )
+    # NCCL would register the tensors of CUDA graphs with the other GPUs, which fails for those in expandable segments.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)
     ranks = torch.arange(size).view(spec.data_size, spec.cp_size, spec.tp_size)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.sampling.grammar import masks
-from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_slots
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_slots
 from areno.kernels.sampling.mask import apply_masks, policy_logprobs
+from areno.layers.parallel import ParallelGroup
 
 
 class SlotSampler:
@@ -148,6 +149,20 @@ class SlotSampler:
         policy_B = policy_logprobs(logits_BV, self.tensors.temperature[slots_B], tokens_B.long())
         is_masked_B = (self.masks_SW[slots_B] != -1).any(-1)
         return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
+
+    def sample_columns(
+        self,
+        tp: ParallelGroup,
+        columns_BV: Tensor,
+        n_valid: int,
+        slots_B: Tensor,
+        index_B: Tensor,
+        flags: SamplingFlags,
+    ) -> Tensor:
+        """As `sample`, where each rank has some columns of the logits; see `kernels/sampling`."""
+        out_2B = sample_columns(columns_BV, n_valid, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
+        self.tensors.last_token[slots_B] = out_2B[0].long()
+        return out_2B
 
     def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
         """Note tokens of which only the rows `drawn_here` were drawn by this sampler, as its draws note theirs."""

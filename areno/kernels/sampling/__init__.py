@@ -8,13 +8,15 @@ Shape letters: B rows (one token to draw for each), V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from areno.kernels.backend import use_triton
 from areno.kernels.sampling import reference
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, sample_key
 
-__all__ = ["SamplingFlags", "SamplingSettings", "sample_key", "sample_slots"]
+__all__ = ["SamplingFlags", "SamplingSettings", "draws_columns", "sample_columns", "sample_key", "sample_slots"]
 
 
 def sample_slots(
@@ -31,3 +33,28 @@ def sample_slots(
     from areno.kernels.sampling import triton
 
     return triton.sample_slots(logits_BV, slots_B, positions_B, settings, flags)
+
+
+def draws_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
+    """Whether `sample_columns` can draw what rows with these flags need."""
+    return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
+
+
+def sample_columns(
+    columns_BV: Tensor,
+    n_valid: int,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    flags: SamplingFlags,
+    rank: int,
+    every: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """What `sample_slots` returns, where each rank of a group has equally many columns of the logits.
+
+    The ranks exchange a few numbers of each row. Only the rank that has a drawn token notes it.
+    columns_BV: this rank's, float32; those behind n_valid are of no token. every: gives (ranks, *x.shape), x of each.
+    """
+    from areno.kernels.sampling import triton
+
+    return triton.sample_columns(columns_BV, n_valid, slots_B, positions_B, settings, flags, rank, every)

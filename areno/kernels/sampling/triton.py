@@ -8,11 +8,16 @@ changed logits too, and writes what has changed. `_draw_kernel` joins the spans 
 finds the span in which the running sum passes the row's random number, and reads that span again to find the entry.
 With top-k or top-p, the kernels of `triton_cut.py` come between them.
 
+Where each tensor-parallel rank has some columns of the logits, it scans these and tells the others what it left of
+their spans. Then all ranks know the span to draw from, and the one that has it draws.
+
 Shape letters as in `reference.py`; S spans. No number of one step goes into a launch, so all of it can be captured in a
 CUDA graph.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -39,31 +44,88 @@ def sample_slots(
     span: int = _SPAN,
 ) -> Tensor:
     """As `areno.kernels.sampling.sample_slots`. span: a power of two."""
-    n_rows, vocab = logits_BV.shape
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
-    n_spans = triton.cdiv(vocab, span)
-    tops_BS = logits_BV.new_empty((n_rows, n_spans))
-    sums_BS, best_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS, dtype=torch.int32)
-    # Of the logits as the model gave them, which the log-probability is of.
-    policy_tops_BS, policy_sums_BS = tops_BS, sums_BS
-    if flags.edits:
-        policy_tops_BS, policy_sums_BS = torch.empty_like(tops_BS), torch.empty_like(tops_BS)
+    n_spans = triton.cdiv(logits_BV.shape[1], span)
+    left_PBS = _scan(logits_BV, slots_B, positions_B, settings, flags, n_spans, span)
+    cuts = None, None, None
+    if flags.filtered:
+        cuts = cut(logits_BV, slots_B, settings, left_PBS[0], left_PBS[1], span)
+    return _draw(logits_BV, slots_B, positions_B, settings, flags, left_PBS.unsqueeze(0), cuts, span)
+
+
+def sample_columns(
+    columns_BV: Tensor,
+    n_valid: int,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    flags: SamplingFlags,
+    rank: int,
+    every: Callable[[Tensor], Tensor],
+    *,
+    span: int = _SPAN,
+) -> Tensor:
+    """As `areno.kernels.sampling.sample_columns`."""
+    n_columns = columns_BV.shape[1]
+    n_spans = triton.cdiv(n_columns, span)
+    columns_BV, first = columns_BV[:, :n_valid], rank * n_columns
+    left_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
+    left_RPBS = every(left_PBS)
+    drawn_2B = _draw(
+        columns_BV, slots_B, positions_B, settings, flags, left_RPBS, (None, None, None), span, rank, n_columns
+    )
+    return every(drawn_2B).sum(0)
+
+
+def _scan(
+    logits_BV: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    flags: SamplingFlags,
+    n_spans: int,
+    span: int,
+    first: int = 0,
+) -> Tensor:
+    """(P, B, S) float32: maximum, sum and, by its bits, first entry with the maximum, of each span.
+
+    With bans or a penalty, maximum and sum follow of the logits as the model gave them, which the log-probability is
+    of; they are the first two otherwise. first: the entry that the first column is.
+    """
+    n_rows, vocab = logits_BV.shape
+    left_PBS = logits_BV.new_empty((5 if flags.edits else 3, n_rows, n_spans))
     edits = (settings.min_new, settings.banned, settings.penalty, settings.counts)
     how = {"SPAN": span, "N_BANNED": flags.n_banned, "PENALIZED": flags.penalized}
     _scan_kernel[(n_rows, n_spans)](
-        logits_BV, slots_B, positions_B, settings.temperature, *edits, tops_BS, sums_BS, best_BS, policy_tops_BS,
-        policy_sums_BS, logits_BV.stride(0), vocab, **how, num_warps=8,
+        logits_BV, slots_B, positions_B, settings.temperature, *edits, left_PBS, left_PBS.view(torch.int32),
+        logits_BV.stride(0), vocab, first, **how, num_warps=8,
     )  # fmt: skip
-    kept_BS = equal_BS = bounds_3B = None
-    if flags.filtered:
-        kept_BS, equal_BS, bounds_3B = cut(logits_BV, slots_B, settings, tops_BS, sums_BS, span)
+    return left_PBS
+
+
+def _draw(
+    logits_BV: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    settings: SamplingSettings,
+    flags: SamplingFlags,
+    left_RPBS: Tensor,
+    cuts: tuple[Tensor | None, Tensor | None, Tensor | None],
+    span: int,
+    rank: int = 0,
+    n_columns: int = 0,
+) -> Tensor:
+    """(2, B) float64, with zeros in rows whose token is not this rank's to draw. n_columns: of each rank."""
+    n_rows, vocab = logits_BV.shape
+    n_ranks, n_left, _, n_spans = left_RPBS.shape
     out_2B = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     _draw_kernel[(n_rows,)](
         logits_BV, slots_B, positions_B, settings.key, settings.temperature, settings.greedy, settings.last_token,
-        settings.penalty, settings.counts, tops_BS, sums_BS, best_BS, policy_tops_BS, policy_sums_BS, kept_BS, equal_BS,
-        bounds_3B, out_2B, logits_BV.stride(0), vocab, n_spans, SPAN=span,
-        PADDED_SPANS=triton.next_power_of_2(n_spans), PENALIZED=flags.penalized, FILTERED=flags.filtered, num_warps=8,
+        settings.penalty, settings.counts, left_RPBS, left_RPBS.view(torch.int32), *cuts, out_2B,
+        logits_BV.stride(0), vocab, n_spans, rank, n_columns, n_ranks * max(vocab, n_columns),
+        SPAN=span, N_RANKS=n_ranks, N_LEFT=n_left, PADDED_SPANS=triton.next_power_of_2(n_ranks * n_spans),
+        PENALIZED=flags.penalized, FILTERED=flags.filtered, num_warps=8,
     )  # fmt: skip
     return out_2B
 
@@ -78,13 +140,11 @@ def _scan_kernel(
     banned_ptr,
     penalty_ptr,
     counts_ptr,
-    tops_ptr,
-    sums_ptr,
-    best_ptr,
-    policy_tops_ptr,
-    policy_sums_ptr,
+    left_ptr,
+    left_int_ptr,
     row_stride,
     vocab,
+    first,
     SPAN: tl.constexpr,
     N_BANNED: tl.constexpr,
     PENALIZED: tl.constexpr,
@@ -98,10 +158,11 @@ def _scan_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf"))
     rate = _LOG2_E / tl.load(temperature_ptr + slot)
     cell = row * tl.num_programs(1) + span
+    n_cells = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     top, total = _top_and_sum(x, rate)
     if PENALIZED or N_BANNED > 0:
-        tl.store(policy_tops_ptr + cell, top)
-        tl.store(policy_sums_ptr + cell, total)
+        tl.store(left_ptr + 3 * n_cells + cell, top)
+        tl.store(left_ptr + 4 * n_cells + cell, total)
         edited = x
         if PENALIZED:
             penalty = tl.load(penalty_ptr + slot)
@@ -110,13 +171,14 @@ def _scan_kernel(
         if N_BANNED > 0:  # noqa: SIM102 (decided when the kernel is compiled)
             if tl.load(positions_ptr + row) < tl.load(min_new_ptr + slot):
                 for i in range(N_BANNED):
-                    edited = tl.where(index == tl.load(banned_ptr + slot * N_BANNED + i), float("-inf"), edited)
+                    banned = tl.load(banned_ptr + slot * N_BANNED + i)
+                    edited = tl.where(first + index == banned, float("-inf"), edited)
         tl.store(logits_ptr + index, edited, mask=inside & (edited != x))
         x = edited
         top, total = _top_and_sum(x, rate)
-    tl.store(tops_ptr + cell, top)
-    tl.store(sums_ptr + cell, total)
-    tl.store(best_ptr + cell, tl.min(tl.where(x == top, index, _LAST_INT), axis=0))
+    tl.store(left_ptr + cell, top)
+    tl.store(left_ptr + n_cells + cell, total)
+    tl.store(left_int_ptr + 2 * n_cells + cell, tl.min(tl.where(x == top, first + index, _LAST_INT), axis=0))
 
 
 @triton.jit
@@ -128,10 +190,10 @@ def _top_and_sum(x, rate):
 
 
 @triton.jit
-def _join(tops_ptr, sums_ptr, cell, real, rate):
+def _join(left_ptr, n_cells, cell, real, rate):
     """The maximum of a row, that of each span, and the spans' sums relative to it, as float64."""
-    tops = tl.load(tops_ptr + cell, mask=real, other=float("-inf"))
-    sums = tl.load(sums_ptr + cell, mask=real, other=0.0).to(tl.float64)
+    tops = tl.load(left_ptr + cell, mask=real, other=float("-inf"))
+    sums = tl.load(left_ptr + n_cells + cell, mask=real, other=0.0).to(tl.float64)
     top = tl.max(tops, axis=0)
     return top, tops, sums * tl.exp2((tops - top) * rate).to(tl.float64)
 
@@ -157,19 +219,21 @@ def _draw_kernel(
     last_token_ptr,
     penalty_ptr,
     counts_ptr,
-    tops_ptr,
-    sums_ptr,
-    best_ptr,
-    policy_tops_ptr,
-    policy_sums_ptr,
+    left_ptr,
+    left_int_ptr,
     kept_ptr,
     equal_ptr,
     bounds_ptr,
     out_ptr,
     row_stride,
     vocab,
-    n_spans,
+    rank_spans,
+    rank,
+    n_columns,
+    whole_vocab,
     SPAN: tl.constexpr,
+    N_RANKS: tl.constexpr,
+    N_LEFT: tl.constexpr,
     PADDED_SPANS: tl.constexpr,
     PENALIZED: tl.constexpr,
     FILTERED: tl.constexpr,
@@ -182,13 +246,18 @@ def _draw_kernel(
     below_one = 1.0 - 8.881784197001252e-16  # 1 - 2^-50: targets stay below the last running sum
 
     span_S = tl.arange(0, PADDED_SPANS)
+    n_spans = N_RANKS * rank_spans
     real = span_S < n_spans
-    cell = row * n_spans + span_S
-    policy_top, _, policy_sums = _join(policy_tops_ptr, policy_sums_ptr, cell, real, rate)
+    n_cells = tl.num_programs(0).to(tl.int64) * rank_spans
+    # Of the spans of all ranks, those of the first one first.
+    cell = span_S // rank_spans * (N_LEFT * n_cells) + row * rank_spans + span_S % rank_spans
+    top, tops, sums = _join(left_ptr, n_cells, cell, real, rate)
+    policy_top, policy_sums = top, sums
+    if N_LEFT > 3:
+        policy_top, _, policy_sums = _join(left_ptr + 3 * n_cells, n_cells, cell, real, rate)
     log_norm = tl.log(tl.sum(policy_sums, axis=0))
-    top, tops, sums = _join(tops_ptr, sums_ptr, cell, real, rate)
-    best = tl.load(best_ptr + cell, mask=real, other=_LAST_INT)
-    best = tl.minimum(tl.min(tl.where(tops == top, best, _LAST_INT), axis=0), vocab - 1)
+    best = tl.load(left_int_ptr + 2 * n_cells + cell, mask=real, other=_LAST_INT)
+    best = tl.minimum(tl.min(tl.where(tops == top, best, _LAST_INT), axis=0), whole_vocab - 1)
 
     least = tl.full([], -2147483648, tl.int32)
     n_equal = tl.full([], -1, tl.int32)
@@ -212,9 +281,10 @@ def _draw_kernel(
     span = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), n_spans - 1)
     target -= tl.max(tl.where(passed, running, 0.0), axis=0)
 
+    own_span = span - rank * rank_spans
     lane = tl.arange(0, SPAN)
-    index = span * SPAN + lane
-    inside = index < vocab
+    index = own_span * SPAN + lane
+    inside = (index >= 0) & (index < vocab)  # in spans of other ranks, none
     x = tl.load(logits_ptr + row * row_stride + index, mask=inside, other=float("-inf"))
     weights = tl.where(inside, tl.exp2((x - top) * rate), 0.0)
     if FILTERED:  # noqa: SIM102 (the outer one is decided when the kernel is compiled)
@@ -222,22 +292,26 @@ def _draw_kernel(
             number = ordered(x)
             before = tl.sum(tl.where(span_S == span, n_before, 0), axis=0)
             is_equal = ((number == least) & inside).to(tl.int32)
-            rank = before + tl.cumsum(is_equal, axis=0) - is_equal
-            is_kept = (number > least) | ((number == least) & (rank < n_equal))
+            place = before + tl.cumsum(is_equal, axis=0) - is_equal
+            is_kept = (number > least) | ((number == least) & (place < n_equal))
             weights = tl.where(is_kept, weights, 0.0)
     inner = tl.cumsum(weights.to(tl.float64), axis=0)
     target = tl.minimum(target, tl.max(inner, axis=0) * below_one)
     drawn = tl.sum((inner <= target).to(tl.int32), axis=0)
     is_drawable = tl.sum(tl.where(lane == drawn, weights, 0.0), axis=0) > 0  # NaN is not, nor what rounding left
     takes_best = tl.load(greedy_ptr + slot) | (is_drawable == 0)
-    token = tl.where(takes_best, best, tl.minimum(span * SPAN + drawn, vocab - 1))
-    chosen = tl.load(logits_ptr + row * row_stride + token)
+    token = tl.where(takes_best, best, tl.minimum(rank * n_columns + own_span * SPAN + drawn, whole_vocab - 1))
+    chosen = tl.where(takes_best, top, tl.sum(tl.where(lane == drawn, x, 0.0), axis=0))
     if PENALIZED:
         count_ptr = counts_ptr + slot * vocab + token
         count = tl.load(count_ptr)
         chosen += tl.load(penalty_ptr + slot) * count.to(tl.float32)
         tl.store(count_ptr, count + 1)
     logprob = ((chosen - policy_top) / temperature).to(tl.float64) - log_norm
-    tl.store(out_ptr + row, token.to(tl.float64))
-    tl.store(out_ptr + tl.num_programs(0) + row, logprob)
-    tl.store(last_token_ptr + slot, token.to(tl.int64))
+    if own_span < 0 or own_span >= rank_spans:  # the rank that has the span tells
+        tl.store(out_ptr + row, 0.0)
+        tl.store(out_ptr + tl.num_programs(0) + row, 0.0)
+    else:
+        tl.store(out_ptr + row, token.to(tl.float64))
+        tl.store(out_ptr + tl.num_programs(0) + row, logprob)
+        tl.store(last_token_ptr + slot, token.to(tl.int64))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from areno.layers.attention import Attend
 from areno.layers.norm import RMSNorm
+from areno.layers.peer_memory import PeerMemory
 from areno.models.fused.mixers import mixed, mixed_backward
 from areno.models.layer import Layer
 
@@ -34,19 +35,24 @@ def fused_layer(
     attend: Attend,
     keep: bool,
     split: bool = False,
+    peers: PeerMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
 
     Their sum is left to the next norm, which adds and normalises in one pass.
     keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
     split: of Layer.
+    peers: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
+    Without gradients only.
     """
     stream_ND = _tracked(stream_ND, layer)
-    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split)  # type: ignore[return-value]
+    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[return-value]
 
 
-def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor) -> Tensor:
+def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, peers: PeerMemory | None = None) -> Tensor:
     """The norm of stream + delta: the end of a model of fused layers."""
+    if peers is not None:
+        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)[1]
     return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
@@ -61,8 +67,17 @@ def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
     return stream_ND.detach().requires_grad_() if trained else stream_ND
 
 
-def _add(norm: RMSNorm | None, stream_ND: Tensor, delta_ND: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _add(
+    norm: RMSNorm | None,
+    stream_ND: Tensor,
+    delta_ND: Tensor | None,
+    dtype: torch.dtype,
+    peers: PeerMemory | None = None,
+) -> tuple[Tensor, Tensor]:
     """stream + delta, and its norm in the dtype of the weights; without a norm, the sum in this dtype."""
+    if peers is not None and delta_ND is not None:
+        assert norm is not None
+        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)
     if norm is not None:
         return norm.add_and_norm(stream_ND, delta_ND)
     sum_ND = stream_ND if delta_ND is None else stream_ND + delta_ND
@@ -100,12 +115,13 @@ class _FusedLayer(torch.autograd.Function):
         attend: Any,
         keep: bool,
         split: bool,
+        peers: PeerMemory | None,
     ) -> tuple[Tensor, Tensor]:
-        dtype = layer.dtype
-        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype)
-        added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split)
-        middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype)
-        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split)
+        dtype, whole = layer.dtype, peers is None
+        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype, peers)
+        added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split, whole)
+        middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype, peers)
+        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole)
         kept = (given_NX, inner) if keep else (None, None)
         behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
         ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *behind, *needed, *mixer)
@@ -131,7 +147,7 @@ class _FusedLayer(torch.autograd.Function):
         angles, attend = (cos, sin), ctx.attend
         grad_normed_ND = mixed_backward(layer, grad_added_ND, normed_ND, given_NX, mixer, angles, attend, split)
         grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
-        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None
+        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None, None
 
 
 class _FusedNorm(torch.autograd.Function):

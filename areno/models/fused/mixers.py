@@ -22,14 +22,14 @@ Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 Angles = tuple[Tensor, Tensor]
 
 
-def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool) -> Forward:
-    """Of the layer's attention, or of what it has in that place."""
+def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
+    """Of the layer's attention, or of what it has in that place. whole: of RowParallelLinear."""
     if layer.attention is not None:
-        return _attended(layer.attention, x_ND, angles, attend, split)
+        return _attended(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
     given_NP = layer.delta.given(x_ND, split)
     mixed_NI = layer.delta.mixed(given_NP, attend, layer.delta.weights(layer.delta.norm.weight))
-    return layer.delta.out(mixed_NI, split), given_NP, (mixed_NI,)
+    return layer.delta.out(mixed_NI, split, whole), given_NP, (mixed_NI,)
 
 
 def mixed_backward(
@@ -72,7 +72,7 @@ def _first_product(module: Attention | GatedDelta) -> Any:
     return module.qkv if isinstance(module, Attention) else module.given
 
 
-def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool) -> Forward:
+def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.ungated(both_NX)
     heads = _to_heads(attention, qkv_NX, angles)
@@ -81,7 +81,8 @@ def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend
     else:  # the decoder's, which has no backward pass
         out_NHC, saved = attend(attention.index, *heads, attention.window), ()
     del heads, qkv_NX
-    return attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split), both_NX, (out_NHC, *saved)
+    out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
+    return out_ND, both_NX, (out_NHC, *saved)
 
 
 def _attended_backward(
