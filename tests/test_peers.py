@@ -33,8 +33,9 @@ def compare(rank: int, meeting: str) -> None:
             part.normal_(generator=generator)
             graph.replay()
             for found, expected in zip((captured, work(memory, tp, part)), [by_nccl(tp, part)] * 2, strict=True):
-                for name, one, other in zip(("sum", "all", "stream", "norm"), found, expected, strict=True):
+                for name, one, other in zip(("sum", "all", "stream"), found, expected, strict=False):
                     assert torch.equal(one, other), (n, size, name)
+                torch.testing.assert_close(found[3], expected[3], atol=0, rtol=2**-7)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()

@@ -152,7 +152,8 @@ def test_two_gpus_divide_the_optimizer(tmp_path: Path, kind: Any) -> None:
             engine.ensure_roles({"critic": critic(folder, optimizer=optimizer, offload=True)})
             rollout(engine)  # graphs are captured before the first update
             stats = train(engine, train_rows(rollout(engine)))
-            rows = train_rows(rollout(engine))
+            as_trained = [item for item in MIXED if item.params.temperature == 1]
+            rows = train_rows(rollout(engine, as_trained), as_trained)
             again = engine.train(rows, partial(grpo_loss_fn, clip_eps=0.2), UpdateSpec(MicroBatchSpec(mini_bs=2)))
             state = saved(engine, tmp_path / f"state-{zero_stage}")
             engine.load_state(state)

@@ -112,8 +112,10 @@ class Transformer(nn.Module):
 
     def _summing_peers(self, x_ND: Tensor) -> PeerMemory | None:
         """The memory through which norms sum what ranks add to these tokens, where they can: few, and no gradient."""
-        peers, config = self.tp.peers, self.config
-        if peers is None or torch.is_grad_enabled() or not peers.takes_rows(*x_ND.shape, self.embed.weight.dtype):
+        peers, config, (n, size) = self.tp.peers, self.config, x_ND.shape
+        if peers is None or torch.is_grad_enabled() or not peers.takes_rows(n, size, self.embed.weight.dtype):
+            return None
+        if self.tp.in_order:  # the norm of training adds the squares of a row in another order
             return None
         return peers if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 

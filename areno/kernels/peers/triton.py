@@ -60,15 +60,18 @@ def meet_and_norm(
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` of x and the sum of `part` over the GPUs, which is rounded to the dtype of `part` first.
 
+    The squares of a row may be added in another order.
+
     At most PROGRAMS rows of REGION bytes each. The call is collective.
     """
     n, size = x_ND.shape
+    block = triton.next_power_of_2(size)
     sum_ND, normed_ND = torch.empty_like(x_ND), torch.empty_like(x_ND, dtype=weight_D.dtype)
     _meet_norm_kernel[(n,)](
         x_ND, part_ND, sum_ND, weight_D, normed_ND, size, eps,
         shared.buffers, shared.signals, shared.counts, shared.rank,
         SIZE=shared.size, PIECE=REGION // part_ND.element_size(), N_PROGRAMS=PROGRAMS, PLUS_ONE=plus_one,
-        BLOCK=triton.next_power_of_2(size), num_warps=_WARPS,
+        BLOCK=block, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
     return sum_ND, normed_ND
 
