@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from areno.kernels.peers.memory import PeerMemory, open_peer_memory
 from areno.layers.parallel import ParallelGroup
-from areno.layers.peer_memory import PeerMemory, open_peer_memory
 
 SIZES = [(256, 4096), (64, 2560), (1, 5120), (3, 8), (512, 8192)]
 

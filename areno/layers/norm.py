@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areno.kernels.peers.memory import PeerMemory
 from areno.layers.parallel import ParallelGroup
-from areno.layers.peer_memory import PeerMemory
 from areno.layers.shard import Layout, Part, WeightSpec
 
 

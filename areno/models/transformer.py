@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
+from areno.kernels.peers.memory import PeerMemory
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
-from areno.layers.peer_memory import PeerMemory
 from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from areno.engine.processes.relay import Relay
 from areno.engine.spec import EngineSpec
+from areno.kernels.peers.memory import open_peer_memory
 from areno.layers.parallel import ParallelGroup
-from areno.layers.peer_memory import open_peer_memory
 
 # A rank that fails or hangs is seen by the driver; no collective has a time limit of its own.
 _FOREVER = timedelta(days=30)

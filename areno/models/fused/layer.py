@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from areno.kernels.peers.memory import PeerMemory
 from areno.layers.attention import Attend
 from areno.layers.norm import RMSNorm
-from areno.layers.peer_memory import PeerMemory
 from areno.models.fused.mixers import mixed, mixed_backward
 from areno.models.layer import Layer
 
