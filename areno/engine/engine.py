@@ -159,7 +159,7 @@ class Engine(AbstractContextManager["Engine"]):
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
 
-        A request with `stream` gives partial outputs, whose finish_reason is None, before each finished sample.
+        A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished sample.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -223,9 +223,10 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
 
-        Without `request.stream` there are no partial outputs. With it, who reads slowly gets longer ones. Any number of
-        streams may run beside each other and beside generate() in another thread, whose requests are numbered from 0:
-        a stream needs another request_id. To stop reading (cancelled, aclose) aborts the request.
+        Without `request.stream` and `request.pieces` there are no partial outputs. With one of them, who reads slowly
+        gets longer ones. Any number of streams may run beside each other and beside generate() in another thread, whose
+        requests are numbered from 0: a stream needs another request_id. To stop reading (cancelled, aclose) aborts the
+        request.
 
         Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected. A
         worker that dies, and the end of the phase, raise EngineError in every stream. TimeoutError where the last

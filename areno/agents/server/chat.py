@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.agents.conversations import Conversations, Prompt
-from areno.agents.parsers import MessageDelta, MessageStream, ToolCall, message_of
+from areno.agents.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.protocol.errors import ApiError
 from areno.agents.protocol.messages import read_messages
@@ -53,7 +53,9 @@ class ChatCompletions:
             # A grammar of a large vocabulary takes a second the first time.
             constraint = {"grammar": await asyncio.to_thread(self._grammar, request, prompt)}
         try:
-            sampled = self.sampler.request(prompt.tokens, request.options, **constraint)
+            # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
+            pieces = not request.options.stream
+            sampled = self.sampler.request(prompt.tokens, request.options, pieces=pieces, **constraint)
         except ApiError as error:
             roles = Counter(message["role"] for message in request.messages)
             counts = f"tokens={len(prompt.tokens)} messages={len(request.messages)} "
@@ -102,17 +104,20 @@ class _Chat:
 
     async def answer(self) -> Json:
         """The whole answer."""
-        outputs = await self.endpoint.sampler.finished(self.sampled)
-        choices = []
-        for index, output in enumerate(outputs):
-            choice = _Choice(self, index)
-            deltas = choice.feed(output.tokens) + choice.finish()
-            choices.append(self._choice(index, output, deltas))
-        body = {**self.head, "choices": choices, "usage": self._usage(outputs), "system_fingerprint": None}
+        n = self.request.options.n
+        choices, outputs = [_Choice(self, index) for index in range(n)], list[Any]([None] * n)
+        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                choices[output.sample].take(output)
+                if output.finish_reason is not None:
+                    outputs[output.sample] = output
+        told = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
+        body = {**self.head, "choices": told, "usage": self._usage(outputs), "system_fingerprint": None}
         return body | self._token_field(outputs)
 
-    def _choice(self, index: int, output: GenerationOutput, deltas: list[MessageDelta]) -> Json:
-        parsed = message_of(deltas)
+    def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
+        choice.finish()
+        parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
@@ -208,7 +213,8 @@ class _Choice:
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = output.tokens[start:]
         self._n_taken += len(tokens)
-        self._scores += answers.scores_of(output)[start:]
+        if self._n_top is not None:
+            self._scores += answers.scores_of(output)[start:]
         return self.feed(tokens)
 
     def feed(self, tokens: Sequence[int]) -> list[MessageDelta]:
@@ -230,9 +236,13 @@ class _Choice:
         self._deltas += kept
         return kept
 
+    def parsed(self) -> ParsedMessage:
+        """All of it, once it is finished."""
+        return message_of(self._deltas)
+
     def message(self) -> Json:
-        """All of it, as `_Chat._choice` would tell it."""
-        parsed = message_of(self._deltas)
+        """The same as `_Chat._choice` would tell it."""
+        parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
