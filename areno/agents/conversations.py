@@ -19,7 +19,7 @@ from typing import Any
 
 from areno.agents.parsers import ParsedMessage, ToolCallParser
 from areno.agents.parsers.message import END_THINK, THINK
-from areno.agents.tokens import OF_ROLE, Runs, Source, runs_of
+from areno.agents.tokens import OF_ROLE, Runs, Source, digest_of, runs_of
 from areno.data.chat_template import render
 from areno.data.row_schema import bad_text
 from areno.errors import DataError
@@ -44,6 +44,11 @@ class Prompt:
     sources: Runs
     keys: list[str]
     form: str = ""
+
+    @cached_property
+    def digest(self) -> int:
+        """A number for the tokens, which the samples of a prompt share."""
+        return digest_of(self.tokens)
 
     @property
     def opens_reasoning(self) -> bool:

@@ -159,7 +159,8 @@ class Engine(AbstractContextManager["Engine"]):
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
 
-        A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished sample.
+        A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished
+        sample.
         """
         deadline = time.monotonic() + timeout
         while True:

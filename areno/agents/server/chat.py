@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from areno.agents.conversations import Conversations, Prompt
 from areno.agents.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
@@ -54,8 +56,8 @@ class ChatCompletions:
             constraint = {"grammar": await asyncio.to_thread(self._grammar, request, prompt)}
         try:
             # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
-            pieces = not request.options.stream
-            sampled = self.sampler.request(prompt.tokens, request.options, pieces=pieces, **constraint)
+            more = {"pieces": not request.options.stream, **constraint}
+            sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
         except ApiError as error:
             roles = Counter(message["role"] for message in request.messages)
             counts = f"tokens={len(prompt.tokens)} messages={len(request.messages)} "
@@ -102,18 +104,29 @@ class _Chat:
         options = self.request.options
         self.tells_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
-    async def answer(self) -> Json:
-        """The whole answer."""
+    async def answer(self) -> bytes:
+        """The whole answer as JSON."""
         n = self.request.options.n
-        choices, outputs = [_Choice(self, index) for index in range(n)], list[Any]([None] * n)
+        choices, outputs = list[_Choice](), list[Any]([None] * n)
+        written, prompt = list[answers.WrittenTokens](), b""
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
+                if not choices:  # not before: many requests may be on their way
+                    choices = [_Choice(self, index) for index in range(n)]
+                    if self.tells_tokens:
+                        written = [answers.WrittenTokens() for _ in range(n)]
+                        prompt = to_json(self._prompt_field())
                 choices[output.sample].take(output)
+                if self.tells_tokens:
+                    written[output.sample].add(output)
                 if output.finish_reason is not None:
                     outputs[output.sample] = output
         told = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
         body = {**self.head, "choices": told, "usage": self._usage(outputs), "system_fingerprint": None}
-        return body | self._token_field(outputs)
+        if not self.tells_tokens:
+            return to_json(body)
+        tokens = [written[index].text(index, output.finish_reason) for index, output in enumerate(outputs)]
+        return answers.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
         choice.finish()
@@ -123,7 +136,8 @@ class _Chat:
             message["reasoning_content"] = parsed.reasoning_content
         if parsed.tool_calls:
             message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
-        self.remember(output, message)
+        # When the answers that are ready have been sent, and before a client can send the next turn.
+        asyncio.get_running_loop().call_soon(self.remember, output, message)
         logprobs = None
         if self.request.options.n_top is not None:
             logprobs = answers.chat_logprobs(self.endpoint._texts, answers.scores_of(output))
@@ -147,16 +161,16 @@ class _Chat:
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        if not self.tells_tokens:
-            return {}
-        prompt = {
+        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.tells_tokens else {}
+
+    def _prompt_field(self) -> Json:
+        return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
             "temperature": self.sampled.params.temperature or 1.0,  # 0 is greedy, with log-probabilities at 1
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,
         }
-        return {"areno": answers.token_field(prompt, outputs)}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """The answer in pieces, as it is written."""
@@ -211,7 +225,7 @@ class _Choice:
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
         """What is certain with an output of the engine."""
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
-        tokens = output.tokens[start:]
+        tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
         if self._n_top is not None:
             self._scores += answers.scores_of(output)[start:]
