@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from areno import SamplingParams, Trainer
-from areno.agents.protocol.requests import read_chat
 from areno.agents.proxy import SessionProxy
-from areno.agents.server import answers, app
-from areno.engine.decoder import decoder
 from areno.engine.worker import KV_BLOCK
-from areno.types import GenerationOutput
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [
@@ -172,58 +167,6 @@ def test_a_stream_says_what_the_whole_answer_says(client: OpenAI, fields: Any) -
     for found, choice in zip(scores, whole.choices, strict=True):
         expected = choice.logprobs.content if choice.logprobs else []
         assert [(one.token, one.bytes) for one in found] == [(one.token, one.bytes) for one in expected]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"n": 3}, {"n": 2, "logprobs": True, "top_logprobs": 2}, {"stop": ["e"]}, {"max_tokens": 1}, {"tools": TOOLS}],
-)
-def test_an_answer_is_the_same_however_often_the_engine_tells_of_it(
-    client: OpenAI, monkeypatch: pytest.MonkeyPatch, fields: Any
-) -> None:
-    told: list[int] = []
-    add = answers.WrittenTokens.add
-    monkeypatch.setattr(answers.WrittenTokens, "add", lambda self, output: (told.append(1), add(self, output)))
-
-    def body() -> str:
-        text = client.chat.completions.with_raw_response.create(
-            model="policy", messages=HELLO, seed=3, **{"max_tokens": 24, **fields}
-        ).text
-        return re.sub(r'"(id|created)":[^,]*,', "", text)
-
-    body()  # so that both find the prompt in the cache
-    told.clear()
-    monkeypatch.setattr(decoder, "_PIECE_STEPS", 1000)
-    whole, n_whole = body(), len(told)
-    monkeypatch.setattr(decoder, "_PIECE_STEPS", 3)
-    assert body() == whole
-    assert n_whole == fields.get("n", 1)
-    assert len(told) - n_whole > n_whole or fields.get("max_tokens") == 1
-    found = json.loads(whole)
-    outputs = [
-        GenerationOutput(
-            request_id=0, sample=0, tokens=choice["token_ids"], logprobs=choice["logprobs"],
-            versions=choice["versions"], finish_reason=choice["finish_reason"],
-        )
-        for choice in found["areno"]["choices"]
-    ]  # fmt: skip
-    assert answers.token_field({}, outputs)["choices"] == found["areno"]["choices"]  # as streams tell it
-
-
-def test_equal_requests_are_read_once_and_draw_for_themselves(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    monkeypatch.setattr(app, "read_chat", lambda *given: read.append(read_chat(*given)) or read[-1])
-    asked: list[Any] = [{"role": "user", "content": "once and again"}]
-    first, second = (chat(client, messages=asked, max_tokens=20).areno for _ in range(2))
-    assert len(read) == 1
-    assert first["prompt_token_ids"] == second["prompt_token_ids"]
-    assert first["choices"] != second["choices"]
-    with pytest.raises(openai.BadRequestError):
-        chat(client, messages=asked, max_tokens=0)
-    assert chat(client, messages=asked, max_tokens=3).usage.completion_tokens <= 3
-    monkeypatch.setattr(app, "_SMALL", 10)
-    chat(client, messages=asked, max_tokens=20)
-    assert len(read) == 3
 
 
 def test_a_streamed_completion_says_what_the_whole_one_says(client: OpenAI) -> None:

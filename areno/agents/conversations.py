@@ -12,7 +12,8 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,6 +141,15 @@ class Conversations:
                 return self._finished(draft, *self._encode(draft))
             making = self._making[form, keys[-1]] = asyncio.ensure_future(self._make(draft))
         return await asyncio.shield(making)  # who no longer waits must not end it for the others
+
+    async def expect(self, conversations: Iterable[Sequence[Message]]) -> None:
+        """Make prompts that are likely to be asked for soon, without tools. Those that cannot be made are left out."""
+
+        async def one(messages: Sequence[Message]) -> None:
+            with suppress(DataError):
+                await self.prompt_beside(messages)
+
+        await asyncio.gather(*map(one, conversations))
 
     async def _make(self, draft: _Draft) -> Prompt:
         try:

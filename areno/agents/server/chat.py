@@ -46,7 +46,7 @@ class ChatCompletions:
         """The request with its prompt, ready to be sampled. ApiError 400 where it cannot be served."""
         try:
             definitions = [tool.definition for tool in request.tools]
-            with self.sampler.engine.expecting():
+            with self.sampler.engine.gathering.expecting():
                 prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
