@@ -216,8 +216,8 @@ class Decoder:
                 self._n_generated += 1
                 if sequence.accept(token, logprob, self._in_flight_version, top):
                     finished.append(sequence)
-                elif (sequence.request.stream and (tells or sequence.n_streamed == 0)) or (
-                    sequence.request.pieces and ends_piece
+                elif (ends_piece and sequence.request.pieces) or (
+                    sequence.request.stream and (tells or sequence.n_streamed == 0)
                 ):
                     self._outputs.append(sequence.output())
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
