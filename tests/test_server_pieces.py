@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,10 @@ from agent_model import made
 from openai import OpenAI
 
 from areno import SamplingParams
+from areno.agents.conversations import Conversations
 from areno.agents.protocol.requests import read_chat
 from areno.agents.server import answers, app
+from areno.agents.trajectories import AgentItem
 from areno.engine.decoder import decoder
 from areno.types import GenerationOutput
 
@@ -84,3 +87,24 @@ def test_equal_requests_are_read_once_and_draw_for_themselves(client: OpenAI, mo
     monkeypatch.setattr(app, "_SMALL", 10)
     chat(client, messages=asked, max_tokens=20)
     assert len(read) == 3
+
+
+def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=4)) as session:
+        client = OpenAI(base_url=session.proxy.base_url, api_key=session.proxy.api_key, max_retries=0)
+        conversations = session.proxy.server.chat.conversations
+        rows: list[Any] = [[{"role": "system", "content": "be brief"}, *HELLO], [{"role": "tool"}], None]
+        items = [
+            AgentItem(f"text {number}", {}, [], number, sample, messages)
+            for number, messages in enumerate(rows)
+            for sample in range(2)
+        ]
+        session.proxy.expect(items)
+        ends_at = time.monotonic() + 10
+        while len(conversations._first) < 2 and time.monotonic() < ends_at:
+            time.sleep(0.005)
+        assert 6 in trainer.engine.gathering._announced.values()
+        monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
+        for messages in (rows[0], [{"role": "user", "content": "text 2"}]):
+            told = chat(client, messages=messages).areno["prompt_token_ids"]
+            assert told == Conversations(conversations.tokenizer, conversations.parser).prompt(messages).tokens
