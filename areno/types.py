@@ -118,7 +118,8 @@ class GenerationRequest:
     every request its own `seed` (any int; 64 bits are used).
 
     stream: return tokens as they come, as partial outputs. A partial output does not wait for stop strings: when a stop
-    string is found, its first tokens may have been returned already.
+    string is found, its first tokens may have been returned already. pieces: the same in few large pieces, for who has
+    work to do with the tokens and would otherwise begin with it when the sample ends.
 
     grammar: only tokens that it allows are sampled, and the sample ends where nothing else is allowed. Its form is
     explained in engine/sampling/grammar.py. A sample whose grammar becomes too complex on the way ends with "abort".
@@ -137,6 +138,7 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     stream: bool = False
+    pieces: bool = False
     grammar: str | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     top_logprobs: int = 0

@@ -327,3 +327,20 @@ def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
 def test_a_tokenizer_without_a_template_cannot_chat(plain: Any) -> None:
     with pytest.raises(DataError, match="no chat template"):
         Conversations(plain, parser_for_template(None)).prompt([USER])
+
+
+def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+    rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
+
+    async def begun(other: bool) -> int:
+        conversations._first.clear()
+        task = asyncio.ensure_future(conversations.expect(rows))
+        await asyncio.sleep(0)
+        asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
+        assert (await conversations.prompt_beside(asked)).tokens == conversations.prompt(asked).tokens
+        await task
+        return len(conversations._first) - other
+
+    assert asyncio.run(begun(other=False)) == len(rows)
+    assert 0 < asyncio.run(begun(other=True)) < len(rows)

@@ -59,6 +59,33 @@ def test_partial_outputs_add_up_to_the_finished_one(settings: dict[str, int]) ->
             assert_pieces_of(partial.get(key, []), output)
 
 
+def test_pieces_come_for_all_samples_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areno.engine.decoder.decoder._PIECE_STEPS", 4)
+    decoder = make_decoder()
+    for item in MIXED:
+        decoder.submit(replace(item, pieces=item.request_id % 2 == 0))
+    telling: list[int] = []  # steps with partial outputs
+    step = decoder.step
+
+    def watched() -> list[GenerationOutput]:
+        watched.n += 1
+        outputs = step()
+        if any(output.finish_reason is None for output in outputs):
+            telling.append(watched.n)
+        return outputs
+
+    watched.n = 0
+    monkeypatch.setattr(decoder, "step", watched)
+    partial, finished = run_streaming(decoder)
+    assert len(telling) > 2
+    assert all((step - telling[0]) % 4 == 0 for step in telling)
+    assert any(len(pieces) > 1 for pieces in partial.values())
+    for key, output in finished.items():
+        assert output.tokens == mixed_outputs()[key].tokens
+        assert_pieces_of(partial.get(key, []), output)
+        assert key not in partial or key[0] % 2 == 0
+
+
 def test_partial_outputs_may_be_rare_but_the_first_token_comes_at_once() -> None:
     decoder = make_decoder(stream_every_s=1000.0)
     for item in MIXED:

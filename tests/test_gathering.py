@@ -12,6 +12,7 @@ import pytest
 from tiny_engine import ROLLOUT, model_folder, request, spec
 
 from areno.engine.engine import Engine
+from areno.engine.requests import gathering
 from areno.engine.requests.gathering import Gathering
 from areno.engine.requests.streams import Consumer
 from areno.errors import EngineError, WorkerLost
@@ -138,12 +139,34 @@ def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine._streams.are_open or engine._gathering._bursts:
+        while engine._streams.are_open or engine.gathering._bursts:
             await asyncio.sleep(0.001)
 
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
-        engine._gathering.holds = True  # as on a GPU
+        engine.gathering.holds = True  # as on a GPU
         engine.begin_rollout(ROLLOUT)
         asyncio.run(cancelled(engine, lambda: when == "waiting" or 0 in engine._dispatcher))
         assert engine._dispatcher.is_idle
         assert engine.generate([request(0)])[0]
+
+
+def test_an_announced_burst_begins_when_all_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers()
+
+    async def all_of_them() -> None:
+        monkeypatch.setattr(gathering, "_PAUSE_S", 5.0)
+        workers.gathering.announce(3)
+        started = time.perf_counter()
+        await asyncio.gather(*map(workers.one, range(3)))
+        assert time.perf_counter() - started < 2.5
+        workers.is_idle = True
+        monkeypatch.setattr(gathering, "_PAUSE_S", 0.03)
+        await asyncio.gather(*map(workers.one, range(3, 7)))  # the announcement was of the first burst
+        workers.is_idle = True
+        workers.gathering.announce(3)  # one of which never comes
+        await asyncio.gather(*map(workers.one, range(7, 9)))
+        workers.is_idle = True
+        await asyncio.gather(*map(workers.one, range(9, 13)))
+
+    asyncio.run(all_of_them())
+    assert workers.batches == [[0, 1, 2], [3, 4, 5, 6], [7, 8], [9, 10, 11, 12]]

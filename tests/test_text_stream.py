@@ -37,6 +37,27 @@ def test_text_is_what_the_tokenizer_decodes(name: str) -> None:
     assert text + stream.finish() == expected
 
 
+@pytest.mark.parametrize("name", ["tiny", "plain", "qwen2.5", "gpt2"])
+def test_long_pieces_are_decoded_about_once(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    draw, n_decoded = random.Random(1), 0
+
+    class Counted(TextStream):
+        def _decode(self, tokens: list[int]) -> str:
+            nonlocal n_decoded
+            n_decoded += len(tokens)
+            return super()._decode(tokens)
+
+    for _ in range(20):
+        tokens = draw.choices(range(len(tokenizer)), k=600)
+        stream, at, text, n_decoded = Counted(tokenizer, frozenset()), 0, "", 0
+        while at < len(tokens):
+            n = draw.randint(20, 90)
+            text, at = text + stream.feed(tokens[at : at + n]), at + n
+        assert text + stream.finish() == tokenizer.decode(tokens, skip_special_tokens=False)
+        assert n_decoded < 4 * len(tokens)
+
+
 def test_what_a_tokenizer_does_beside_its_backend_is_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("plain")
     tokenizer.save_pretrained(tmp_path)

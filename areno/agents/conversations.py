@@ -13,13 +13,14 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from areno.agents.parsers import ParsedMessage, ToolCallParser
 from areno.agents.parsers.message import END_THINK, THINK
-from areno.agents.tokens import OF_ROLE, Runs, Source, runs_of
+from areno.agents.tokens import OF_ROLE, Runs, Source, digest_of, runs_of
 from areno.data.chat_template import render
 from areno.data.row_schema import bad_text
 from areno.errors import DataError
@@ -44,6 +45,11 @@ class Prompt:
     sources: Runs
     keys: list[str]
     form: str = ""
+
+    @cached_property
+    def digest(self) -> int:
+        """A number for the tokens, which the samples of a prompt share."""
+        return digest_of(self.tokens)
 
     @property
     def opens_reasoning(self) -> bool:
@@ -105,6 +111,7 @@ class Conversations:
         self._turns: OrderedDict[_Key, _Turn] = OrderedDict()  # by the conversation that it ends
         self._first: OrderedDict[_Key, Prompt] = OrderedDict()  # prompts of first turns, which the samples of one share
         self._making: dict[_Key, asyncio.Task[Prompt]] = {}
+        self._expected, self._has_others = set[str](), False  # by `expect`; a prompt of a first turn was none of them
         self._n_tokens, self._most_tokens = 0, most_tokens
         # The first call turns off truncation and padding of tokenizer.json. No thread may do so while another encodes.
         self.tokenizer("", add_special_tokens=False)
@@ -131,10 +138,30 @@ class Conversations:
             return known
         if (making := self._making.get((form, keys[-1]))) is None:
             draft = self._draft(messages, tools, template, form, keys)
+            self._has_others = self._has_others or (draft.is_first and (form != "" or keys[-1] not in self._expected))
             if len(draft.text) - draft.start < _LONG or not self.tokenizer.is_fast:
                 return self._finished(draft, *self._encode(draft))
             making = self._making[form, keys[-1]] = asyncio.ensure_future(self._make(draft))
         return await asyncio.shield(making)  # who no longer waits must not end it for the others
+
+    async def expect(self, conversations: Sequence[Sequence[Message]]) -> None:
+        """Make prompts that are likely to be asked for soon, without tools. Those that cannot be made are left out.
+
+        It ends early where somebody begins with another prompt, as then the others may not be asked for either.
+        """
+
+        async def one(messages: Sequence[Message]) -> None:
+            with suppress(DataError):
+                await self.prompt_beside(messages)
+
+        self._expected, self._has_others = {conversation_keys(messages)[-1] for messages in conversations}, False
+        making: list[asyncio.Task[None]] = []
+        for messages in conversations:
+            if self._has_others:
+                break
+            making.append(asyncio.ensure_future(one(messages)))
+            await asyncio.sleep(0)  # requests come between
+        await asyncio.gather(*making)
 
     async def _make(self, draft: _Draft) -> Prompt:
         try:

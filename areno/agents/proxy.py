@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from areno.agents.protocol.errors import ApiError
+from areno.agents.protocol.messages import read_messages
 from areno.agents.server.build import build_server
 from areno.agents.server.host import ServerThread
 from areno.agents.server.sampling import ServerLimits
+from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
-from areno.types import SamplingParams
+from areno.types import Message, SamplingParams
 
 POLICY = "policy"
 """The name of the model in a session; that of its folder does as well."""
 _MOST_SAMPLES = 65_536
+_MOST_EXPECTED = 64  # prompts: while more are made, the agents of the first would wait
 
 
 class SessionProxy:
@@ -41,6 +47,20 @@ class SessionProxy:
         )  # fmt: skip
         self._thread = ServerThread(self.server.application)
         self.base_url = f"{self._thread.start()}/v1"
+
+    def expect(self, items: Iterable[AgentItem]) -> None:
+        """Agents of these items begin now. Most ask for what their item says, so its prompt is made meanwhile."""
+        conversations: list[list[Message]] = []
+        items = list(items)
+        for item in {item.prompt_index: item for item in items}.values():
+            if len(conversations) < _MOST_EXPECTED:
+                with suppress(ApiError):
+                    conversations.append(read_messages(item.messages or [{"role": "user", "content": item.prompt}]))
+        self._thread.begin(self._expect(len(items), conversations))
+
+    async def _expect(self, n_requests: int, conversations: list[list[Message]]) -> None:
+        self.server.sampler.engine.gathering.announce(n_requests)
+        await self.server.chat.conversations.expect(conversations)
 
     def stop(self) -> None:
         """End the requests under way and close the port."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -21,6 +22,11 @@ class Source(IntEnum):
 Runs = list[tuple[int, int]]
 
 OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
+
+
+def digest_of(tokens: list[int]) -> int:
+    """A number of 64 bits for token ids."""
+    return int.from_bytes(hashlib.blake2b(np.array(tokens, dtype=np.int64).tobytes(), digest_size=8).digest(), "little")
 
 
 def runs_of(sources: Iterable[int]) -> Runs:

@@ -45,7 +45,7 @@ class Engine(AbstractContextManager["Engine"]):
         # the records of requests below; it is never held for long.
         self._turn, self._books = FairLock(), threading.RLock()
         self._streams = Streams(self._poll_for_streams, self._books)
-        self._gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device != "cpu")
+        self.gathering = Gathering(self._submit_streams, lambda: self._dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
@@ -159,7 +159,8 @@ class Engine(AbstractContextManager["Engine"]):
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
 
-        A request with `stream` gives partial outputs, whose finish_reason is None, before each finished sample.
+        A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished
+        sample.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -214,18 +215,15 @@ class Engine(AbstractContextManager["Engine"]):
         """Whether somebody reads the outputs of a generate_stream."""
         return self._streams.are_read
 
-    def expecting(self) -> AbstractContextManager[None]:
-        """Around what an event loop awaits before it can make a request: those that have come may wait for it."""
-        return self._gathering.expecting()
-
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of one request as they come, without blocking the event loop. Ends after the last sample.
 
-        Without `request.stream` there are no partial outputs. With it, who reads slowly gets longer ones. Any number of
-        streams may run beside each other and beside generate() in another thread, whose requests are numbered from 0:
-        a stream needs another request_id. To stop reading (cancelled, aclose) aborts the request.
+        Without `request.stream` and `request.pieces` there are no partial outputs. With one of them, who reads slowly
+        gets longer ones. Any number of streams may run beside each other and beside generate() in another thread, whose
+        requests are numbered from 0: a stream needs another request_id. To stop reading (cancelled, aclose) aborts the
+        request.
 
         Raises ConfigError, DataError or EngineError for a request that cannot be served; others are not affected. A
         worker that dies, and the end of the phase, raise EngineError in every stream. TimeoutError where the last
@@ -237,7 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
         if timeout_s is not None:
             timer = consumer.loop.call_later(timeout_s, consumer.queue.put_nowait, TimeoutError())
         try:
-            await self._gathering.submit(request, consumer)
+            await self.gathering.submit(request, consumer)
             while unfinished:
                 for output in await consumer.next():
                     unfinished -= output.finish_reason is not None

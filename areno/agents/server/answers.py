@@ -95,6 +95,41 @@ def token_field(prompt: dict[str, Any], outputs: Iterable[GenerationOutput]) -> 
     return {**prompt, "choices": choices}
 
 
+class WrittenTokens:
+    """What `token_field` tells of one choice, as JSON that is written while the choice is sampled."""
+
+    _LISTS = (("token_ids", "tokens"), ("logprobs", "logprobs"), ("versions", "versions"))
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[bytes]] = {name: [] for name, _ in self._LISTS}
+        self._n_written = 0
+
+    def add(self, output: GenerationOutput) -> None:
+        """An output of the engine: of the last one, which has the whole completion, what is not written yet."""
+        start = 0 if output.finish_reason is None else self._n_written
+        numbers: list[Any] = []
+        for name, field in self._LISTS:
+            if numbers := tail(output, field, start):
+                self._pieces[name].append(to_json(numbers)[1:-1])
+        self._n_written += len(numbers)
+
+    def text(self, index: int, reason: str | None) -> bytes:
+        """The object of the choice."""
+        lists = b"".join(b'"%b":[%b],' % (name.encode(), b",".join(parts)) for name, parts in self._pieces.items())
+        return b'{"index":%d,%b"finish_reason":%b}' % (index, lists, to_json(reason))
+
+
+def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[bytes]) -> bytes:
+    """The JSON of an answer whose last field is `areno`. prompt: the object of what is told of the prompt."""
+    return b'%b,"areno":%b,"choices":[%b]}}' % (to_json(body)[:-1], prompt[:-1], b",".join(choices))
+
+
+def tail(output: GenerationOutput, field: str, start: int) -> list[Any]:
+    """The numbers of a field from `start` on. Of an array, only these become objects."""
+    numbers = vars(output)[field][start:]
+    return numbers if isinstance(numbers, list) else numbers.tolist()
+
+
 END = b"data: [DONE]\n\n"
 """The last event of a stream."""
 

@@ -9,13 +9,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from areno.agents.protocol.errors import ApiError
-from areno.agents.protocol.requests import read_chat, read_completion
+from areno.agents.protocol.requests import ChatRequest, read_chat, read_completion
 from areno.agents.server import answers
 from areno.agents.server.chat import ChatCompletions
 from areno.agents.server.completions import Completions
@@ -24,6 +24,8 @@ from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
 
+_SMALL = 1 << 15  # bytes of a body that is worth remembering
+_MOST_READ = 512
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
@@ -98,12 +100,14 @@ class Server:
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
-    async def _json(self, request: web.Request) -> Any:
+    async def _read_chat(self, request: web.Request) -> ChatRequest:
+        # The agents of all samples of a prompt begin with the same request.
         body = await request.read()
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {error}") from error
+        return self._chat_of(body) if len(body) <= _SMALL else read_chat(_json_of(body), self.defaults)
+
+    @cached_property
+    def _chat_of(self) -> Callable[[bytes], ChatRequest]:
+        return lru_cache(_MOST_READ)(lambda body: read_chat(_json_of(body), self.defaults))
 
     def _check_model(self, name: str) -> None:
         if name not in self.models:
@@ -136,14 +140,14 @@ class Server:
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        given = read_chat(await self._json(request), self.defaults)
+        given = await self._read_chat(request)
         self._check_model(given.model)
         with self.sampler.place(given.options.n):
             chat = await self.chat.open(given)
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        given = read_completion(await self._json(request), self.defaults)
+        given = read_completion(_json_of(await request.read()), self.defaults)
         self._check_model(given.model)
         with self.sampler.place(given.options.n * len(given.prompts)):
             completion = self.completions.open(given)
@@ -168,8 +172,15 @@ class Server:
         return response
 
 
-async def _whole(answer: Awaitable[Any]) -> web.Response:
-    return web.Response(body=to_json(await answer), content_type="application/json", charset="utf-8")
+async def _whole(answer: Awaitable[bytes]) -> web.Response:
+    return web.Response(body=await answer, content_type="application/json", charset="utf-8")
+
+
+def _json_of(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from error
 
 
 def _error_response(error: ApiError) -> web.Response:

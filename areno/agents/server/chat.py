@@ -9,8 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
+
 from areno.agents.conversations import Conversations, Prompt
-from areno.agents.parsers import MessageDelta, MessageStream, ToolCall, message_of
+from areno.agents.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.protocol.errors import ApiError
 from areno.agents.protocol.messages import read_messages
@@ -44,7 +46,7 @@ class ChatCompletions:
         """The request with its prompt, ready to be sampled. ApiError 400 where it cannot be served."""
         try:
             definitions = [tool.definition for tool in request.tools]
-            with self.sampler.engine.expecting():
+            with self.sampler.engine.gathering.expecting():
                 prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
@@ -53,7 +55,9 @@ class ChatCompletions:
             # A grammar of a large vocabulary takes a second the first time.
             constraint = {"grammar": await asyncio.to_thread(self._grammar, request, prompt)}
         try:
-            sampled = self.sampler.request(prompt.tokens, request.options, **constraint)
+            # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
+            more = {"pieces": not request.options.stream, **constraint}
+            sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
         except ApiError as error:
             roles = Counter(message["role"] for message in request.messages)
             counts = f"tokens={len(prompt.tokens)} messages={len(request.messages)} "
@@ -100,25 +104,40 @@ class _Chat:
         options = self.request.options
         self.tells_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
-    async def answer(self) -> Json:
-        """The whole answer."""
-        outputs = await self.endpoint.sampler.finished(self.sampled)
-        choices = []
-        for index, output in enumerate(outputs):
-            choice = _Choice(self, index)
-            deltas = choice.feed(output.tokens) + choice.finish()
-            choices.append(self._choice(index, output, deltas))
-        body = {**self.head, "choices": choices, "usage": self._usage(outputs), "system_fingerprint": None}
-        return body | self._token_field(outputs)
+    async def answer(self) -> bytes:
+        """The whole answer as JSON."""
+        n = self.request.options.n
+        choices, outputs = list[_Choice](), list[Any]([None] * n)
+        written, prompt = list[answers.WrittenTokens](), b""
+        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                if not choices:  # not before: many requests may be on their way
+                    choices = [_Choice(self, index) for index in range(n)]
+                    if self.tells_tokens:
+                        written = [answers.WrittenTokens() for _ in range(n)]
+                        prompt = to_json(self._prompt_field())
+                choices[output.sample].take(output)
+                if self.tells_tokens:
+                    written[output.sample].add(output)
+                if output.finish_reason is not None:
+                    outputs[output.sample] = output
+        told = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
+        body = {**self.head, "choices": told, "usage": self._usage(outputs), "system_fingerprint": None}
+        if not self.tells_tokens:
+            return to_json(body)
+        tokens = [written[index].text(index, output.finish_reason) for index, output in enumerate(outputs)]
+        return answers.with_token_field(body, prompt, tokens)
 
-    def _choice(self, index: int, output: GenerationOutput, deltas: list[MessageDelta]) -> Json:
-        parsed = message_of(deltas)
+    def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
+        choice.finish()
+        parsed = choice.parsed()
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
         if parsed.tool_calls:
             message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
-        self.remember(output, message)
+        # When the answers that are ready have been sent, and before a client can send the next turn.
+        asyncio.get_running_loop().call_soon(self.remember, output, message)
         logprobs = None
         if self.request.options.n_top is not None:
             logprobs = answers.chat_logprobs(self.endpoint._texts, answers.scores_of(output))
@@ -142,16 +161,16 @@ class _Chat:
         return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
-        if not self.tells_tokens:
-            return {}
-        prompt = {
+        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.tells_tokens else {}
+
+    def _prompt_field(self) -> Json:
+        return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
             "temperature": self.sampled.params.temperature or 1.0,  # 0 is greedy, with log-probabilities at 1
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,
         }
-        return {"areno": answers.token_field(prompt, outputs)}
 
     async def chunks(self) -> AsyncIterator[Json]:
         """The answer in pieces, as it is written."""
@@ -206,9 +225,10 @@ class _Choice:
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
         """What is certain with an output of the engine."""
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
-        tokens = output.tokens[start:]
+        tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
-        self._scores += answers.scores_of(output)[start:]
+        if self._n_top is not None:
+            self._scores += answers.scores_of(output)[start:]
         return self.feed(tokens)
 
     def feed(self, tokens: Sequence[int]) -> list[MessageDelta]:
@@ -230,9 +250,13 @@ class _Choice:
         self._deltas += kept
         return kept
 
+    def parsed(self) -> ParsedMessage:
+        """All of it, once it is finished."""
+        return message_of(self._deltas)
+
     def message(self) -> Json:
-        """All of it, as `_Chat._choice` would tell it."""
-        parsed = message_of(self._deltas)
+        """The same as `_Chat._choice` would tell it."""
+        parsed = self.parsed()
         calls = [_call(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})

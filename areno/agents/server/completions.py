@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from pydantic_core import to_json
+
 from areno.agents.protocol.requests import CompletionRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
@@ -44,15 +46,15 @@ class _Completion:
     def _stream(self) -> TextStream:
         return TextStream(self._endpoint._tokenizer, self._hidden, self._request.options.params.stop or ())
 
-    async def answer(self) -> Json:
-        """The whole answer."""
+    async def answer(self) -> bytes:
+        """The whole answer as JSON."""
         found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
         choices = []
         for sampled, outputs in zip(self._sampled, found, strict=True):
             for output in outputs:
                 choices.append(self._choice(len(choices), sampled.prompt, output))
         body = {**self._head, "choices": choices, "usage": self._usage(found), "system_fingerprint": None}
-        return body | self._token_field(found)
+        return to_json(body | self._token_field(found))
 
     def _choice(self, index: int, prompt: list[int], output: GenerationOutput) -> Json:
         request, endpoint = self._request, self._endpoint

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 from aiohttp import web
 
@@ -40,6 +41,14 @@ class ServerThread:
             self._thread.join()
             raise EngineError(f"the server cannot listen at {self._host}:{self._port}: {self._error}") from self._error
         return self.url
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside the requests. Of no effect where the server has ended."""
+        assert self._loop is not None
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
 
     def stop(self) -> None:
         """Take no more requests, wait for those under way, then end them. Again: of no effect."""

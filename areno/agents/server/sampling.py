@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections import Counter
@@ -11,11 +10,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from areno.agents.protocol.errors import CONTEXT_FULL, ApiError
 from areno.agents.protocol.requests import SampleOptions
 from areno.agents.server.metrics import ServerMetrics
+from areno.agents.tokens import digest_of
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
 from areno.errors import ArenoError, EngineError
@@ -52,14 +50,16 @@ class Sampler:
         self._seen: Counter[int] = Counter()  # prompts that chose no seed
         self.n_samples = 0  # under way
 
-    def request(self, prompt: list[int], options: SampleOptions, **more: Any) -> GenerationRequest:
-        """The engine's form of a request. ApiError 400 where there is no room for it."""
+    def request(
+        self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
+    ) -> GenerationRequest:
+        """The engine's form of a request. digest: of the prompt, if known. ApiError 400 where it has no room."""
         request = GenerationRequest(
             request_id=next(self._ids),
             prompt=prompt,
             n_samples=options.n,
             params=options.params,
-            seed=self._seed_of(prompt, options.seed),
+            seed=self._next_seed(prompt, digest) if options.seed is None else options.seed,
             stream=options.stream,
             logit_bias=options.logit_bias,
             top_logprobs=options.n_top or 0,
@@ -72,12 +72,9 @@ class Sampler:
             raise ApiError(400, str(error), code=CONTEXT_FULL if too_long else None) from error
         return request
 
-    def _seed_of(self, prompt: list[int], given: int | None) -> int:
-        if given is not None:
-            return given
+    def _next_seed(self, prompt: list[int], digest: int | None) -> int:
         # Requests come in any order, so a seed by number would not be the same in another run.
-        data = np.array(prompt, dtype=np.int64).tobytes()
-        digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        digest = digest_of(prompt) if digest is None else digest
         self._seen[digest] += 1
         return (self._seed * 0x9E3779B97F4A7C15 + digest + self._seen[digest] * 0xD1342543DE82EF95) % 2**64
 

@@ -10,6 +10,7 @@ from areno.agents.parsers.cursor import partial_tag
 from areno.data.decode import decode
 
 _PART_OF_A_CHARACTER = "\ufffd"
+_CONTEXT = 8  # tokens before those that are decoded
 
 
 class TextStream:
@@ -44,6 +45,11 @@ class TextStream:
         if len(text) <= len(before) or (text.endswith(_PART_OF_A_CHARACTER) and not final):
             return ""
         self._context, self._told = self._told, len(self._tokens)
+        if self._told - self._context > _CONTEXT and not final:
+            # Of a long piece the end will do, unless it begins amid a character.
+            shorter = self._told - _CONTEXT
+            if text.endswith(self._decode(self._tokens[shorter:])):
+                self._context = shorter
         return text[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

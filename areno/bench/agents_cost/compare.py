@@ -51,6 +51,7 @@ def run_agents(settings: Settings, folder: str, random_init: bool) -> dict[str, 
             started = time.perf_counter()
             engine.generate(requests(work, prompts))
             middle = time.perf_counter()
+            proxy.expect(batch)
             outcomes = pool.run(list(batch), context)
             ended = time.perf_counter()
             if failed := [outcome.message for outcome in outcomes if outcome.status != "ok"]:

@@ -22,6 +22,7 @@ from areno.models.transformer import Transformer
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
 
 MOST_STOP_STRINGS = 64  # sets of them that are remembered
+_PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the host about as much for one as for many
 
 
 class Decoder:
@@ -86,7 +87,7 @@ class Decoder:
         self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
         self._unfinished: dict[int, int] = {}  # request id -> samples
         self._n_generated = 0
-        self._stream_every_s, self._streamed_at = stream_every_s, 0.0
+        self._stream_every_s, self._streamed_at, self._n_collected = stream_every_s, 0.0, 0
 
     @property
     def has_work(self) -> bool:
@@ -168,7 +169,7 @@ class Decoder:
     def step(self) -> list[GenerationOutput]:
         """Start one step on the device, then read the tokens of the step before.
 
-        Returns the samples that finished, whole, and partial outputs of the requests that stream.
+        Returns the samples that finished, whole, and partial outputs of requests that want them.
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
@@ -201,6 +202,8 @@ class Decoder:
         now = time.monotonic()
         if tells := now - self._streamed_at >= self._stream_every_s:
             self._streamed_at = now
+        self._n_collected += bool(in_flight)
+        ends_piece = self._n_collected % _PIECE_STEPS == 0
         for pending in in_flight:
             for sequence, token, logprob, top in zip(pending.sequences, *pending.wait(), strict=True):
                 if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
@@ -213,7 +216,9 @@ class Decoder:
                 self._n_generated += 1
                 if sequence.accept(token, logprob, self._in_flight_version, top):
                     finished.append(sequence)
-                elif sequence.request.stream and (tells or sequence.n_streamed == 0):
+                elif (ends_piece and sequence.request.pieces) or (
+                    sequence.request.stream and (tells or sequence.n_streamed == 0)
+                ):
                     self._outputs.append(sequence.output())
                 # The last token is an input of the next step, so its own keys and values are not in the cache yet.
                 self._scheduler.register(sequence, len(sequence.tokens) - 1)

@@ -34,6 +34,7 @@ class Gathering:
         self._submit, self._is_idle, self.holds = submit, is_idle, holds
         self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._announced: dict[asyncio.AbstractEventLoop, int] = {}
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -47,6 +48,10 @@ class Gathering:
             if not self._expected[loop]:
                 del self._expected[loop]
 
+    def announce(self, n_requests: int) -> None:
+        """So many requests of this event loop are about to come. When a burst has them all, it waits for no other."""
+        self._announced[asyncio.get_running_loop()] = n_requests
+
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
         """Submit a request, perhaps some milliseconds later. Raises what the engine raises for it.
 
@@ -58,10 +63,14 @@ class Gathering:
             if not self.holds or not self._is_idle():
                 return self._submit([(request, consumer)])
             burst = self._bursts[loop] = _Burst(loop, self._submit_all, lambda: loop in self._expected)
-        await burst.add((request, consumer))
+        submitted = burst.add((request, consumer))
+        if len(burst.waiting) == self._announced.get(loop):
+            burst.end()
+        await submitted
 
     def _submit_all(self, burst: _Burst) -> None:
         del self._bursts[burst.loop]
+        self._announced.pop(burst.loop, None)
         waiting = [(stream, future) for stream, future in burst.waiting if not future.done()]  # others were cancelled
         if not waiting:
             return None
@@ -94,6 +103,7 @@ class _Burst:
         self.loop, self._done, self._expects_more = loop, done, expects_more
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []
         self._first_at = self._last_at = loop.time()
+        self._has_ended = False
         self._wait()
 
     def add(self, stream: _Stream) -> asyncio.Future[None]:
@@ -103,8 +113,14 @@ class _Burst:
         self.waiting.append((stream, future))
         return future
 
+    def end(self) -> None:
+        """Nobody else is waited for."""
+        self._timer.cancel()
+        self._has_ended = True
+        self._done(self)
+
     def _wait(self) -> None:
-        self.loop.call_at(self._last_at + _PAUSE_S, self._read_first)
+        self._timer = self.loop.call_at(self._last_at + _PAUSE_S, self._read_first)
 
     def _read_first(self) -> None:
         # When the time is over, a busy loop may have requests that nobody has looked at. They come first: one round
@@ -112,13 +128,15 @@ class _Burst:
         self.loop.call_soon(lambda: self.loop.call_soon(self._look))
 
     def _look(self) -> None:
+        if self._has_ended:
+            return
         now = self.loop.time()
         if self._expects_more():
             self._last_at = now
         if now < min(self._last_at + _PAUSE_S, self._first_at + _MOST_S):
             self._wait()
         else:
-            self._done(self)
+            self.end()
 
 
 def _answer(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:

@@ -1,0 +1,110 @@
+"""Answers of the server that are written while they are sampled, and requests that are equal."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from agent_model import made
+from openai import OpenAI
+
+from areno import SamplingParams
+from areno.agents.conversations import Conversations
+from areno.agents.protocol.requests import read_chat
+from areno.agents.server import answers, app
+from areno.agents.trajectories import AgentItem
+from areno.engine.decoder import decoder
+from areno.types import GenerationOutput
+
+HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[OpenAI]:
+    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24)) as session:
+        yield OpenAI(base_url=session.proxy.base_url, api_key=session.proxy.api_key, max_retries=0)
+
+
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": "policy", "messages": HELLO, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"n": 3}, {"n": 2, "logprobs": True, "top_logprobs": 2}, {"stop": ["e"]}, {"max_tokens": 1}, {"tools": TOOLS}],
+)
+def test_an_answer_is_the_same_however_often_the_engine_tells_of_it(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, fields: Any
+) -> None:
+    told: list[int] = []
+    add = answers.WrittenTokens.add
+    monkeypatch.setattr(answers.WrittenTokens, "add", lambda self, output: (told.append(1), add(self, output)))
+
+    def body() -> str:
+        text = client.chat.completions.with_raw_response.create(
+            model="policy", messages=HELLO, seed=3, **{"max_tokens": 24, **fields}
+        ).text
+        return re.sub(r'"(id|created)":[^,]*,', "", text)
+
+    body()  # so that both find the prompt in the cache
+    told.clear()
+    monkeypatch.setattr(decoder, "_PIECE_STEPS", 1000)
+    whole, n_whole = body(), len(told)
+    monkeypatch.setattr(decoder, "_PIECE_STEPS", 3)
+    assert body() == whole
+    assert n_whole == fields.get("n", 1)
+    assert len(told) - n_whole > n_whole or fields.get("max_tokens") == 1
+    found = json.loads(whole)
+    outputs = [
+        GenerationOutput(
+            request_id=0, sample=0, tokens=choice["token_ids"], logprobs=choice["logprobs"],
+            versions=choice["versions"], finish_reason=choice["finish_reason"],
+        )
+        for choice in found["areno"]["choices"]
+    ]  # fmt: skip
+    assert answers.token_field({}, outputs)["choices"] == found["areno"]["choices"]  # as streams tell it
+
+
+def test_equal_requests_are_read_once_and_draw_for_themselves(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(app, "read_chat", lambda *given: read.append(read_chat(*given)) or read[-1])
+    asked: list[Any] = [{"role": "user", "content": "once and again"}]
+    first, second = (chat(client, messages=asked, max_tokens=20).areno for _ in range(2))
+    assert len(read) == 1
+    assert first["prompt_token_ids"] == second["prompt_token_ids"]
+    assert first["choices"] != second["choices"]
+    with pytest.raises(openai.BadRequestError):
+        chat(client, messages=asked, max_tokens=0)
+    assert chat(client, messages=asked, max_tokens=3).usage.completion_tokens <= 3
+    monkeypatch.setattr(app, "_SMALL", 10)
+    chat(client, messages=asked, max_tokens=20)
+    assert len(read) == 3
+
+
+def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=4)) as session:
+        client = OpenAI(base_url=session.proxy.base_url, api_key=session.proxy.api_key, max_retries=0)
+        conversations = session.proxy.server.chat.conversations
+        rows: list[Any] = [[{"role": "system", "content": "be brief"}, *HELLO], [{"role": "tool"}], None]
+        items = [
+            AgentItem(f"text {number}", {}, [], number, sample, messages)
+            for number, messages in enumerate(rows)
+            for sample in range(2)
+        ]
+        session.proxy.expect(items)
+        ends_at = time.monotonic() + 10
+        while len(conversations._first) < 2 and time.monotonic() < ends_at:
+            time.sleep(0.005)
+        assert 6 in trainer.engine.gathering._announced.values()
+        monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
+        for messages in (rows[0], [{"role": "user", "content": "text 2"}]):
+            told = chat(client, messages=messages).areno["prompt_token_ids"]
+            assert told == Conversations(conversations.tokenizer, conversations.parser).prompt(messages).tokens
