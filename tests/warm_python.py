@@ -93,7 +93,9 @@ def interpreting() -> WarmPython:
 @cache
 def commands() -> WarmPython:
     """For our own command lines, the libraries of which read their environment later."""
-    return WarmPython(["areno.engine.worker", "areno.launch.compose", "areno.recipes.gspo", "transformers"], {})
+    return WarmPython(
+        ["areno.engine.worker", "areno.api.trainers.policy_only", "areno.launch.compose", "transformers"], {}
+    )
 
 
 @contextlib.contextmanager
