@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def run_interpreted(code: str, timeout: float = 300) -> None:
 def prepare_once() -> None:
     """Each function that a kernel calls makes the interpreter prepare Triton's language again: half of the time."""
     from triton.runtime import interpreter
+
+    make_types_once(interpreter.tl.core, type(interpreter.interpreter_semantic))
 
     modules = {id(interpreter.tl), id(interpreter.tl.core)}
     prepare, launch, numpy_type = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter._get_np_dtype
@@ -56,3 +59,45 @@ def prepare_once() -> None:
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = prepare_if_new, launch_anew
     interpreter._get_np_dtype = known_numpy_type
+
+
+def make_types_once(core: Any, semantic: Any) -> None:
+    """Each operation makes several types of blocks and shapes of tensors, mostly such as there have been."""
+    unwrap_slowly, new_type = core._unwrap_if_constexpr, core.block_type.__init__
+    broadcast, cast = semantic.broadcast_impl_value, semantic.cast
+    plain = {core.tensor, int, core.dtype}
+    types: dict[tuple[Any, ...], Any] = {}  # by the identity of the element type, which the type holds, and the shape
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def unwrap(o: Any) -> Any:
+        kind = type(o)
+        if kind is core.constexpr:
+            return o.value
+        return o if kind in plain else unwrap_slowly(o)
+
+    def known_type(cls: Any, element_ty: Any, shape: Any) -> Any:
+        key = id(element_ty), *core._unwrap_shape(shape)
+        if key not in types:
+            made = object.__new__(cls)
+            new_type(made, element_ty, shape)
+            types[key] = made
+        return types[key]
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            shape = core.tuple([core.constexpr(size) for size in sizes])
+            shapes[sizes] = shape, core.constexpr(math.prod(sizes))
+        self.shape, self.numel = shapes[sizes]
+
+    def broadcast_if_apart(self: Any, one: Any, other: Any) -> Any:
+        return (one, other) if one.shape is other.shape else broadcast(self, one, other)
+
+    def cast_if_apart(self: Any, given: Any, dtype: Any, *how: Any, **options: Any) -> Any:
+        return given if given.dtype is dtype else cast(self, given, dtype, *how, **options)
+
+    core._unwrap_if_constexpr = unwrap
+    core.block_type.__new__, core.block_type.__init__ = known_type, lambda *_: None
+    core.tensor.__init__ = init_tensor
+    semantic.broadcast_impl_value, semantic.cast = broadcast_if_apart, cast_if_apart

@@ -1,23 +1,122 @@
 """Compositions of Hydra that do not repeat what an earlier one of this process has done.
 
-A composition takes a tenth of a second, and the tests make about a thousand; this saves a third of it. What is left out
-has no effect: a text of YAML or of an interpolation is parsed once, a list of sources that is replaced at once is not
-copied deeply, and the settings in Hydra's store are made once and copied by pickle, which is eight times as fast as
-OmegaConf's own copy.
+A composition takes a tenth of a second, and the tests make about a thousand; this saves three quarters of it. What is
+left out has no effect: a text of YAML or of an interpolation is parsed once, a list of sources that is replaced at once
+is not copied deeply, and the settings in Hydra's store are made once and copied by pickle, which is eight times as fast
+as OmegaConf's own copy. Which files the defaults name, and what these make together, is found once for each choice of
+groups, if all of them are files of this checkout.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+_ROOT = Path(__file__).parents[1]
+_CONSTANT = {"hydra.conf", str(_ROOT / "conf"), str(_ROOT / "recipes"), ""}  # "": the store, whose nodes are known
+
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
+    _quicken_parts(patch)
+    _quicken_defaults(patch)
+
+
+def _quicken_defaults(patch: pytest.MonkeyPatch) -> None:
+    from hydra._internal import config_loader_impl, config_repository
+    from hydra._internal.defaults_list import DefaultsList, Overrides
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.override_parser import overrides_parser
+    from hydra.errors import ConfigCompositionException
+
+    kept: dict[tuple[int, ...], Any] = {}  # or another node could get its identity
+
+    def places(repo: Any) -> tuple[Any, ...] | None:
+        """Where compositions are looked for; None where what is there may change."""
+        found = tuple((source.provider, source.path.removeprefix("pkg://")) for source in repo.get_sources())
+        return found if all(path in _CONSTANT for _, path in found) else None
+
+    def stored() -> tuple[int, ...]:
+        """The nodes that differ from one recipe to another."""
+        store = ConfigStore.instance().repo
+        nodes = [store["recipe.yaml"].node, store["hydra"]["launcher"]["basic.yaml"].node]
+        ids = tuple(map(id, nodes))
+        kept[ids] = nodes
+        return ids
+
+    def remembered(known: dict[Any, bytes | str], key: Any, find: Callable[[], Any]) -> Any:
+        """What `find` returns or refuses, which is found once."""
+        if key not in known:
+            try:
+                known[key] = pickle.dumps(find())
+            except ConfigCompositionException as error:
+                if type(error) is not ConfigCompositionException or error.__cause__ is not None:
+                    raise
+                known[key] = str(error)
+        if isinstance(found := known[key], str):
+            raise ConfigCompositionException(found)
+        return pickle.loads(found)
+
+    lists: dict[Any, bytes | str] = {}
+    list_slowly = config_loader_impl.create_defaults_list
+
+    def create_defaults_list(repo: Any, config_name: Any, overrides_list: list[Any], **how: Any) -> Any:
+        if (base := places(repo)) is None:
+            return list_slowly(repo, config_name, overrides_list, **how)
+        overrides = Overrides(repo, overrides_list)
+        values = {id(override) for override in overrides.config_overrides}
+        groups = [override for override in overrides_list if id(override) not in values]
+
+        def find() -> Any:
+            found = list_slowly(repo, config_name, groups, **how)
+            return found.defaults, found.defaults_tree, vars(found.overrides)
+
+        key = base, stored(), config_name, tuple(override.input_line for override in groups), *sorted(how.items())
+        defaults, tree, overrides_of_groups = remembered(lists, key, find)
+        vars(overrides).update({**overrides_of_groups, "config_overrides": overrides.config_overrides})
+        return DefaultsList(defaults, tree, overrides.config_overrides, overrides)
+
+    merged: dict[Any, bytes | str] = {}
+    merge_slowly = config_loader_impl.ConfigLoaderImpl._compose_config_from_defaults_list
+
+    def compose_config(self: Any, defaults: list[Any], repo: Any) -> Any:
+        if (base := places(repo)) is None:
+            return merge_slowly(self, defaults, repo)
+        key = base, stored(), *(tuple(vars(default).values()) for default in defaults)
+        return remembered(merged, key, lambda: merge_slowly(self, defaults, repo))
+
+    files: dict[Any, bytes | str] = {}
+    load_slowly = config_repository.CachingConfigRepository.load_config
+
+    def load_config(self: Any, config_path: str) -> Any:
+        if f"config_path={config_path}" in self.cache or (base := places(self)) is None:
+            return load_slowly(self, config_path)
+        nodes = stored() if config_path in ("recipe", "hydra/launcher/basic") else ()
+        found = remembered(files, (base, nodes, config_path), lambda: load_slowly(self, config_path))
+        self.cache[f"config_path={config_path}"] = found
+        return found
+
+    parsed: dict[tuple[str, str], bytes] = {}
+    parse_slowly = overrides_parser.OverridesParser.parse_rule
+
+    def parse_rule(self: Any, text: str, rule_name: str) -> Any:
+        if (text, rule_name) not in parsed:
+            parsed[text, rule_name] = pickle.dumps(parse_slowly(self, text, rule_name))
+        return pickle.loads(parsed[text, rule_name])
+
+    patch.setattr(config_repository.CachingConfigRepository, "load_config", load_config)
+    patch.setattr(overrides_parser.OverridesParser, "parse_rule", parse_rule)
+    patch.setattr(config_loader_impl, "create_defaults_list", create_defaults_list)
+    patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", compose_config)
+
+
+def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
     import yaml
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra.core import config_store

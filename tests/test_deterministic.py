@@ -77,7 +77,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_two_runs_are_equal(world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = [*SETTINGS, "total_train_steps=3", f"engine.world_size={world_size}"]
+    settings = [*SETTINGS, "total_train_steps=2", f"engine.world_size={world_size}"]
     settings += ["reward.fn=null", f"reward.path={classifier(tmp_path / 'reward')}"]
     first = play("gspo", tmp_path / "first", *settings)
     late(monkeypatch)

@@ -229,9 +229,10 @@ def test_evaluation_decodes_by_its_own_settings(tmp_path):
 
 
 def test_checkpoint_continues(tmp_path):
-    first = quickstart_run(tmp_path / "first", "total_train_steps=4", "actor.optimizer.lr=1e-3")
+    few = "valid_dataset.max_rows=60"
+    first = quickstart_run(tmp_path / "first", few, "total_train_steps=4", "actor.optimizer.lr=1e-3")
     saved = first / "checkpoints/latest"
-    second = quickstart_run(tmp_path / "second", "total_train_steps=1", f"actor.path={saved}")
+    second = quickstart_run(tmp_path / "second", few, "total_train_steps=1", f"actor.path={saved}")
     before, after = series(first, "eval/accuracy")
     assert after != before
     assert series(second, "eval/accuracy")[0] == after

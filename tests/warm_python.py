@@ -87,13 +87,15 @@ class WarmPython:
 @cache
 def interpreting() -> WarmPython:
     """Kernels of Triton are interpreted in it."""
-    return WarmPython(["torch", "triton", "tests.interpreted"], {"TRITON_INTERPRET": "1"})
+    return WarmPython(["torch", "triton", "transformers", "tests.interpreted"], {"TRITON_INTERPRET": "1"})
 
 
 @cache
 def commands() -> WarmPython:
     """For our own command lines, the libraries of which read their environment later."""
-    return WarmPython(["areno.engine.worker"], {})
+    return WarmPython(
+        ["areno.engine.worker", "areno.api.trainers.policy_only", "areno.launch.compose", "transformers"], {}
+    )
 
 
 @contextlib.contextmanager

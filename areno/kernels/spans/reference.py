@@ -69,14 +69,16 @@ def by_spans(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tenso
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]
     shared = n_heads // n_kv_heads
-    more_q, more_k = -(shared * n_q) % row_multiple(), -k_BKMC.shape[2] % SPAN
+    spans = n_spans(k_BKMC.shape[2])
+    more_q, more_k = -(shared * n_q) % row_multiple(), border(spans) - k_BKMC.shape[2]
     # The query heads that share a key head are rows of one product.
     q_XPC = F.pad((q_BHLC * dim**-0.5).reshape(n_rows * n_kv_heads, shared * n_q, dim), (0, 0, 0, more_q))
-    k_XMC, v_XMC = (F.pad(x.flatten(0, 1), (0, 0, 0, more_k)) for x in (k_BKMC, v_BKMC))
+    # Whole spans, and no more: to fill up a cache of few positions would take most of the time.
+    k_XMC, v_XMC = (F.pad(x.flatten(0, 1), (0, 0, 0, more_k)).contiguous() for x in (k_BKMC, v_BKMC))
     positions_XP1 = F.pad(positions_BL.repeat(1, shared), (0, more_q)).repeat_interleave(n_kv_heads, 0).unsqueeze(-1)
     best = q_XPC.new_full((*q_XPC.shape[:2], 1), -torch.inf)
     total, acc = torch.zeros_like(best), torch.zeros_like(q_XPC)
-    for index in range(n_spans(k_BKMC.shape[2])):
+    for index in range(spans):
         span = slice(border(index), border(index + 1))
         places = torch.arange(span.start, span.stop)
         hidden = places > positions_XP1
