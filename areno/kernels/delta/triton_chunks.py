@@ -1,0 +1,368 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+"""The gated delta rule of packed rows in chunks, forward; triton_chunks_backward.py has its gradients.
+
+Chunks as in section 3.3 of the paper and in "Parallelizing Linear Transformers with the Delta Rule" (Yang et al. 2024,
+arXiv 2406.06484). For a chunk and a value head, with g the sums of the logarithms of decay up to each of its tokens, S
+the state before it, and a row for each token in q, k, v and what follows:
+
+    A = strictly lower part of (beta_i exp(g_i - g_j) k_i k_j);  inverse = (1 + A)^-1
+    held = inverse (beta exp(g) k);  values = inverse (beta v);  new = values - held S
+    out = (exp(g) q) S + lower part of (exp(g_i - g_j) q_i k_j) new
+    next S = exp(g_last) S + (exp(g_last - g) k)^T new
+
+Three kernels: `inverse`, `held` and `values` of all chunks; `new` and the states, along each row; the results. No
+exponent is above 0. g and the inverse are in fp32, what g lacks of float64 beside it, and all sums are in fp32.
+
+Letters as in the package and in `row_chunks.py`. Blocks of K and V are padded to a power of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.delta.row_chunks import RowChunks
+
+# What the operands of products are rounded to where q, k and v are bfloat16: "bf16" or "tf32". What is kept for other
+# kernels as an operand is kept so, too.
+PRODUCTS = "tf32"
+_VALUES = 32  # columns of a state that a program takes along a row
+_BASE = tl.constexpr(16)  # rows of the blocks that are inverted row by row
+
+
+@dataclass
+class Saved:
+    """What a forward pass leaves for the backward pass.
+
+    For N tokens, with numbers of 4 bytes ("bf16": 2, `values_NHV` always 4): (C + K + 2 V + K V / C) H numbers a token,
+    which are 88 KiB with H = 32, K = V = 128, C = 64, and a little more where rows do not fill their chunks. products:
+    as PRODUCTS, or the precision of fp32. sums_THC, rest_THC: g, and what g lacks of float64. before_THKV: the states
+    before chunks.
+    """
+
+    products: str
+    sums_THC: Tensor
+    rest_THC: Tensor
+    inverse_NHC: Tensor
+    held_NHK: Tensor
+    values_NHV: Tensor
+    new_NHV: Tensor
+    before_THKV: Tensor
+
+
+def chunks_forward(
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    chunks: RowChunks,
+    before_RHKV: Tensor | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None, Saved]:
+    """The results (N, H, V) in the dtype of v; with `keep` the states behind rows (R, H, K, V), fp32; what it saved.
+
+    q_NGK, k_NGK, v_NHV: bf16, or fp32, whose products are then of fp32; q is scaled. decay_NH (logarithm, not above 0)
+    and beta_NH: fp32. before_RHKV: the states before rows, fp32, where these are not zero.
+    """
+    n_tokens, n_heads, value_dim = v_NHV.shape
+    n_key_heads, key_dim = q_NGK.shape[1:]
+    n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
+    products = products_of(v_NHV)
+    kept = torch.bfloat16 if products == "bf16" else torch.float32
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=v_NHV.device)
+
+    saved = Saved(
+        products,
+        empty(n_chunks, n_heads, size),
+        empty(n_chunks, n_heads, size),
+        empty(n_tokens, n_heads, size, dtype=kept),
+        empty(n_tokens, n_heads, key_dim, dtype=kept),
+        empty(n_tokens, n_heads, value_dim),
+        empty(n_tokens, n_heads, value_dim, dtype=kept),
+        empty(n_chunks, n_heads, key_dim, value_dim, dtype=kept),
+    )
+    out_NHV = torch.empty(v_NHV.shape, dtype=v_NHV.dtype, device=v_NHV.device)
+    after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
+    if before_RHKV is not None:
+        before_RHKV = before_RHKV.contiguous()
+    sizes = chunk_sizes(q_NGK, v_NHV, chunks)
+    q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
+    if n_tokens:
+        _prepare_kernel[(n_heads, n_chunks)](
+            k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
+            saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens, n_heads, n_heads // n_key_heads,
+            PRODUCTS=products, EXACT=exact_products(products), **sizes, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    if n_rows:
+        columns = min(_VALUES, sizes["VALUE_BLOCK"])
+        _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
+            k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
+            saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
+            n_heads, n_heads // n_key_heads,
+            PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    if n_tokens:
+        _out_kernel[(n_heads, n_chunks)](
+            q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
+            n_tokens, n_heads, n_heads // n_key_heads,
+            PRODUCTS=products, **sizes, num_warps=8, num_stages=1,
+        )  # fmt: skip
+    return out_NHV, after_RHKV, saved
+
+
+def products_of(v: Tensor) -> str:
+    """How operands of products are rounded: see PRODUCTS. In fp32 three products of TF32 are as good on CUDA."""
+    return PRODUCTS if v.dtype == torch.bfloat16 else "tf32x3" if v.is_cuda else "ieee"
+
+
+def exact_products(products: str) -> str:
+    """The precision of the products that make the inverse: that of fp32."""
+    return "ieee" if products == "ieee" else "tf32x3"
+
+
+def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks) -> dict[str, int]:
+    """Of every kernel, which a matrix unit needs in blocks of at least 16."""
+    key, value = q_NGK.shape[-1], v_NHV.shape[-1]
+    blocks = (max(16, triton.next_power_of_2(n)) for n in (key, value))
+    sizes = (chunks.tokens_TC.shape[1], key, value, *blocks)
+    return dict(zip(("SIZE", "KEY", "VALUE", "KEY_BLOCK", "VALUE_BLOCK"), sizes, strict=True))
+
+
+@triton.jit
+def product(a, b, PRODUCTS: tl.constexpr):
+    """a b in fp32. What comes out of another product must not be given transposed: on Hopper, Triton 3.4 to 3.7.0 then
+    gives wrong numbers (github.com/fla-org/flash-linear-attention/issues/640)."""
+    if PRODUCTS == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRODUCTS == "tf32":
+        return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRODUCTS)
+
+
+@triton.jit
+def _to_tf32(x):
+    """Rounded to the nearest, as a matrix unit would cut the last bits off: all errors would have one sign."""
+    if x.dtype == tl.float32:
+        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE: tl.constexpr):
+    """The tokens of a chunk, int64, and which of them there are."""
+    each = tl.arange(0, SIZE)
+    inside = tl.load(tokens_ptr + chunk * SIZE + each) < n_tokens
+    return tl.load(tokens_ptr + chunk * SIZE) + each, inside
+
+
+@triton.jit
+def load_rows(ptr, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """Lines of SIZE numbers: (lines, BLOCK), zeros outside. line: which ones. start: the first number."""
+    column = start + tl.arange(0, BLOCK)
+    return tl.load(ptr + line[:, None] * SIZE + column[None, :], inside[:, None] & (column < SIZE)[None, :], 0.0)
+
+
+@triton.jit
+def load_columns(ptr, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """The same, transposed: (BLOCK, lines)."""
+    column = start + tl.arange(0, BLOCK)
+    return tl.load(ptr + line[None, :] * SIZE + column[:, None], inside[None, :] & (column < SIZE)[:, None], 0.0)
+
+
+@triton.jit
+def store_rows(ptr, x, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """The other way."""
+    column = start + tl.arange(0, BLOCK)
+    place = ptr + line[:, None] * SIZE + column[None, :]
+    tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def decay_between(sums, rest, seen, TURNED: tl.constexpr):
+    """exp(g_row - g_column) where `seen`, else 0; TURNED: exp(g_column - g_row)."""
+    more = (sums[:, None] - sums[None, :]) + (rest[:, None] - rest[None, :])
+    if TURNED:
+        more = -more
+    return tl.where(seen, tl.exp(tl.where(seen, more, 0.0)), 0.0)
+
+
+@triton.jit
+def decay_to_end(sums_ptr, rest_ptr, at, SIZE: tl.constexpr):
+    """exp(g_last - g) of each token, and exp(g_last)."""
+    each, last = at + tl.arange(0, SIZE), at + SIZE - 1
+    end = tl.load(sums_ptr + last)
+    more = (end - tl.load(sums_ptr + each)) + (tl.load(rest_ptr + last) - tl.load(rest_ptr + each))
+    return tl.exp(more), tl.exp(end)
+
+
+@triton.jit
+def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    """(1 + system)^-1 of a strictly lower matrix, which is also given transposed.
+
+    Blocks on the diagonal row by row, all of them at once. Then two neighbours x, z with y below x become
+    ((x, 0), (-z y x, z)), which is exact in the sense that no large terms cancel, unlike a series of powers.
+    """
+    BLOCKS: tl.constexpr = SIZE // _BASE
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    on_diagonal = row // _BASE == column // _BASE
+    turned = tl.sum(tl.reshape(tl.where(on_diagonal, turned, 0.0), (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
+    small_row, small_column = tl.arange(0, _BASE)[None, :, None], tl.arange(0, _BASE)[None, None, :]
+    blocks = tl.where(small_row == small_column, 1.0, 0.0) + tl.zeros((BLOCKS, _BASE, _BASE), tl.float32)
+    for i in range(1, _BASE):
+        line = tl.sum(tl.where(small_column == i, turned, 0.0), axis=2)
+        earlier = tl.sum(line[:, :, None] * blocks, axis=1)
+        blocks = tl.where(small_row == i, blocks - earlier[:, None, :], blocks)
+    spread = blocks[:, :, None, :] + tl.zeros((BLOCKS, _BASE, BLOCKS, _BASE), tl.float32)
+    whole = tl.where(on_diagonal, tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    if BLOCKS >= 2:
+        below = tl.where((row // _BASE == column // _BASE + 1) & (row // _BASE % 2 == 1), system, 0.0)
+        below = tl.dot(below, whole, input_precision=EXACT)
+        whole -= tl.dot(whole, below, input_precision=EXACT)
+    if BLOCKS >= 4:
+        below = tl.where((row >= SIZE // 2) & (column < SIZE // 2), system, 0.0)
+        below = tl.dot(below, whole, input_precision=EXACT)
+        whole -= tl.dot(whole, below, input_precision=EXACT)
+    return whole
+
+
+@triton.jit
+def _prepare_kernel(
+    k_ptr,
+    v_ptr,
+    decay_ptr,
+    beta_ptr,
+    tokens_ptr,
+    sums_ptr,
+    rest_ptr,
+    inverse_ptr,
+    held_ptr,
+    values_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """`inverse`, `held` and `values` of a chunk and a head."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line = tl.arange(0, SIZE), token * n_heads + head
+    sums = tl.cumsum(tl.load(decay_ptr + line, inside, 0.0).to(tl.float64), 0)
+    rounded = sums.to(tl.float32)
+    at = (chunk * n_heads + head) * SIZE
+    tl.store(sums_ptr + at + each, rounded)
+    rest = (sums - rounded.to(tl.float64)).to(tl.float32)
+    tl.store(rest_ptr + at + each, rest)
+    beta = tl.load(beta_ptr + line, inside, 0.0)
+    k = load_rows(k_ptr, token * (n_heads // shared) + head // shared, inside, KEY, KEY_BLOCK)
+    keys = product(k, tl.trans(k), PRODUCTS)
+    row, column = each[:, None], each[None, :]
+    system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
+    turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
+    inverse = _inverse(system, turned, SIZE, EXACT)
+    store_rows(inverse_ptr, inverse, line, inside, SIZE, SIZE)
+    held = product(inverse, k.to(tl.float32) * (beta * tl.exp(rounded))[:, None], PRODUCTS)
+    store_rows(held_ptr, held, line, inside, KEY, KEY_BLOCK)
+    v = load_rows(v_ptr, line, inside, VALUE, VALUE_BLOCK)
+    values = product(inverse, v.to(tl.float32) * beta[:, None], PRODUCTS)
+    store_rows(values_ptr, values, line, inside, VALUE, VALUE_BLOCK)
+
+
+@triton.jit
+def _states_kernel(
+    k_ptr,
+    sums_ptr,
+    rest_ptr,
+    held_ptr,
+    values_ptr,
+    new_ptr,
+    first_ptr,
+    before_ptr,
+    after_ptr,
+    borders_ptr,
+    order_ptr,
+    firsts_ptr,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Some columns of a head's state along a row: the states before chunks, and what their tokens write."""
+    start, head, place = tl.program_id(0) * VALUE_BLOCK, tl.program_id(1), tl.program_id(2)
+    row = tl.load(order_ptr + place)
+    begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
+    key = tl.arange(0, KEY_BLOCK)
+    has_key = key < KEY
+    state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
+    if first_ptr is not None:
+        state += load_rows(first_ptr, (row * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
+    for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
+        chunk = tl.load(firsts_ptr + step) + place
+        token = begin + step * SIZE + tl.arange(0, SIZE)
+        inside, line = token < end, token * n_heads + head
+        store_rows(before_ptr, state, (chunk * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
+        held = load_rows(held_ptr, line, inside, KEY, KEY_BLOCK)
+        new = load_rows(values_ptr, line, inside, VALUE, VALUE_BLOCK, start) - product(held, state, PRODUCTS)
+        store_rows(new_ptr, new, line, inside, VALUE, VALUE_BLOCK, start)
+        left, kept = decay_to_end(sums_ptr, rest_ptr, (chunk * n_heads + head) * SIZE, SIZE)
+        k = load_columns(k_ptr, token * (n_heads // shared) + head // shared, inside, KEY, KEY_BLOCK)
+        state = state * kept + product(k.to(tl.float32) * left[None, :], new, PRODUCTS)
+    if after_ptr is not None:
+        store_rows(after_ptr, state, (row * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
+
+
+@triton.jit
+def _out_kernel(
+    q_ptr,
+    k_ptr,
+    sums_ptr,
+    rest_ptr,
+    new_ptr,
+    before_ptr,
+    tokens_ptr,
+    out_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """The results of a chunk and a head."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line, key_line = tl.arange(0, SIZE), token * n_heads + head, token * (n_heads // shared) + head // shared
+    at, key = (chunk * n_heads + head) * SIZE, tl.arange(0, KEY_BLOCK)
+    row, column = each[:, None], each[None, :]
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
+    seen = product(q, load_columns(k_ptr, key_line, inside, KEY, KEY_BLOCK), PRODUCTS)
+    sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
+    seen *= decay_between(sums, rest, row >= column, False)
+    new = load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK)
+    out = product(seen, new, PRODUCTS)
+    state = load_rows(before_ptr, (chunk * n_heads + head) * KEY + key, key < KEY, VALUE, VALUE_BLOCK)
+    # Scaled after the product, so that q is not rounded again.
+    out += product(q, state, PRODUCTS) * tl.exp(sums)[:, None]
+    store_rows(out_ptr, out, line, inside, VALUE, VALUE_BLOCK)

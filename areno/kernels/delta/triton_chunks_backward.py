@@ -1,0 +1,374 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
+"""The gradients of the gated delta rule of packed rows in chunks. Names and formulas as in triton_chunks.py.
+
+With d for gradients, S' for the state behind a chunk, and "lower" with the diagonal:
+
+    dnew = (lower part of exp(g_i - g_j) q_i k_j)^T dout + (exp(g_last - g) k) dS'
+    dS = exp(g_last) dS' + (exp(g) q)^T dout - held^T dnew;  dheld = -dnew S^T;  dvalues = dnew
+    dsides = inverse^T (dheld, dvalues);  dA = -strictly lower part of (dsides (held, values)^T)
+
+The last line needs no gradient of the inverse: inverse^T dinverse inverse^T is a product of what there is anyway.
+g_i's gradient takes, from each factor exp(g_i), what is multiplied with it times its gradient; for q, that is q_i dq_i.
+
+Five kernels: what happens within chunks; the states' gradients, along each row; what chunks have from states; what the
+triangular systems have; and what the keys have from A. Each adds to what the ones before it left, so sums have a fixed
+order. None is given a result of a product transposed (see `product`): where it would be, it is written and read again,
+or computed a second time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.delta.triton_chunks import (
+    Saved,
+    chunk_sizes,
+    chunk_tokens,
+    decay_between,
+    decay_to_end,
+    load_columns,
+    load_rows,
+    product,
+    store_rows,
+)
+
+_VALUES = 32  # columns of a state's gradient that a program takes along a row
+_PART = 64  # columns of a state at once, where programs take all of them
+
+
+def chunks_backward(
+    grad_out_NHV: Tensor,
+    q_NGK: Tensor,
+    k_NGK: Tensor,
+    v_NHV: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    chunks: RowChunks,
+    saved: Saved,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients by q, k, v, decay and beta, all of them fp32. grad_out_NHV: bf16 or fp32.
+
+    At work beside what was saved: (3 K + V + C + K V / C) H numbers a token of 4 bytes ("bf16": half of it but for 2 K),
+    104 KiB with H = 32, K = V = 128, C = 64, and the gradients.
+    """
+    n_tokens, n_heads, value_dim = v_NHV.shape
+    n_key_heads, key_dim = q_NGK.shape[1:]
+    n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
+    shared, kept = n_heads // n_key_heads, saved.new_NHV.dtype
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=v_NHV.device)
+
+    grad_q_NGK, grad_k_NGK = empty(*q_NGK.shape), empty(*k_NGK.shape)
+    grad_v_NHV, grad_decay_NH, grad_beta_NH = empty(*v_NHV.shape), empty(*decay_NH.shape), empty(*beta_NH.shape)
+    if not n_tokens:
+        return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
+    sizes = chunk_sizes(q_NGK, v_NHV, chunks)
+    part = {**sizes, "VALUE_BLOCK": min(_PART, sizes["VALUE_BLOCK"])}
+    common = {"PRODUCTS": saved.products, "num_stages": 1}
+    q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
+    beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
+    by_chunk, counts = (n_heads, n_chunks), (n_tokens, n_heads, shared)
+    by_key_head = (n_key_heads, n_chunks)
+
+    # Of q and k by value heads, which are added up at last.
+    part_q_NHK, part_k_NHK = empty(n_tokens, n_heads, key_dim), empty(n_tokens, n_heads, key_dim)
+    grad_sums_THC = empty(n_chunks, n_heads, size)
+    grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
+    _within_kernel[by_chunk](
+        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, tokens_TC, part_q_NHK, part_k_NHK, grad_new_NHV,
+        grad_sums_THC, *counts, **sizes, **common, num_warps=8,
+    )  # fmt: skip
+    grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
+    columns = min(_VALUES, sizes["VALUE_BLOCK"])
+    _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
+        grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
+        chunks.order_R, chunks.firsts_J, n_heads, shared,
+        PRODUCTS=saved.products, **{**sizes, "VALUE_BLOCK": columns}, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    grad_held_NHK = empty(*part_k_NHK.shape, dtype=kept)
+    _between_kernel[by_key_head](
+        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
+        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, grad_q_NGK, *counts, **part, **common, num_warps=8,
+    )  # fmt: skip
+    del part_q_NHK, grad_after_THKV
+    grad_system_NHC = empty(n_tokens, n_heads, size, dtype=kept)
+    _systems_kernel[by_chunk](
+        k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK,
+        grad_new_NHV, tokens_TC, part_k_NHK, grad_sums_THC, grad_system_NHC, grad_v_NHV, grad_beta_NH, *counts,
+        **sizes, **common, num_warps=8,
+    )  # fmt: skip
+    _keys_kernel[by_key_head](
+        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_k_NHK, grad_sums_THC, grad_k_NGK, grad_decay_NH, grad_beta_NH,
+        *counts, **sizes, **common, num_warps=4,
+    )  # fmt: skip
+    return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
+
+
+@triton.jit
+def _within_kernel(
+    grad_ptr,
+    q_ptr,
+    k_ptr,
+    sums_ptr,
+    rest_ptr,
+    new_ptr,
+    tokens_ptr,
+    part_q_ptr,
+    part_k_ptr,
+    grad_new_ptr,
+    grad_sums_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Through what the tokens of a chunk have from each other, for a head: gradients of q, k, g and `new`."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line, key_line = tl.arange(0, SIZE), token * n_heads + head, token * (n_heads // shared) + head // shared
+    at = (chunk * n_heads + head) * SIZE
+    row, column = each[:, None], each[None, :]
+    sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
+    grad = load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK)
+    later = decay_between(sums, rest, row <= column, True)
+    turned = product(k, load_columns(q_ptr, key_line, inside, KEY, KEY_BLOCK), PRODUCTS) * later
+    store_rows(grad_new_ptr, product(turned, grad, PRODUCTS), line, inside, VALUE, VALUE_BLOCK)
+    new = load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK)
+    turned = product(new, load_columns(grad_ptr, line, inside, VALUE, VALUE_BLOCK), PRODUCTS) * later
+    part_k = product(turned, q, PRODUCTS)
+    store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
+    grad_sums = -tl.sum(part_k * k.to(tl.float32), 1)
+    seen = product(grad, load_columns(new_ptr, line, inside, VALUE, VALUE_BLOCK), PRODUCTS)
+    part_q = product(seen * decay_between(sums, rest, row >= column, False), k, PRODUCTS)
+    store_rows(part_q_ptr, part_q, line, inside, KEY, KEY_BLOCK)
+    tl.store(grad_sums_ptr + at + each, grad_sums + tl.sum(part_q * q.to(tl.float32), 1))
+
+
+@triton.jit
+def _states_kernel(
+    grad_ptr,
+    q_ptr,
+    k_ptr,
+    sums_ptr,
+    rest_ptr,
+    held_ptr,
+    grad_new_ptr,
+    grad_after_ptr,
+    borders_ptr,
+    order_ptr,
+    firsts_ptr,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Some columns of the gradients of a head's states behind chunks, from a row's last chunk to its first; and what
+    `new` has from them."""
+    start, head, place = tl.program_id(0) * VALUE_BLOCK, tl.program_id(1), tl.program_id(2)
+    row = tl.load(order_ptr + place)
+    begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
+    each, key = tl.arange(0, SIZE), tl.arange(0, KEY_BLOCK)
+    n_steps = tl.cdiv(end - begin, SIZE).to(tl.int32)
+    grad_state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
+    for back in range(n_steps):
+        step = n_steps - 1 - back
+        chunk = tl.load(firsts_ptr + step) + place
+        token = begin + step * SIZE + each
+        inside, line, key_line = token < end, token * n_heads + head, token * (n_heads // shared) + head // shared
+        at = (chunk * n_heads + head) * SIZE
+        store_rows(
+            grad_after_ptr, grad_state, (chunk * n_heads + head) * KEY + key, key < KEY, VALUE, VALUE_BLOCK, start
+        )
+        left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
+        k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
+        grad_new = load_rows(grad_new_ptr, line, inside, VALUE, VALUE_BLOCK, start).to(tl.float32)
+        grad_new += product(k, grad_state, PRODUCTS) * left[:, None]
+        store_rows(grad_new_ptr, grad_new, line, inside, VALUE, VALUE_BLOCK, start)
+        q = load_columns(q_ptr, key_line, inside, KEY, KEY_BLOCK)
+        grad = load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK, start).to(tl.float32)
+        grad *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
+        held = load_columns(held_ptr, line, inside, KEY, KEY_BLOCK)
+        grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
+
+
+@triton.jit
+def _between_kernel(
+    grad_ptr,
+    q_ptr,
+    k_ptr,
+    sums_ptr,
+    rest_ptr,
+    new_ptr,
+    before_ptr,
+    grad_after_ptr,
+    grad_new_ptr,
+    tokens_ptr,
+    part_q_ptr,
+    part_k_ptr,
+    grad_held_ptr,
+    grad_sums_ptr,
+    grad_q_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Through the states before and behind a chunk, for the heads of a key head: the gradient of q, and more of those
+    of k, g and `held`."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, key = tl.arange(0, SIZE), tl.arange(0, KEY_BLOCK)
+    key_line = token * (n_heads // shared) + key_head
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK).to(tl.float32)
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK).to(tl.float32)
+    total_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    for head in range(key_head * shared, (key_head + 1) * shared):
+        line, at = token * n_heads + head, (chunk * n_heads + head) * SIZE
+        key_row = (chunk * n_heads + head) * KEY + key
+        part_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+        part_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+        grad_held = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+        both = tl.zeros((VALUE_BLOCK,), tl.float32)
+        for start in range(0, VALUE, VALUE_BLOCK):
+            before = load_columns(before_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
+            grad_after = load_columns(grad_after_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
+            both += tl.sum(before.to(tl.float32) * grad_after.to(tl.float32), 1)
+            part_q += product(load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
+            part_k += product(load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK, start), grad_after, PRODUCTS)
+            grad_held -= product(load_rows(grad_new_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
+        store_rows(grad_held_ptr, grad_held, line, inside, KEY, KEY_BLOCK)
+        left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
+        part_q *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
+        part_k *= left[:, None]
+        to_end = tl.sum(part_k * k, 1)
+        grad_sums = tl.load(grad_sums_ptr + at + each) + tl.sum(part_q * q, 1) - to_end
+        grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
+        tl.store(grad_sums_ptr + at + each, grad_sums)
+        total_q += part_q + load_rows(part_q_ptr, line, inside, KEY, KEY_BLOCK)
+        part_k += load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
+        store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
+    store_rows(grad_q_ptr, total_q, key_line, inside, KEY, KEY_BLOCK)
+
+
+@triton.jit
+def _systems_kernel(
+    k_ptr,
+    v_ptr,
+    beta_ptr,
+    sums_ptr,
+    rest_ptr,
+    inverse_ptr,
+    held_ptr,
+    values_ptr,
+    grad_held_ptr,
+    grad_new_ptr,
+    tokens_ptr,
+    part_k_ptr,
+    grad_sums_ptr,
+    grad_system_ptr,
+    grad_v_ptr,
+    grad_beta_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Through `held` and `values` of a chunk and a head: the gradient of v, dA exp(g_i - g_j), and more of those of k,
+    g and beta."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line, key_line = tl.arange(0, SIZE), token * n_heads + head, token * (n_heads // shared) + head // shared
+    at = (chunk * n_heads + head) * SIZE
+    sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
+    beta = tl.load(beta_ptr + line, inside, 0.0)
+    turned = load_columns(inverse_ptr, line, inside, SIZE, SIZE)
+
+    grad_new = load_rows(grad_new_ptr, line, inside, VALUE, VALUE_BLOCK)
+    grad_side = product(turned, grad_new, PRODUCTS)
+    v = load_rows(v_ptr, line, inside, VALUE, VALUE_BLOCK).to(tl.float32)
+    grad_beta = tl.sum(grad_side * v, 1)
+    store_rows(grad_v_ptr, grad_side * beta[:, None], line, inside, VALUE, VALUE_BLOCK)
+    system = product(grad_side, load_columns(values_ptr, line, inside, VALUE, VALUE_BLOCK), PRODUCTS)
+
+    grad_held = load_rows(grad_held_ptr, line, inside, KEY, KEY_BLOCK)
+    grad_side = product(turned, grad_held, PRODUCTS)
+    system += product(grad_side, load_columns(held_ptr, line, inside, KEY, KEY_BLOCK), PRODUCTS)
+    grad_side *= tl.exp(sums)[:, None]
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK).to(tl.float32)
+    along_k = tl.sum(grad_side * k, 1)
+    tl.store(grad_beta_ptr + line, grad_beta + along_k, inside)
+    tl.store(grad_sums_ptr + at + each, tl.load(grad_sums_ptr + at + each) + along_k * beta)
+    part_k = load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK) + grad_side * beta[:, None]
+    store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
+    system *= decay_between(sums, rest, each[:, None] > each[None, :], False)
+    store_rows(grad_system_ptr, -system, line, inside, SIZE, SIZE)
+
+
+@triton.jit
+def _keys_kernel(
+    k_ptr,
+    beta_ptr,
+    grad_system_ptr,
+    tokens_ptr,
+    part_k_ptr,
+    grad_sums_ptr,
+    grad_k_ptr,
+    grad_decay_ptr,
+    grad_beta_ptr,
+    n_tokens,
+    n_heads,
+    shared,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    """Through A of a chunk, for the heads of a key head: the gradients of k, beta, and from that of g that of decay."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, key_line = tl.arange(0, SIZE), token * (n_heads // shared) + key_head
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
+    total_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    for head in range(key_head * shared, (key_head + 1) * shared):
+        line, at = token * n_heads + head, (chunk * n_heads + head) * SIZE
+        beta = tl.load(beta_ptr + line, inside, 0.0)
+        as_row = product(load_rows(grad_system_ptr, line, inside, SIZE, SIZE), k, PRODUCTS)
+        turned = load_columns(grad_system_ptr, line, inside, SIZE, SIZE).to(tl.float32) * beta[None, :]
+        as_column = product(turned, k, PRODUCTS)
+        along_row, along_column = tl.sum(as_row * k.to(tl.float32), 1), tl.sum(as_column * k.to(tl.float32), 1)
+        total_k += as_row * beta[:, None] + as_column + load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
+        tl.store(grad_beta_ptr + line, tl.load(grad_beta_ptr + line, inside, 0.0) + along_row, inside)
+        grad_sums = tl.load(grad_sums_ptr + at + each) + beta * along_row - along_column
+        # A token's decay is in the sums of all tokens from it on.
+        onward = tl.where(each[:, None] >= each[None, :], grad_sums[:, None], 0.0)
+        tl.store(grad_decay_ptr + line, tl.sum(onward, 0), inside)
+    store_rows(grad_k_ptr, total_k, key_line, inside, KEY, KEY_BLOCK)
