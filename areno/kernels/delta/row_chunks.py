@@ -23,6 +23,7 @@ class RowChunks:
     rows_J: how many rows each step has. firsts_J: the first chunk of each step, on the device; the j-th chunk of the
     row order_R[i] is firsts_J[j] + i. tokens_TC: the token at each place of a chunk, N where there is none.
     places_N: where in the flattened chunks each token is. ages_N: how many tokens of its row are before a token.
+    rows_N: its row, as they are packed.
     """
 
     order_R: Tensor
@@ -33,6 +34,7 @@ class RowChunks:
     tokens_TC: Tensor
     places_N: Tensor
     ages_N: Tensor
+    rows_N: Tensor
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
@@ -51,17 +53,18 @@ class RowChunks:
         tokens_TC = np.where(inside_TC, starts_R[rows_T][:, None] + ages_TC, n_tokens)
         places_N = np.empty(n_tokens, dtype=np.int64)
         places_N[tokens_TC[inside_TC]] = np.flatnonzero(inside_TC)
-        ages_N = np.arange(n_tokens) - np.repeat(starts_R[:-1], lengths_R)
+        rows_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+        ages_N = np.arange(n_tokens) - starts_R[rows_N]
 
         def upload(array: np.ndarray) -> Tensor:
             host = torch.from_numpy(np.ascontiguousarray(array))
             # From memory that is not pinned, a large copy would make the host wait for the device.
             return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-        order, lengths, borders, firsts, tokens, places, ages = map(
-            upload, (order_R, lengths_R, starts_R, firsts_J, tokens_TC, places_N, ages_N)
+        order, lengths, borders, firsts, tokens, places, ages, rows = map(
+            upload, (order_R, lengths_R, starts_R, firsts_J, tokens_TC, places_N, ages_N, rows_N)
         )
-        return cls(order, lengths, borders, rows_J, firsts, tokens, places, ages)
+        return cls(order, lengths, borders, rows_J, firsts, tokens, places, ages, rows)
 
     @property
     def starts_R(self) -> Tensor:
