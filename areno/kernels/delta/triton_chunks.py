@@ -32,6 +32,9 @@ from areno.kernels.delta.row_chunks import RowChunks
 # kernels as an operand is kept so, too.
 PRODUCTS = "tf32"
 _VALUES = 32  # columns of a state that a program takes along a row
+_PREPARE, _STATES, _OUT = (
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1))
+)  # of kernels; fixed, so that two runs add in one order
 _BASE = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
 
@@ -99,7 +102,7 @@ def chunks_forward(
         _prepare_kernel[(n_heads, n_chunks)](
             k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
             saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens, n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, EXACT=exact_products(products), **sizes, num_warps=4, num_stages=1,
+            PRODUCTS=products, EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
         columns = min(_VALUES, sizes["VALUE_BLOCK"])
@@ -107,13 +110,13 @@ def chunks_forward(
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
             n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, num_warps=4, num_stages=2,
+            PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
             q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
             n_tokens, n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, **sizes, num_warps=8, num_stages=1,
+            PRODUCTS=products, **sizes, **_OUT,
         )  # fmt: skip
     return out_NHV, after_RHKV, saved
 

@@ -39,6 +39,9 @@ from areno.kernels.delta.triton_chunks import (
 
 _VALUES = 32  # columns of a state's gradient that a program takes along a row
 _PART = 64  # columns of a state at once, where programs take all of them
+_WITHIN, _STATES, _BETWEEN, _SYSTEMS, _KEYS = (
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1), (8, 1), (8, 1))
+)  # of kernels; fixed, so that two runs add in one order
 
 
 def chunks_backward(
@@ -53,13 +56,13 @@ def chunks_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients by q, k, v, decay and beta, all of them fp32. grad_out_NHV: bf16 or fp32.
 
-    At work beside what was saved: (3 K + V + C + K V / C) H numbers a token of 4 bytes ("bf16": half of it but for 2 K),
-    104 KiB with H = 32, K = V = 128, C = 64, and the gradients.
+    At work beside what was saved and the gradients: (3 K + V + C + K V / C) H numbers a token, 104 KiB with H = 32,
+    K = V = 128, C = 64. They have 4 bytes; with products in "bf16" all but 2 K H of them have 2.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
-    shared, kept = n_heads // n_key_heads, saved.new_NHV.dtype
+    shared, products, kept = n_heads // n_key_heads, saved.products, saved.new_NHV.dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=v_NHV.device)
@@ -70,7 +73,6 @@ def chunks_backward(
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
     sizes = chunk_sizes(q_NGK, v_NHV, chunks)
     part = {**sizes, "VALUE_BLOCK": min(_PART, sizes["VALUE_BLOCK"])}
-    common = {"PRODUCTS": saved.products, "num_stages": 1}
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
     by_chunk, counts = (n_heads, n_chunks), (n_tokens, n_heads, shared)
@@ -82,30 +84,31 @@ def chunks_backward(
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
     _within_kernel[by_chunk](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, tokens_TC, part_q_NHK, part_k_NHK, grad_new_NHV,
-        grad_sums_THC, *counts, **sizes, **common, num_warps=8,
+        grad_sums_THC, *counts, **sizes, PRODUCTS=products, **_WITHIN,
     )  # fmt: skip
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
     columns = min(_VALUES, sizes["VALUE_BLOCK"])
-    _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
+    _grad_states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
         chunks.order_R, chunks.firsts_J, n_heads, shared,
-        PRODUCTS=saved.products, **{**sizes, "VALUE_BLOCK": columns}, num_warps=4, num_stages=2,
+        PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
     )  # fmt: skip
     grad_held_NHK = empty(*part_k_NHK.shape, dtype=kept)
     _between_kernel[by_key_head](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
-        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, grad_q_NGK, *counts, **part, **common, num_warps=8,
+        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, grad_q_NGK, *counts, **part,
+        PRODUCTS=products, **_BETWEEN,
     )  # fmt: skip
     del part_q_NHK, grad_after_THKV
     grad_system_NHC = empty(n_tokens, n_heads, size, dtype=kept)
     _systems_kernel[by_chunk](
         k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK,
         grad_new_NHV, tokens_TC, part_k_NHK, grad_sums_THC, grad_system_NHC, grad_v_NHV, grad_beta_NH, *counts,
-        **sizes, **common, num_warps=8,
+        **sizes, PRODUCTS=products, **_SYSTEMS,
     )  # fmt: skip
     _keys_kernel[by_key_head](
         k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_k_NHK, grad_sums_THC, grad_k_NGK, grad_decay_NH, grad_beta_NH,
-        *counts, **sizes, **common, num_warps=4,
+        *counts, **sizes, PRODUCTS=products, **_KEYS,
     )  # fmt: skip
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
@@ -158,7 +161,7 @@ def _within_kernel(
 
 
 @triton.jit
-def _states_kernel(
+def _grad_states_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
