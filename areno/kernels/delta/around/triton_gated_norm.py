@@ -14,7 +14,7 @@ from torch import Tensor
 from areno.kernels.delta.parts import DeltaWeights
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 
-LINES, WARPS = 32, 4  # of a program, at once
+LINES, WARPS = 32, 8  # of a program, at once
 PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `triton_norm.py`
 
 
