@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.delta.library import library_rule
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights
 from areno.kernels.delta.row_chunks import RowChunks
 
@@ -51,8 +50,7 @@ def delta_rows(
     q_NGK, k_NGK, v_NHV = to_heads(F.silu(mixed_NX), weights, given_NP.dtype)
     decay_NH, beta_NH = gates(b_NH, a_NH, weights)
     state_RHKV = None if before is None else before.matrices_SHKV
-    rule = library_rule(given_NP, chunked_delta)
-    out_NHV, state_RHKV = rule(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
+    out_NHV, state_RHKV = chunked_delta(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
     after = None if inputs_RXw is None else DeltaStates(inputs_RXw, state_RHKV)
     return gated_norm(out_NHV, z_NI, weights), after
 
