@@ -76,7 +76,6 @@ def chunks_backward(
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
     by_chunk, counts = (n_heads, n_chunks), (n_tokens, n_heads, shared)
-    by_key_head = (n_key_heads, n_chunks)
 
     # Of q and k by value heads, which are added up at last.
     part_q_NHK, part_k_NHK = empty(n_tokens, n_heads, key_dim), empty(n_tokens, n_heads, key_dim)
@@ -94,20 +93,20 @@ def chunks_backward(
         PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
     )  # fmt: skip
     grad_held_NHK = empty(*part_k_NHK.shape, dtype=kept)
-    _between_kernel[by_key_head](
+    _between_kernel[by_chunk](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
-        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, grad_q_NGK, *counts, **part,
+        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, *counts, **part,
         PRODUCTS=products, **_BETWEEN,
     )  # fmt: skip
-    del part_q_NHK, grad_after_THKV
+    del grad_after_THKV
     grad_system_NHC = empty(n_tokens, n_heads, size, dtype=kept)
     _systems_kernel[by_chunk](
         k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK,
         grad_new_NHV, tokens_TC, part_k_NHK, grad_sums_THC, grad_system_NHC, grad_v_NHV, grad_beta_NH, *counts,
         **sizes, PRODUCTS=products, **_SYSTEMS,
     )  # fmt: skip
-    _keys_kernel[by_key_head](
-        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_k_NHK, grad_sums_THC, grad_k_NGK, grad_decay_NH, grad_beta_NH,
+    _keys_kernel[(n_key_heads, n_chunks)](
+        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_q_NHK, part_k_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, grad_decay_NH, grad_beta_NH,
         *counts, **sizes, PRODUCTS=products, **_KEYS,
     )  # fmt: skip
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
@@ -143,20 +142,24 @@ def _within_kernel(
     at = (chunk * n_heads + head) * SIZE
     row, column = each[:, None], each[None, :]
     sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
-    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
-    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
-    grad = load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK)
+    # What is used twice is loaded twice: registers are what this kernel is short of.
     later = decay_between(sums, rest, row <= column, True)
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
     turned = product(k, load_columns(q_ptr, key_line, inside, KEY, KEY_BLOCK), PRODUCTS) * later
+    grad = load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK)
     store_rows(grad_new_ptr, product(turned, grad, PRODUCTS), line, inside, VALUE, VALUE_BLOCK)
     new = load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK)
     turned = product(new, load_columns(grad_ptr, line, inside, VALUE, VALUE_BLOCK), PRODUCTS) * later
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
     part_k = product(turned, q, PRODUCTS)
     store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
     grad_sums = -tl.sum(part_k * k.to(tl.float32), 1)
+    grad = load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK)
     seen = product(grad, load_columns(new_ptr, line, inside, VALUE, VALUE_BLOCK), PRODUCTS)
     part_q = product(seen * decay_between(sums, rest, row >= column, False), k, PRODUCTS)
     store_rows(part_q_ptr, part_q, line, inside, KEY, KEY_BLOCK)
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
     tl.store(grad_sums_ptr + at + each, grad_sums + tl.sum(part_q * q.to(tl.float32), 1))
 
 
@@ -227,7 +230,6 @@ def _between_kernel(
     part_k_ptr,
     grad_held_ptr,
     grad_sums_ptr,
-    grad_q_ptr,
     n_tokens,
     n_heads,
     shared,
@@ -238,41 +240,37 @@ def _between_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Through the states before and behind a chunk, for the heads of a key head: the gradient of q, and more of those
-    of k, g and `held`."""
-    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Through the states before and behind a chunk, for a head: the gradient of `held`, and more of those of q, k, g."""
+    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
-    each, key = tl.arange(0, SIZE), tl.arange(0, KEY_BLOCK)
-    key_line = token * (n_heads // shared) + key_head
-    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK).to(tl.float32)
-    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK).to(tl.float32)
-    total_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-    for head in range(key_head * shared, (key_head + 1) * shared):
-        line, at = token * n_heads + head, (chunk * n_heads + head) * SIZE
-        key_row = (chunk * n_heads + head) * KEY + key
-        part_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-        part_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-        grad_held = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-        both = tl.zeros((VALUE_BLOCK,), tl.float32)
-        for start in range(0, VALUE, VALUE_BLOCK):
-            before = load_columns(before_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
-            grad_after = load_columns(grad_after_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
-            both += tl.sum(before.to(tl.float32) * grad_after.to(tl.float32), 1)
-            part_q += product(load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
-            part_k += product(load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK, start), grad_after, PRODUCTS)
-            grad_held -= product(load_rows(grad_new_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
-        store_rows(grad_held_ptr, grad_held, line, inside, KEY, KEY_BLOCK)
-        left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
-        part_q *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
-        part_k *= left[:, None]
-        to_end = tl.sum(part_k * k, 1)
-        grad_sums = tl.load(grad_sums_ptr + at + each) + tl.sum(part_q * q, 1) - to_end
-        grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
-        tl.store(grad_sums_ptr + at + each, grad_sums)
-        total_q += part_q + load_rows(part_q_ptr, line, inside, KEY, KEY_BLOCK)
-        part_k += load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
-        store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
-    store_rows(grad_q_ptr, total_q, key_line, inside, KEY, KEY_BLOCK)
+    each, line, key_line = tl.arange(0, SIZE), token * n_heads + head, token * (n_heads // shared) + head // shared
+    at, key = (chunk * n_heads + head) * SIZE, tl.arange(0, KEY_BLOCK)
+    key_row = (chunk * n_heads + head) * KEY + key
+    part_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    part_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    grad_held = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    both = tl.zeros((VALUE_BLOCK,), tl.float32)
+    for start in range(0, VALUE, VALUE_BLOCK):
+        before = load_columns(before_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
+        grad_after = load_columns(grad_after_ptr, key_row, key < KEY, VALUE, VALUE_BLOCK, start)
+        both += tl.sum(before.to(tl.float32) * grad_after.to(tl.float32), 1)
+        part_k += product(load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK, start), grad_after, PRODUCTS)
+        part_q += product(load_rows(grad_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
+        grad_held -= product(load_rows(grad_new_ptr, line, inside, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
+    store_rows(grad_held_ptr, grad_held, line, inside, KEY, KEY_BLOCK)
+    left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
+    part_k *= left[:, None]
+    k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
+    to_end = tl.sum(part_k * k.to(tl.float32), 1)
+    part_k += load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
+    store_rows(part_k_ptr, part_k, line, inside, KEY, KEY_BLOCK)
+    part_q *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
+    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
+    grad_sums = tl.load(grad_sums_ptr + at + each) + tl.sum(part_q * q.to(tl.float32), 1) - to_end
+    grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
+    tl.store(grad_sums_ptr + at + each, grad_sums)
+    part_q += load_rows(part_q_ptr, line, inside, KEY, KEY_BLOCK)
+    store_rows(part_q_ptr, part_q, line, inside, KEY, KEY_BLOCK)
 
 
 @triton.jit
@@ -340,8 +338,10 @@ def _keys_kernel(
     beta_ptr,
     grad_system_ptr,
     tokens_ptr,
+    part_q_ptr,
     part_k_ptr,
     grad_sums_ptr,
+    grad_q_ptr,
     grad_k_ptr,
     grad_decay_ptr,
     grad_beta_ptr,
@@ -355,12 +355,16 @@ def _keys_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Through A of a chunk, for the heads of a key head: the gradients of k, beta, and from that of g that of decay."""
+    """Through A of a chunk, for the heads of a key head: the gradients of q, k, beta, and from that of g that of decay."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, key_line = tl.arange(0, SIZE), token * (n_heads // shared) + key_head
+    total = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    for head in range(key_head * shared, (key_head + 1) * shared):
+        total += load_rows(part_q_ptr, token * n_heads + head, inside, KEY, KEY_BLOCK)
+    store_rows(grad_q_ptr, total, key_line, inside, KEY, KEY_BLOCK)
     k = load_rows(k_ptr, key_line, inside, KEY, KEY_BLOCK)
-    total_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    total = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
     for head in range(key_head * shared, (key_head + 1) * shared):
         line, at = token * n_heads + head, (chunk * n_heads + head) * SIZE
         beta = tl.load(beta_ptr + line, inside, 0.0)
@@ -368,10 +372,10 @@ def _keys_kernel(
         turned = load_columns(grad_system_ptr, line, inside, SIZE, SIZE).to(tl.float32) * beta[None, :]
         as_column = product(turned, k, PRODUCTS)
         along_row, along_column = tl.sum(as_row * k.to(tl.float32), 1), tl.sum(as_column * k.to(tl.float32), 1)
-        total_k += as_row * beta[:, None] + as_column + load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
+        total += as_row * beta[:, None] + as_column + load_rows(part_k_ptr, line, inside, KEY, KEY_BLOCK)
         tl.store(grad_beta_ptr + line, tl.load(grad_beta_ptr + line, inside, 0.0) + along_row, inside)
         grad_sums = tl.load(grad_sums_ptr + at + each) + beta * along_row - along_column
         # A token's decay is in the sums of all tokens from it on.
         onward = tl.where(each[:, None] >= each[None, :], grad_sums[:, None], 0.0)
         tl.store(grad_decay_ptr + line, tl.sum(onward, 0), inside)
-    store_rows(grad_k_ptr, total_k, key_line, inside, KEY, KEY_BLOCK)
+    store_rows(grad_k_ptr, total, key_line, inside, KEY, KEY_BLOCK)
