@@ -20,6 +20,7 @@ Letters as in the package and in `row_chunks.py`. Blocks of K and V are padded t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -96,25 +97,25 @@ def chunks_forward(
     after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
     if before_RHKV is not None:
         before_RHKV = before_RHKV.contiguous()
-    sizes = chunk_sizes(q_NGK, v_NHV, chunks)
+    sizes = chunk_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
     if n_tokens:
         _prepare_kernel[(n_heads, n_chunks)](
             k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
             saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens,
-            PRODUCTS=products, EXACT=exact_products(products), **sizes, **_PREPARE,
+            EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
         columns = min(_VALUES, sizes["VALUE_BLOCK"])
         _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
-            PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
+            **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
             q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
-            n_tokens, PRODUCTS=products, **sizes, **_OUT,
+            n_tokens, **sizes, **_OUT,
         )  # fmt: skip
     return out_NHV, after_RHKV, saved
 
@@ -129,10 +130,11 @@ def exact_products(products: str) -> str:
     return "ieee" if products == "ieee" else "tf32x3"
 
 
-def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks) -> dict[str, int]:
+def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
     """What every kernel is compiled for. A matrix unit needs blocks of at least 16."""
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
+        "PRODUCTS": products,
         "HEADS": n_heads,
         "SHARED": n_heads // q_NGK.shape[1],
         "SIZE": chunks.tokens_TC.shape[1],
@@ -245,7 +247,7 @@ def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
     return whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _prepare_kernel(
     k_ptr,
     v_ptr,
@@ -340,7 +342,7 @@ def _states_kernel(
         store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _out_kernel(
     q_ptr,
     k_ptr,

@@ -62,7 +62,7 @@ def chunks_backward(
     n_tokens, n_heads, value_dim = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
-    products, kept = saved.products, saved.new_NHV.dtype
+    kept = saved.new_NHV.dtype
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=v_NHV.device)
@@ -71,7 +71,7 @@ def chunks_backward(
     grad_v_NHV, grad_decay_NH, grad_beta_NH = empty(*v_NHV.shape), empty(*decay_NH.shape), empty(*beta_NH.shape)
     if not n_tokens:
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
-    sizes = chunk_sizes(q_NGK, v_NHV, chunks)
+    sizes = chunk_sizes(q_NGK, v_NHV, chunks, saved.products)
     part = {**sizes, "VALUE_BLOCK": min(_PART, sizes["VALUE_BLOCK"])}
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
@@ -83,36 +83,34 @@ def chunks_backward(
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
     _within_kernel[by_chunk](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, tokens_TC, part_q_NHK, part_k_NHK, grad_new_NHV,
-        grad_sums_THC, n_tokens, **sizes, PRODUCTS=products, **_WITHIN,
+        grad_sums_THC, n_tokens, **sizes, **_WITHIN,
     )  # fmt: skip
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
     columns = min(_VALUES, sizes["VALUE_BLOCK"])
     _grad_states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
-        chunks.order_R, chunks.firsts_J,
-        PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
+        chunks.order_R, chunks.firsts_J, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
     )  # fmt: skip
     grad_held_NHK = empty(*part_k_NHK.shape, dtype=kept)
     _between_kernel[by_chunk](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
-        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, n_tokens, **part,
-        PRODUCTS=products, **_BETWEEN,
+        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, n_tokens, **part, **_BETWEEN,
     )  # fmt: skip
     del grad_after_THKV
     grad_system_NHC = empty(n_tokens, n_heads, size, dtype=kept)
     _systems_kernel[by_chunk](
         k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK,
         grad_new_NHV, tokens_TC, part_k_NHK, grad_sums_THC, grad_system_NHC, grad_v_NHV, grad_beta_NH, n_tokens,
-        **sizes, PRODUCTS=products, **_SYSTEMS,
+        **sizes, **_SYSTEMS,
     )  # fmt: skip
     _keys_kernel[(n_key_heads, n_chunks)](
-        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_q_NHK, part_k_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, grad_decay_NH, grad_beta_NH,
-        n_tokens, **sizes, PRODUCTS=products, **_KEYS,
+        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_q_NHK, part_k_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK,
+        grad_decay_NH, grad_beta_NH, n_tokens, **sizes, **_KEYS,
     )  # fmt: skip
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _within_kernel(
     grad_ptr,
     q_ptr,
@@ -213,7 +211,7 @@ def _grad_states_kernel(
         grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _between_kernel(
     grad_ptr,
     q_ptr,
@@ -239,7 +237,7 @@ def _between_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Through the states before and behind a chunk, for a head: the gradient of `held`, and more of those of q, k, g."""
+    """Through the states before and behind a chunk, for a head: the gradient of `held`, more of those of q, k, g."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
@@ -271,7 +269,7 @@ def _between_kernel(
     store_rows(part_q_ptr, part_q, line, inside, HEADS, KEY, KEY_BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _systems_kernel(
     k_ptr,
     v_ptr,
@@ -330,7 +328,7 @@ def _systems_kernel(
     store_rows(grad_system_ptr, -system, line, inside, HEADS, SIZE, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _keys_kernel(
     k_ptr,
     beta_ptr,
@@ -353,7 +351,7 @@ def _keys_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
-    """Through A of a chunk, for the heads of a key head: the gradients of q, k, beta, and from that of g that of decay."""
+    """Through A of a chunk, for the heads of a key head: the gradients of q, k, beta, and of decay from that of g."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
