@@ -119,11 +119,10 @@ def _multiply_bfloat16() -> None:
 
 
 def compare_all() -> None:
-    compare([1])
-    compare([5, 20, 3, 8, 17], has_before=False, heads=(1, 2))
+    compare([1], heads=(1, 1))
+    compare([5, 20, 3, 17], has_before=False, heads=(1, 1))
     compare([2, 0, 16])
-    compare([70], size=64, heads=(1, 1))
-    compare([40, 9], size=32, dims=(20, 33), heads=(1, 3))
+    compare([40], size=32, dims=(20, 33), heads=(1, 3))
 
 
 def compare_empty() -> None:
@@ -135,11 +134,11 @@ def compare_empty() -> None:
 
 
 def compare_hard() -> None:
-    compare([70], size=64, decay=50.0, heads=(1, 2))
-    compare([70], size=64, decay=0.0, heads=(1, 2))
+    compare([70], size=64, decay=50.0, heads=(1, 1))
+    compare([70], size=64, decay=0.0, heads=(1, 1))
     # Every token overwrites what the one before it wrote.
-    compare([70], size=64, decay=0.0, equal_keys=True, heads=(1, 2))
-    compare([70], size=64, decay=1e-4, equal_keys=True, heads=(1, 2))
+    compare([70], size=64, decay=0.0, equal_keys=True, heads=(1, 1))
+    compare([70], size=64, decay=1e-4, equal_keys=True, heads=(1, 1))
 
 
 def test_kernels_give_what_the_reference_gives() -> None:

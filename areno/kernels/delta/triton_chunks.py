@@ -20,6 +20,7 @@ Letters as in the package and in `row_chunks.py`. Blocks of K and V are padded t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -74,7 +75,7 @@ def chunks_forward(
     and beta_NH: fp32. before_RHKV: the states before rows, fp32, where these are not zero.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
-    n_key_heads, key_dim = q_NGK.shape[1:]
+    key_dim = q_NGK.shape[2]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
     products = products_of(v_NHV)
     kept = torch.bfloat16 if products == "bf16" else torch.float32
@@ -96,27 +97,25 @@ def chunks_forward(
     after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
     if before_RHKV is not None:
         before_RHKV = before_RHKV.contiguous()
-    sizes = chunk_sizes(q_NGK, v_NHV, chunks)
+    sizes = chunk_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
     if n_tokens:
         _prepare_kernel[(n_heads, n_chunks)](
             k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
-            saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens, n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, EXACT=exact_products(products), **sizes, **_PREPARE,
+            saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens,
+            EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
         columns = min(_VALUES, sizes["VALUE_BLOCK"])
         _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
-            n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
+            **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
             q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
-            n_tokens, n_heads, n_heads // n_key_heads,
-            PRODUCTS=products, **sizes, **_OUT,
+            n_tokens, **sizes, **_OUT,
         )  # fmt: skip
     return out_NHV, after_RHKV, saved
 
@@ -131,12 +130,19 @@ def exact_products(products: str) -> str:
     return "ieee" if products == "ieee" else "tf32x3"
 
 
-def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks) -> dict[str, int]:
-    """Of every kernel, which a matrix unit needs in blocks of at least 16."""
-    key, value = q_NGK.shape[-1], v_NHV.shape[-1]
-    blocks = (max(16, triton.next_power_of_2(n)) for n in (key, value))
-    sizes = (chunks.tokens_TC.shape[1], key, value, *blocks)
-    return dict(zip(("SIZE", "KEY", "VALUE", "KEY_BLOCK", "VALUE_BLOCK"), sizes, strict=True))
+def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
+    """What every kernel is compiled for. A matrix unit needs blocks of at least 16."""
+    n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
+    return {
+        "PRODUCTS": products,
+        "HEADS": n_heads,
+        "SHARED": n_heads // q_NGK.shape[1],
+        "SIZE": chunks.tokens_TC.shape[1],
+        "KEY": key,
+        "VALUE": value,
+        "KEY_BLOCK": max(16, triton.next_power_of_2(key)),
+        "VALUE_BLOCK": max(16, triton.next_power_of_2(value)),
+    }
 
 
 @triton.jit
@@ -162,32 +168,35 @@ def _to_tf32(x):
 
 @triton.jit
 def chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE: tl.constexpr):
-    """The tokens of a chunk, int64, and which of them there are."""
-    each = tl.arange(0, SIZE)
-    inside = tl.load(tokens_ptr + chunk * SIZE + each) < n_tokens
-    return tl.load(tokens_ptr + chunk * SIZE) + each, inside
+    """The first token of a chunk, int64, and which of its places have one."""
+    place = tokens_ptr + chunk * SIZE
+    return tl.load(place), tl.load(place + tl.arange(0, SIZE)) < n_tokens
 
 
 @triton.jit
-def load_rows(ptr, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Lines of SIZE numbers: (lines, BLOCK), zeros outside. line: which ones. start: the first number."""
-    column = start + tl.arange(0, BLOCK)
-    return tl.load(ptr + line[:, None] * SIZE + column[None, :], inside[:, None] & (column < SIZE)[None, :], 0.0)
+def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+    """Every STEP-th line of SIZE numbers, from the line `first` on: (lines, BLOCK), zeros outside.
+
+    start: the first number of each. What differs between the addresses of a thread is constant, or they would take
+    more registers than the numbers.
+    """
+    line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
+    return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE), 0.0)
 
 
 @triton.jit
-def load_columns(ptr, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+def load_columns(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
     """The same, transposed: (BLOCK, lines)."""
-    column = start + tl.arange(0, BLOCK)
-    return tl.load(ptr + line[None, :] * SIZE + column[:, None], inside[None, :] & (column < SIZE)[:, None], 0.0)
+    line, column = tl.arange(0, inside.shape[0])[None, :], start + tl.arange(0, BLOCK)[:, None]
+    return tl.load(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[None, :] & (column < SIZE), 0.0)
 
 
 @triton.jit
-def store_rows(ptr, x, line, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
+def store_rows(ptr, x, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
     """The other way."""
-    column = start + tl.arange(0, BLOCK)
-    place = ptr + line[:, None] * SIZE + column[None, :]
-    tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE)[None, :])
+    line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
+    place = ptr + first * SIZE + (line * (STEP * SIZE) + column)
+    tl.store(place, x.to(ptr.dtype.element_ty), inside[:, None] & (column < SIZE))
 
 
 @triton.jit
@@ -238,7 +247,7 @@ def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
     return whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _prepare_kernel(
     k_ptr,
     v_ptr,
@@ -251,8 +260,8 @@ def _prepare_kernel(
     held_ptr,
     values_ptr,
     n_tokens,
-    n_heads,
-    shared,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
     EXACT: tl.constexpr,
     SIZE: tl.constexpr,
@@ -263,27 +272,27 @@ def _prepare_kernel(
 ):
     """`inverse`, `held` and `values` of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
-    each, line = tl.arange(0, SIZE), token * n_heads + head
-    sums = tl.cumsum(tl.load(decay_ptr + line, inside, 0.0).to(tl.float64), 0)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line = tl.arange(0, SIZE), first * HEADS + head
+    sums = tl.cumsum(tl.load(decay_ptr + line + each * HEADS, inside, 0.0).to(tl.float64), 0)
     rounded = sums.to(tl.float32)
-    at = (chunk * n_heads + head) * SIZE
+    at = (chunk * HEADS + head) * SIZE
     tl.store(sums_ptr + at + each, rounded)
     rest = (sums - rounded.to(tl.float64)).to(tl.float32)
     tl.store(rest_ptr + at + each, rest)
-    beta = tl.load(beta_ptr + line, inside, 0.0)
-    k = load_rows(k_ptr, token * (n_heads // shared) + head // shared, inside, KEY, KEY_BLOCK)
+    beta = tl.load(beta_ptr + line + each * HEADS, inside, 0.0)
+    k = load_rows(k_ptr, first * (HEADS // SHARED) + head // SHARED, inside, HEADS // SHARED, KEY, KEY_BLOCK)
     keys = product(k, tl.trans(k), PRODUCTS)
     row, column = each[:, None], each[None, :]
     system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
     turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
     inverse = _inverse(system, turned, SIZE, EXACT)
-    store_rows(inverse_ptr, inverse, line, inside, SIZE, SIZE)
+    store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
     held = product(inverse, k.to(tl.float32) * (beta * tl.exp(rounded))[:, None], PRODUCTS)
-    store_rows(held_ptr, held, line, inside, KEY, KEY_BLOCK)
-    v = load_rows(v_ptr, line, inside, VALUE, VALUE_BLOCK)
+    store_rows(held_ptr, held, line, inside, HEADS, KEY, KEY_BLOCK)
+    v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
     values = product(inverse, v.to(tl.float32) * beta[:, None], PRODUCTS)
-    store_rows(values_ptr, values, line, inside, VALUE, VALUE_BLOCK)
+    store_rows(values_ptr, values, line, inside, HEADS, VALUE, VALUE_BLOCK)
 
 
 @triton.jit
@@ -300,8 +309,8 @@ def _states_kernel(
     borders_ptr,
     order_ptr,
     firsts_ptr,
-    n_heads,
-    shared,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
@@ -313,27 +322,27 @@ def _states_kernel(
     start, head, place = tl.program_id(0) * VALUE_BLOCK, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
-    key = tl.arange(0, KEY_BLOCK)
-    has_key = key < KEY
+    has_key = tl.arange(0, KEY_BLOCK) < KEY
     state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
     if first_ptr is not None:
-        state += load_rows(first_ptr, (row * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
+        state += load_rows(first_ptr, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
     for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
         chunk = tl.load(firsts_ptr + step) + place
-        token = begin + step * SIZE + tl.arange(0, SIZE)
-        inside, line = token < end, token * n_heads + head
-        store_rows(before_ptr, state, (chunk * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
-        held = load_rows(held_ptr, line, inside, KEY, KEY_BLOCK)
-        new = load_rows(values_ptr, line, inside, VALUE, VALUE_BLOCK, start) - product(held, state, PRODUCTS)
-        store_rows(new_ptr, new, line, inside, VALUE, VALUE_BLOCK, start)
-        left, kept = decay_to_end(sums_ptr, rest_ptr, (chunk * n_heads + head) * SIZE, SIZE)
-        k = load_columns(k_ptr, token * (n_heads // shared) + head // shared, inside, KEY, KEY_BLOCK)
+        first = begin + step * SIZE
+        inside, line = first + tl.arange(0, SIZE) < end, first * HEADS + head
+        store_rows(before_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
+        held = load_rows(held_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
+        new = load_rows(values_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start) - product(held, state, PRODUCTS)
+        store_rows(new_ptr, new, line, inside, HEADS, VALUE, VALUE_BLOCK, start)
+        left, kept = decay_to_end(sums_ptr, rest_ptr, (chunk * HEADS + head) * SIZE, SIZE)
+        key_line = first * (HEADS // SHARED) + head // SHARED
+        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
         state = state * kept + product(k.to(tl.float32) * left[None, :], new, PRODUCTS)
     if after_ptr is not None:
-        store_rows(after_ptr, state, (row * n_heads + head) * KEY + key, has_key, VALUE, VALUE_BLOCK, start)
+        store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _out_kernel(
     q_ptr,
     k_ptr,
@@ -344,8 +353,8 @@ def _out_kernel(
     tokens_ptr,
     out_ptr,
     n_tokens,
-    n_heads,
-    shared,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
@@ -355,17 +364,17 @@ def _out_kernel(
 ):
     """The results of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
-    each, line, key_line = tl.arange(0, SIZE), token * n_heads + head, token * (n_heads // shared) + head // shared
-    at, key = (chunk * n_heads + head) * SIZE, tl.arange(0, KEY_BLOCK)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
+    at, has_key = (chunk * HEADS + head) * SIZE, tl.arange(0, KEY_BLOCK) < KEY
     row, column = each[:, None], each[None, :]
-    q = load_rows(q_ptr, key_line, inside, KEY, KEY_BLOCK)
-    seen = product(q, load_columns(k_ptr, key_line, inside, KEY, KEY_BLOCK), PRODUCTS)
+    q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
+    seen = product(q, load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK), PRODUCTS)
     sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
     seen *= decay_between(sums, rest, row >= column, False)
-    new = load_rows(new_ptr, line, inside, VALUE, VALUE_BLOCK)
+    new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
     out = product(seen, new, PRODUCTS)
-    state = load_rows(before_ptr, (chunk * n_heads + head) * KEY + key, key < KEY, VALUE, VALUE_BLOCK)
+    state = load_rows(before_ptr, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK)
     # Scaled after the product, so that q is not rounded again.
     out += product(q, state, PRODUCTS) * tl.exp(sums)[:, None]
-    store_rows(out_ptr, out, line, inside, VALUE, VALUE_BLOCK)
+    store_rows(out_ptr, out, line, inside, HEADS, VALUE, VALUE_BLOCK)
