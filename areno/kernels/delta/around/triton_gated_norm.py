@@ -57,7 +57,7 @@ def gated_norm_backward(
     return grad_out_NHV, grad_norm_V
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_lines"])
 def _gated_norm_kernel(
     out_ptr,
     given_ptr,
@@ -84,7 +84,7 @@ def _gated_norm_kernel(
     tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_lines"])
 def _gated_norm_backward_kernel(
     grad_ptr,
     out_ptr,

@@ -55,7 +55,7 @@ def last_inputs(given_NP: Tensor, before_RXw: Tensor | None, weights: DeltaWeigh
     return kept_RXw
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _mix_kernel(
     given_ptr,
     conv_ptr,

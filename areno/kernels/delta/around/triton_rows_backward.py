@@ -81,7 +81,7 @@ def _before_key(grad_ptr, place, inside, x, scale):
     tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _before_heads_kernel(
     given_ptr,
     conv_ptr,
@@ -159,7 +159,7 @@ def _before_convolution(
     tl.store(out_ptr + given, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _before_convolution_kernel(
     given_ptr,
     conv_ptr,
