@@ -95,9 +95,9 @@ def compare_gradients() -> None:
         found, of_weights = backward(grad_NI, given, weights, chunks)
         for ours, theirs in zip((found, *of_weights), expected, strict=True):
             assert away(ours, theirs) < 1e-5
-        alone, nothing = backward(grad_NI, given, weights, chunks, of_weights=False)
-        assert nothing is None
-        assert torch.equal(alone, found)
+    alone, nothing = in_torch(delta_rows_backward, grad_NI, given, weights, chunks, of_weights=False)
+    assert nothing is None
+    assert torch.equal(alone, found)
 
 
 def compare_no_tokens() -> None:
@@ -178,17 +178,18 @@ def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, 
     grad_NI = draw(*exact[-1].shape)
     expected = torch.autograd.grad(exact, leaves, [each.double() for each in (*upstream, grad_NI)])
     results = []
-    for _ in range(2):
+    for is_wanted in (True, True, False):
         grad_NP = torch.full_like(given_NP, torch.nan)
-        grad_out, grad_norm = gated_norm_backward(grad_NI, out_NHV, given_NP, weights, grad_NP, True)
+        grad_out, grad_norm = gated_norm_backward(grad_NI, out_NHV, given_NP, weights, grad_NP, is_wanted)
         grads: Any = [each.clone() for each in upstream]
-        of_weights = mixed_rows_backward(grads, given_NP, weights, chunks, grad_NP, True)
-        assert of_weights is not None
-        assert grad_norm is not None
-        results.append((grad_NP, grad_out, *of_weights, grad_norm))
-    for ours, again, theirs in zip(*results, expected, strict=True):
+        of_weights = mixed_rows_backward(grads, given_NP, weights, chunks, grad_NP, is_wanted)
+        assert (of_weights is not None) == (grad_norm is not None) == is_wanted
+        results.append((grad_NP, grad_out, *(of_weights or ()), *(() if grad_norm is None else (grad_norm,))))
+    *twice, alone = results
+    for ours, again, theirs in zip(*twice, expected, strict=True):
         assert torch.equal(ours, again)
         assert away(ours, theirs) < (1e-5 if ours.dtype == torch.float32 else 0.5 * unit), ours.shape
+    assert all(map(torch.equal, alone, twice[0]))
 
 
 def compare_around_interpreted() -> None:
