@@ -30,9 +30,11 @@ from torch import Tensor
 from areno.kernels.delta.row_chunks import RowChunks
 
 # What the operands of products are rounded to where q, k and v are bfloat16: "bf16" or "tf32". What is kept for other
-# kernels as an operand is kept so, too.
+# kernels as an operand is kept so, too. TF32 leaves no more error than the results have in bfloat16 anyway.
 PRODUCTS = "tf32"
-_VALUES = 32  # columns of a state that a program takes along a row
+_PART = 64  # columns of q, k, v at once: small tiles leave room for several programs on a processor
+_ENOUGH = 256  # programs that a large GPU is busy with
+_ALL = 1 << 20
 _PREPARE, _STATES, _OUT = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1))
 )  # of kernels; fixed, so that two runs add in one order
@@ -44,12 +46,10 @@ class Saved:
     """What a forward pass leaves for the backward pass.
 
     For N tokens, with numbers of 4 bytes ("bf16": 2, `values_NHV` always 4): (C + K + 2 V + K V / C) H numbers a token,
-    which are 88 KiB with H = 32, K = V = 128, C = 64, and a little more where rows do not fill their chunks. products:
-    as PRODUCTS, or the precision of fp32. sums_THC, rest_THC: g, and what g lacks of float64. before_THKV: the states
-    before chunks.
+    which are 88 KiB with H = 32, K = V = 128, C = 64, and a little more where rows do not fill their chunks. sums_THC,
+    rest_THC: g, and what g lacks of float64. before_THKV: the states before chunks.
     """
 
-    products: str
     sums_THC: Tensor
     rest_THC: Tensor
     inverse_NHC: Tensor
@@ -77,14 +77,13 @@ def chunks_forward(
     n_tokens, n_heads, value_dim = v_NHV.shape
     key_dim = q_NGK.shape[2]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
-    products = products_of(v_NHV)
+    products = products_of(v_NHV, PRODUCTS)
     kept = torch.bfloat16 if products == "bf16" else torch.float32
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=v_NHV.device)
 
     saved = Saved(
-        products,
         empty(n_chunks, n_heads, size),
         empty(n_chunks, n_heads, size),
         empty(n_tokens, n_heads, size, dtype=kept),
@@ -97,7 +96,7 @@ def chunks_forward(
     after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
     if before_RHKV is not None:
         before_RHKV = before_RHKV.contiguous()
-    sizes = chunk_sizes(q_NGK, v_NHV, chunks, products)
+    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
     if n_tokens:
         _prepare_kernel[(n_heads, n_chunks)](
@@ -106,11 +105,11 @@ def chunks_forward(
             EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
-        columns = min(_VALUES, sizes["VALUE_BLOCK"])
+        columns = state_columns(v_NHV, n_rows)
         _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
-            **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
+            **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
@@ -120,9 +119,9 @@ def chunks_forward(
     return out_NHV, after_RHKV, saved
 
 
-def products_of(v: Tensor) -> str:
-    """How operands of products are rounded: see PRODUCTS. In fp32 three products of TF32 are as good on CUDA."""
-    return PRODUCTS if v.dtype == torch.bfloat16 else "tf32x3" if v.is_cuda else "ieee"
+def products_of(v: Tensor, rounded: str) -> str:
+    """How operands of products are rounded: `rounded` in bf16. In fp32 three products of TF32 are as good on CUDA."""
+    return rounded if v.dtype == torch.bfloat16 else "tf32x3" if v.is_cuda else "ieee"
 
 
 def exact_products(products: str) -> str:
@@ -130,8 +129,13 @@ def exact_products(products: str) -> str:
     return "ieee" if products == "ieee" else "tf32x3"
 
 
-def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
-    """What every kernel is compiled for. A matrix unit needs blocks of at least 16."""
+def kernel_sizes(
+    q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str, keys: int = _PART, values: int = _PART
+) -> dict[str, Any]:
+    """What a kernel is compiled for. keys, values: how many columns a program takes at once, at the most.
+
+    Blocks are at least 16 wide, for the matrix units.
+    """
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
         "PRODUCTS": products,
@@ -140,16 +144,21 @@ def chunk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) 
         "SIZE": chunks.tokens_TC.shape[1],
         "KEY": key,
         "VALUE": value,
-        "KEY_BLOCK": max(16, triton.next_power_of_2(key)),
-        "VALUE_BLOCK": max(16, triton.next_power_of_2(value)),
+        "KEY_PART": min(keys, max(16, triton.next_power_of_2(key))),
+        "VALUE_PART": min(values, max(16, triton.next_power_of_2(value))),
     }
+
+
+def state_columns(v_NHV: Tensor, n_rows: int) -> int:
+    """How many columns of a state a program takes along a row: fewer where there are few rows, as each is a walk."""
+    return 64 if n_rows * v_NHV.shape[1] * v_NHV.shape[2] >= 64 * _ENOUGH else 32
 
 
 @triton.jit
 def product(a, b, PRODUCTS: tl.constexpr):
     """a b in fp32. What comes out of another product must not be given transposed: on Hopper, Triton 3.4 to 3.7.0 then
     gives wrong numbers (github.com/fla-org/flash-linear-attention/issues/640)."""
-    if PRODUCTS == "bf16":
+    if PRODUCTS == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif PRODUCTS == "tf32":
         return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
@@ -267,8 +276,8 @@ def _prepare_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
     """`inverse`, `held` and `values` of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -281,18 +290,25 @@ def _prepare_kernel(
     rest = (sums - rounded.to(tl.float64)).to(tl.float32)
     tl.store(rest_ptr + at + each, rest)
     beta = tl.load(beta_ptr + line + each * HEADS, inside, 0.0)
-    k = load_rows(k_ptr, first * (HEADS // SHARED) + head // SHARED, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    keys = product(k, tl.trans(k), PRODUCTS)
+    key_line = first * (HEADS // SHARED) + head // SHARED
+    keys = tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, KEY, KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        keys += product(k, tl.trans(k), PRODUCTS)
     row, column = each[:, None], each[None, :]
     system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
     turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
     inverse = _inverse(system, turned, SIZE, EXACT)
     store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
-    held = product(inverse, k.to(tl.float32) * (beta * tl.exp(rounded))[:, None], PRODUCTS)
-    store_rows(held_ptr, held, line, inside, HEADS, KEY, KEY_BLOCK)
-    v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    values = product(inverse, v.to(tl.float32) * beta[:, None], PRODUCTS)
-    store_rows(values_ptr, values, line, inside, HEADS, VALUE, VALUE_BLOCK)
+    # Factors go to the inverse, so that k and v are not rounded again.
+    scaled = inverse * (beta * tl.exp(rounded))[None, :]
+    for start in range(0, KEY, KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        store_rows(held_ptr, product(scaled, k, PRODUCTS), line, inside, HEADS, KEY, KEY_PART, start)
+    scaled = inverse * beta[None, :]
+    for start in range(0, VALUE, VALUE_PART):
+        v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+        store_rows(values_ptr, product(scaled, v, PRODUCTS), line, inside, HEADS, VALUE, VALUE_PART, start)
 
 
 @triton.jit
@@ -315,31 +331,31 @@ def _states_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
     """Some columns of a head's state along a row: the states before chunks, and what their tokens write."""
-    start, head, place = tl.program_id(0) * VALUE_BLOCK, tl.program_id(1), tl.program_id(2)
+    start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
-    has_key = tl.arange(0, KEY_BLOCK) < KEY
-    state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
+    has_key = tl.arange(0, KEY_PART) < KEY
+    state = tl.zeros((KEY_PART, VALUE_PART), tl.float32)
     if first_ptr is not None:
-        state += load_rows(first_ptr, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
+        state += load_rows(first_ptr, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
     for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
         chunk = tl.load(firsts_ptr + step) + place
         first = begin + step * SIZE
         inside, line = first + tl.arange(0, SIZE) < end, first * HEADS + head
-        store_rows(before_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
-        held = load_rows(held_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
-        new = load_rows(values_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start) - product(held, state, PRODUCTS)
-        store_rows(new_ptr, new, line, inside, HEADS, VALUE, VALUE_BLOCK, start)
+        store_rows(before_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
+        held = load_rows(held_ptr, line, inside, HEADS, KEY, KEY_PART)
+        new = load_rows(values_ptr, line, inside, HEADS, VALUE, VALUE_PART, start) - product(held, state, PRODUCTS)
+        store_rows(new_ptr, new, line, inside, HEADS, VALUE, VALUE_PART, start)
         left, kept = decay_to_end(sums_ptr, rest_ptr, (chunk * HEADS + head) * SIZE, SIZE)
         key_line = first * (HEADS // SHARED) + head // SHARED
-        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-        state = state * kept + product(k.to(tl.float32) * left[None, :], new, PRODUCTS)
+        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
+        state = state * kept + product(k, new * left[:, None], PRODUCTS)
     if after_ptr is not None:
-        store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK, start)
+        store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -359,22 +375,28 @@ def _out_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
     """The results of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-    at, has_key = (chunk * HEADS + head) * SIZE, tl.arange(0, KEY_BLOCK) < KEY
-    row, column = each[:, None], each[None, :]
-    q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    seen = product(q, load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK), PRODUCTS)
+    at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]
+    seen = tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, KEY, KEY_PART):
+        q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        seen += product(q, k, PRODUCTS)
     sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
     seen *= decay_between(sums, rest, row >= column, False)
-    new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    out = product(seen, new, PRODUCTS)
-    state = load_rows(before_ptr, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_BLOCK)
-    # Scaled after the product, so that q is not rounded again.
-    out += product(q, state, PRODUCTS) * tl.exp(sums)[:, None]
-    store_rows(out_ptr, out, line, inside, HEADS, VALUE, VALUE_BLOCK)
+    for start in range(0, VALUE, VALUE_PART):
+        out = tl.zeros((SIZE, VALUE_PART), tl.float32)
+        for key in range(0, KEY, KEY_PART):
+            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            has_key = key + tl.arange(0, KEY_PART) < KEY
+            key_row = (chunk * HEADS + head) * KEY + key
+            out += product(q, load_rows(before_ptr, key_row, has_key, 1, VALUE, VALUE_PART, start), PRODUCTS)
+        out *= tl.exp(sums)[:, None]  # after the product, so that q is not rounded again
+        out += product(seen, load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
+        store_rows(out_ptr, out, line, inside, HEADS, VALUE, VALUE_PART, start)

@@ -2,19 +2,21 @@
 # pyright: reportGeneralTypeIssues=false
 """The gradients of the gated delta rule of packed rows in chunks. Names and formulas as in triton_chunks.py.
 
-With d for gradients, S' for the state behind a chunk, and "lower" with the diagonal:
+With d for gradients, S' for the state behind a chunk, P_ij = exp(g_i - g_j), and "lower" with the diagonal:
 
-    dnew = (lower part of exp(g_i - g_j) q_i k_j)^T dout + (exp(g_last - g) k) dS'
+    dnew = (lower part of P_ij q_i k_j)^T dout + (exp(g_last - g) k) dS'
     dS = exp(g_last) dS' + (exp(g) q)^T dout - held^T dnew;  dheld = -dnew S^T;  dvalues = dnew
+    dq = exp(g) dout S^T + (lower part of P_ij dout_i new_j) k
+    dk = exp(g_last - g) new dS'^T + (lower part of P_ij dout_i new_j)^T q + what is from A and `held`
     dsides = inverse^T (dheld, dvalues);  dA = -strictly lower part of (dsides (held, values)^T)
 
 The last line needs no gradient of the inverse: inverse^T dinverse inverse^T is a product of what there is anyway.
-g_i's gradient takes, from each factor exp(g_i), what is multiplied with it times its gradient; for q, that is q_i dq_i.
+g_i's gradient takes, from each factor exp(g_i), what is multiplied with it times its gradient: for q, q_i dq_i.
 
-Five kernels: what happens within chunks; the states' gradients, along each row; what chunks have from states; what the
-triangular systems have; and what the keys have from A. Each adds to what the ones before it left, so sums have a fixed
-order. None is given a result of a product transposed (see `product`): where it would be, it is written and read again,
-or computed a second time.
+Five kernels: what `new` has within chunks; the states' gradients, along each row; what q and k have but from the
+triangular systems; what is from these; and what the keys have from A. A program takes all heads of a key head where it
+adds up for q and k, so all sums have a fixed order. No result of a product is an operand transposed (see `product`):
+where it would be, it is written and read again, or computed a second time.
 """
 
 from __future__ import annotations
@@ -27,20 +29,22 @@ from torch import Tensor
 from areno.kernels.delta.row_chunks import RowChunks
 from areno.kernels.delta.triton_chunks import (
     Saved,
-    chunk_sizes,
     chunk_tokens,
     decay_between,
     decay_to_end,
+    kernel_sizes,
     load_columns,
     load_rows,
     product,
+    products_of,
+    state_columns,
     store_rows,
 )
 
-_VALUES = 32  # columns of a state's gradient that a program takes along a row
-_PART = 32  # columns of a state at once, where programs take all of them
-_WITHIN, _STATES, _BETWEEN, _SYSTEMS, _KEYS = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1), (8, 1), (8, 1))
+PRODUCTS = "bf16"  # as in triton_chunks.py
+_ALL = 1 << 20
+_LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
 
 
@@ -56,13 +60,14 @@ def chunks_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients by q, k, v, decay and beta, all of them fp32. grad_out_NHV: bf16 or fp32.
 
-    At work beside what was saved and the gradients: (3 K + V + C + K V / C) H numbers a token, 104 KiB with H = 32,
-    K = V = 128, C = 64. They have 4 bytes; with products in "bf16" all but 2 K H of them have 2.
+    At work beside what was saved and the gradients: (K + V + K V / C) H + C G numbers a token of 4 bytes, with products
+    in "bf16" of 2 but for C G; 36 KiB with G = 16, H = 32, K = V = 128, C = 64 in "bf16".
     """
-    n_tokens, n_heads, value_dim = v_NHV.shape
+    n_tokens, n_heads, _ = v_NHV.shape
     n_key_heads, key_dim = q_NGK.shape[1:]
     n_rows, (n_chunks, size) = len(chunks.order_R), chunks.tokens_TC.shape
-    kept = saved.new_NHV.dtype
+    products = products_of(v_NHV, PRODUCTS)
+    kept = torch.bfloat16 if products == "bf16" else torch.float32
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=v_NHV.device)
@@ -71,58 +76,44 @@ def chunks_backward(
     grad_v_NHV, grad_decay_NH, grad_beta_NH = empty(*v_NHV.shape), empty(*decay_NH.shape), empty(*beta_NH.shape)
     if not n_tokens:
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
-    sizes = chunk_sizes(q_NGK, v_NHV, chunks, saved.products)
-    part = {**sizes, "VALUE_BLOCK": min(_PART, sizes["VALUE_BLOCK"])}
+    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
-    by_chunk = n_heads, n_chunks
-
-    # Of q and k by value heads, which are added up at last.
-    part_q_NHK, part_k_NHK = empty(n_tokens, n_heads, key_dim), empty(n_tokens, n_heads, key_dim)
-    grad_sums_THC = empty(n_chunks, n_heads, size)
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _within_kernel[by_chunk](
-        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, tokens_TC, part_q_NHK, part_k_NHK, grad_new_NHV,
-        grad_sums_THC, n_tokens, **sizes, **_WITHIN,
-    )  # fmt: skip
+    _local_kernel[(n_heads, n_chunks)](
+        grad_out_NHV, q_NGK, k_NGK, *sums, tokens_TC, grad_new_NHV, n_tokens, **sizes, **_LOCAL
+    )
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
-    columns = min(_VALUES, sizes["VALUE_BLOCK"])
-    _grad_states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
+    columns = state_columns(v_NHV, n_rows)
+    _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
-        chunks.order_R, chunks.firsts_J, **{**sizes, "VALUE_BLOCK": columns}, **_STATES,
+        chunks.order_R, chunks.firsts_J, **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
     )  # fmt: skip
-    grad_held_NHK = empty(*part_k_NHK.shape, dtype=kept)
-    _between_kernel[by_chunk](
+    grad_held_NHK, grad_sums_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
+    _chunks_kernel[(n_key_heads, n_chunks)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
-        part_q_NHK, part_k_NHK, grad_held_NHK, grad_sums_THC, n_tokens, **part, **_BETWEEN,
+        grad_held_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, n_tokens, **sizes, **_CHUNKS,
     )  # fmt: skip
     del grad_after_THKV
-    grad_system_NHC = empty(n_tokens, n_heads, size, dtype=kept)
-    _systems_kernel[by_chunk](
-        k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK,
-        grad_new_NHV, tokens_TC, part_k_NHK, grad_sums_THC, grad_system_NHC, grad_v_NHV, grad_beta_NH, n_tokens,
+    grad_system_NGC = empty(n_tokens, n_key_heads, size)
+    _systems_kernel[(n_key_heads, n_chunks)](
+        k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK, grad_new_NHV,
+        tokens_TC, grad_sums_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH, n_tokens,
         **sizes, **_SYSTEMS,
     )  # fmt: skip
-    _keys_kernel[(n_key_heads, n_chunks)](
-        k_NGK, beta_NH, grad_system_NHC, tokens_TC, part_q_NHK, part_k_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK,
-        grad_decay_NH, grad_beta_NH, n_tokens, **sizes, **_KEYS,
-    )  # fmt: skip
+    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, tokens_TC, grad_k_NGK, n_tokens, **sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
-def _within_kernel(
+def _local_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
     sums_ptr,
     rest_ptr,
-    new_ptr,
     tokens_ptr,
-    part_q_ptr,
-    part_k_ptr,
     grad_new_ptr,
-    grad_sums_ptr,
     n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -130,35 +121,24 @@ def _within_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
-    """Through what the tokens of a chunk have from each other, for a head: gradients of q, k, g and `new`."""
+    """Of a chunk and a head: what `new` has from the results of the same chunk."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at = (chunk * HEADS + head) * SIZE
-    row, column = each[:, None], each[None, :]
+    turned = tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, KEY, KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        q = load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        turned += product(k, q, PRODUCTS)
     sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
-    # What is used twice is loaded twice: registers are what this kernel is short of.
-    later = decay_between(sums, rest, row <= column, True)
-    k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    turned = product(k, load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK), PRODUCTS) * later
-    grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    store_rows(grad_new_ptr, product(turned, grad, PRODUCTS), line, inside, HEADS, VALUE, VALUE_BLOCK)
-    new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    turned = product(new, load_columns(grad_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK), PRODUCTS) * later
-    q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    part_k = product(turned, q, PRODUCTS)
-    store_rows(part_k_ptr, part_k, line, inside, HEADS, KEY, KEY_BLOCK)
-    k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    grad_sums = -tl.sum(part_k * k.to(tl.float32), 1)
-    grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    seen = product(grad, load_columns(new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK), PRODUCTS)
-    part_q = product(seen * decay_between(sums, rest, row >= column, False), k, PRODUCTS)
-    store_rows(part_q_ptr, part_q, line, inside, HEADS, KEY, KEY_BLOCK)
-    q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    tl.store(grad_sums_ptr + at + each, grad_sums + tl.sum(part_q * q.to(tl.float32), 1))
+    turned *= decay_between(sums, rest, each[:, None] <= each[None, :], True)
+    for start in range(0, VALUE, VALUE_PART):
+        grad_new = product(turned, load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
+        store_rows(grad_new_ptr, grad_new, line, inside, HEADS, VALUE, VALUE_PART, start)
 
 
 @triton.jit
@@ -180,17 +160,17 @@ def _grad_states_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
     """Some columns of the gradients of a head's states behind chunks, from a row's last chunk to its first; and what
     `new` has from them."""
-    start, head, place = tl.program_id(0) * VALUE_BLOCK, tl.program_id(1), tl.program_id(2)
+    start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
-    each, has_key = tl.arange(0, SIZE), tl.arange(0, KEY_BLOCK) < KEY
+    each, has_key = tl.arange(0, SIZE), tl.arange(0, KEY_PART) < KEY
     n_steps = tl.cdiv(end - begin, SIZE).to(tl.int32)
-    grad_state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
+    grad_state = tl.zeros((KEY_PART, VALUE_PART), tl.float32)
     for back in range(n_steps):
         step = n_steps - 1 - back
         chunk = tl.load(firsts_ptr + step) + place
@@ -198,21 +178,21 @@ def _grad_states_kernel(
         inside, line, key_line = first + each < end, first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
         at = (chunk * HEADS + head) * SIZE
         key_row = (chunk * HEADS + head) * KEY
-        store_rows(grad_after_ptr, grad_state, key_row, has_key, 1, VALUE, VALUE_BLOCK, start)
+        store_rows(grad_after_ptr, grad_state, key_row, has_key, 1, VALUE, VALUE_PART, start)
         left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-        grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start).to(tl.float32)
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
+        grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start).to(tl.float32)
         grad_new += product(k, grad_state, PRODUCTS) * left[:, None]
-        store_rows(grad_new_ptr, grad_new, line, inside, HEADS, VALUE, VALUE_BLOCK, start)
-        q = load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-        grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start).to(tl.float32)
+        store_rows(grad_new_ptr, grad_new, line, inside, HEADS, VALUE, VALUE_PART, start)
+        q = load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
+        grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start).to(tl.float32)
         grad *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
-        held = load_columns(held_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
+        held = load_columns(held_ptr, line, inside, HEADS, KEY, KEY_PART)
         grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
-def _between_kernel(
+def _chunks_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
@@ -223,10 +203,10 @@ def _between_kernel(
     grad_after_ptr,
     grad_new_ptr,
     tokens_ptr,
-    part_q_ptr,
-    part_k_ptr,
     grad_held_ptr,
     grad_sums_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
     n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -234,39 +214,57 @@ def _between_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
-    """Through the states before and behind a chunk, for a head: the gradient of `held`, more of those of q, k, g."""
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Of a chunk and the heads of a key head: the gradients of q and `held`, and of k and g what is not from A."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
-    each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-    at, key_row, has_key = (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY, tl.arange(0, KEY_BLOCK) < KEY
-    part_q = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-    part_k = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-    grad_held = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-    both = tl.zeros((VALUE_BLOCK,), tl.float32)
-    for start in range(0, VALUE, VALUE_BLOCK):
-        before = load_columns(before_ptr, key_row, has_key, 1, VALUE, VALUE_BLOCK, start)
-        grad_after = load_columns(grad_after_ptr, key_row, has_key, 1, VALUE, VALUE_BLOCK, start)
-        both += tl.sum(before.to(tl.float32) * grad_after.to(tl.float32), 1)
-        part_k += product(load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start), grad_after, PRODUCTS)
-        part_q += product(load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
-        grad_held -= product(load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK, start), before, PRODUCTS)
-    store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_BLOCK)
-    left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
-    part_k *= left[:, None]
-    k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    to_end = tl.sum(part_k * k.to(tl.float32), 1)
-    part_k += load_rows(part_k_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
-    store_rows(part_k_ptr, part_k, line, inside, HEADS, KEY, KEY_BLOCK)
-    part_q *= tl.exp(tl.load(sums_ptr + at + each))[:, None]
-    q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    grad_sums = tl.load(grad_sums_ptr + at + each) + tl.sum(part_q * q.to(tl.float32), 1) - to_end
-    grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
-    tl.store(grad_sums_ptr + at + each, grad_sums)
-    part_q += load_rows(part_q_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
-    store_rows(part_q_ptr, part_q, line, inside, HEADS, KEY, KEY_BLOCK)
+    each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
+    for head in range(key_head * SHARED, (key_head + 1) * SHARED):
+        line, at, key_row = first * HEADS + head, (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY
+        seen, turned = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+        for start in range(0, VALUE, VALUE_PART):
+            grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+            seen += product(grad, load_columns(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
+            new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+            turned += product(new, load_columns(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
+        sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
+        seen *= decay_between(sums, rest, each[:, None] >= each[None, :], False)
+        turned *= decay_between(sums, rest, each[:, None] <= each[None, :], True)
+        left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
+        grad_sums, to_end = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
+        both = tl.zeros((VALUE_PART,), tl.float32)
+        for key in range(0, KEY, KEY_PART):
+            has_key = key + tl.arange(0, KEY_PART) < KEY
+            part_q = tl.zeros((SIZE, KEY_PART), tl.float32)
+            part_k = tl.zeros((SIZE, KEY_PART), tl.float32)
+            grad_held = tl.zeros((SIZE, KEY_PART), tl.float32)
+            for start in range(0, VALUE, VALUE_PART):
+                before = load_columns(before_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
+                after = load_columns(grad_after_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
+                both += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+                new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                part_k += product(new, after, PRODUCTS)
+                grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                part_q += product(grad, before, PRODUCTS)
+                grad = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                grad_held -= product(grad, before, PRODUCTS)
+            store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_PART, key)
+            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part_k *= left[:, None]
+            to_end += tl.sum(part_k * k.to(tl.float32), 1)
+            part_k += product(turned, q, PRODUCTS)
+            part_q = part_q * tl.exp(sums)[:, None] + product(seen, k, PRODUCTS)
+            grad_sums += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
+            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
+            part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_k_ptr, part_k, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+        grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
+        tl.store(grad_sums_ptr + at + each, grad_sums)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -282,63 +280,10 @@ def _systems_kernel(
     grad_held_ptr,
     grad_new_ptr,
     tokens_ptr,
-    part_k_ptr,
     grad_sums_ptr,
     grad_system_ptr,
-    grad_v_ptr,
-    grad_beta_ptr,
-    n_tokens,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-):
-    """Through `held` and `values` of a chunk and a head: the gradient of v, dA exp(g_i - g_j), and more of those of k,
-    g and beta."""
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
-    each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-    at = (chunk * HEADS + head) * SIZE
-    sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
-    beta = tl.load(beta_ptr + line + each * HEADS, inside, 0.0)
-    turned = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
-
-    grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK)
-    grad_side = product(turned, grad_new, PRODUCTS)
-    v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK).to(tl.float32)
-    grad_beta = tl.sum(grad_side * v, 1)
-    store_rows(grad_v_ptr, grad_side * beta[:, None], line, inside, HEADS, VALUE, VALUE_BLOCK)
-    system = product(grad_side, load_columns(values_ptr, line, inside, HEADS, VALUE, VALUE_BLOCK), PRODUCTS)
-
-    grad_held = load_rows(grad_held_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
-    grad_side = product(turned, grad_held, PRODUCTS)
-    system += product(grad_side, load_columns(held_ptr, line, inside, HEADS, KEY, KEY_BLOCK), PRODUCTS)
-    grad_side *= tl.exp(sums)[:, None]
-    k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK).to(tl.float32)
-    along_k = tl.sum(grad_side * k, 1)
-    tl.store(grad_beta_ptr + line + each * HEADS, grad_beta + along_k, inside)
-    tl.store(grad_sums_ptr + at + each, tl.load(grad_sums_ptr + at + each) + along_k * beta)
-    part_k = load_rows(part_k_ptr, line, inside, HEADS, KEY, KEY_BLOCK) + grad_side * beta[:, None]
-    store_rows(part_k_ptr, part_k, line, inside, HEADS, KEY, KEY_BLOCK)
-    system *= decay_between(sums, rest, each[:, None] > each[None, :], False)
-    store_rows(grad_system_ptr, -system, line, inside, HEADS, SIZE, SIZE)
-
-
-@triton.jit(do_not_specialize=["n_tokens"])
-def _keys_kernel(
-    k_ptr,
-    beta_ptr,
-    grad_system_ptr,
-    tokens_ptr,
-    part_q_ptr,
-    part_k_ptr,
-    grad_sums_ptr,
-    grad_q_ptr,
     grad_k_ptr,
+    grad_v_ptr,
     grad_decay_ptr,
     grad_beta_ptr,
     n_tokens,
@@ -348,31 +293,79 @@ def _keys_kernel(
     SIZE: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
 ):
-    """Through A of a chunk, for the heads of a key head: the gradients of q, k, beta, and of decay from that of g."""
+    """Of a chunk and the heads of a key head, through `held` and `values`: the gradients of v, beta, g and so of decay;
+    of k what is not from A; and that of k_i k_j in A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
-    total = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
-    for head in range(key_head * SHARED, (key_head + 1) * SHARED):
-        total += load_rows(part_q_ptr, first * HEADS + head, inside, HEADS, KEY, KEY_BLOCK)
-    store_rows(grad_q_ptr, total, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
-    total = tl.zeros((SIZE, KEY_BLOCK), tl.float32)
+    keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, KEY, KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        keys += product(k, tl.trans(k), PRODUCTS)
     for head in range(key_head * SHARED, (key_head + 1) * SHARED):
         line, at = first * HEADS + head, (chunk * HEADS + head) * SIZE
-        beta = tl.load(beta_ptr + line + each * HEADS, inside, 0.0)
-        as_row = product(load_rows(grad_system_ptr, line, inside, HEADS, SIZE, SIZE), k, PRODUCTS)
-        turned = load_columns(grad_system_ptr, line, inside, HEADS, SIZE, SIZE).to(tl.float32) * beta[None, :]
-        as_column = product(turned, k, PRODUCTS)
-        along_row, along_column = tl.sum(as_row * k.to(tl.float32), 1), tl.sum(as_column * k.to(tl.float32), 1)
-        total += as_row * beta[:, None] + as_column + load_rows(part_k_ptr, line, inside, HEADS, KEY, KEY_BLOCK)
         place = line + each * HEADS
-        tl.store(grad_beta_ptr + place, tl.load(grad_beta_ptr + place, inside, 0.0) + along_row, inside)
-        grad_sums = tl.load(grad_sums_ptr + at + each) + beta * along_row - along_column
+        sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
+        beta = tl.load(beta_ptr + place, inside, 0.0)
+        turned = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
+        system = tl.zeros((SIZE, SIZE), tl.float32)
+        grad_beta, along_k = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
+        for start in range(0, VALUE, VALUE_PART):
+            grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+            side = product(turned, grad_new, PRODUCTS)
+            values = load_columns(values_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+            system += product(side, values, PRODUCTS)
+            v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+            grad_beta += tl.sum(side * v.to(tl.float32), 1)
+            store_rows(grad_v_ptr, side * beta[:, None], line, inside, HEADS, VALUE, VALUE_PART, start)
+        for start in range(0, KEY, KEY_PART):
+            grad_held = load_rows(grad_held_ptr, line, inside, HEADS, KEY, KEY_PART, start)
+            side = product(turned, grad_held, PRODUCTS)
+            system += product(side, load_columns(held_ptr, line, inside, HEADS, KEY, KEY_PART, start), PRODUCTS)
+            side *= tl.exp(sums)[:, None]
+            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+            along_k += tl.sum(side * k.to(tl.float32), 1)
+            side = side * beta[:, None] + load_rows(grad_k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+            store_rows(grad_k_ptr, side, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        system *= -decay_between(sums, rest, each[:, None] > each[None, :], False)
+        along_k += tl.sum(system * keys, 1)
+        tl.store(grad_beta_ptr + place, grad_beta + along_k, inside)
+        system *= beta[:, None]
+        total += system
+        grad_sums = tl.load(grad_sums_ptr + at + each) + beta * along_k - tl.sum(system * keys, 0)
         # A token's decay is in the sums of all tokens from it on.
         onward = tl.where(each[:, None] >= each[None, :], grad_sums[:, None], 0.0)
         tl.store(grad_decay_ptr + place, tl.sum(onward, 0), inside)
-    store_rows(grad_k_ptr, total, key_line, inside, HEADS // SHARED, KEY, KEY_BLOCK)
+    store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _keys_kernel(
+    k_ptr,
+    grad_system_ptr,
+    tokens_ptr,
+    grad_k_ptr,
+    n_tokens,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_PART: tl.constexpr,
+    VALUE_PART: tl.constexpr,
+):
+    """Of a chunk and a key head: the rest of the gradient of k, each of which is in A as a row and as a column."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    key_line = first * (HEADS // SHARED) + key_head
+    system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
+    system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
+    for start in range(0, KEY, KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        grad = product(system, k, PRODUCTS)
+        grad += load_rows(grad_k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+        store_rows(grad_k_ptr, grad, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
