@@ -207,13 +207,14 @@ def activation_bytes(
 def _rule_bytes(delta: Delta, itemsize: int) -> int:
     """What the backward pass of a layer with the gated delta rule holds at most between its two products.
 
-    What the rule is given and gives, with its gradients. And what its kernels keep from the forward pass and write for
-    one another, see areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py, all of it in float32.
+    What the rule is given and gives, with its gradients. And what its kernels keep from the forward pass, in float32,
+    and write for one another: see areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py.
     """
     key, value = delta.key_dim, delta.value_dim
     given = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size
-    kept, for_others = _CHUNK + key + 2 * value, 3 * key + value + _CHUNK
-    return given + 4 * delta.n_value_heads * (kept + for_others + 2 * key * value // _CHUNK)
+    kept = 4 * (_CHUNK + key + 2 * value + key * value // _CHUNK) * delta.n_value_heads
+    between = itemsize * (key + value + key * value // _CHUNK) * delta.n_value_heads
+    return given + kept + between + 4 * _CHUNK * delta.n_key_heads
 
 
 def token_bytes(
