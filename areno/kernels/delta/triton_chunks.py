@@ -169,6 +169,15 @@ def product(a, b, PRODUCTS: tl.constexpr):
 
 
 @triton.jit
+def operand(x, PRODUCTS: tl.constexpr):
+    """x, as small as its products are: for what waits for several of them."""
+    if PRODUCTS == "bf16":
+        return x.to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
 def _by_parts(a, b):
     """A number in fp32 as the sum of two in bfloat16, which has 16 of its 24 bits. The small parts are added first."""
     a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)

@@ -35,6 +35,7 @@ from areno.kernels.delta.triton_chunks import (
     kernel_sizes,
     load_columns,
     load_rows,
+    operand,
     product,
     products_of,
     state_columns,
@@ -230,39 +231,41 @@ def _chunks_kernel(
             new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
             turned += product(new, load_columns(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
         sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
-        seen *= decay_between(sums, rest, each[:, None] >= each[None, :], False)
-        turned *= decay_between(sums, rest, each[:, None] <= each[None, :], True)
+        seen = operand(seen * decay_between(sums, rest, each[:, None] >= each[None, :], False), PRODUCTS)
+        turned = operand(turned * decay_between(sums, rest, each[:, None] <= each[None, :], True), PRODUCTS)
         left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
         grad_sums, to_end = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
         both = tl.zeros((VALUE_PART,), tl.float32)
         for key in range(0, KEY, KEY_PART):
             has_key = key + tl.arange(0, KEY_PART) < KEY
-            part_q = tl.zeros((SIZE, KEY_PART), tl.float32)
-            part_k = tl.zeros((SIZE, KEY_PART), tl.float32)
+            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
+            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part = tl.zeros((SIZE, KEY_PART), tl.float32)
             grad_held = tl.zeros((SIZE, KEY_PART), tl.float32)
+            for start in range(0, VALUE, VALUE_PART):
+                before = load_columns(before_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
+                before = operand(before, PRODUCTS)
+                part += product(load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), before, PRODUCTS)
+                grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                grad_held -= product(grad_new, before, PRODUCTS)
+            store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_PART, key)
+            part = part * tl.exp(sums)[:, None] + product(seen, k, PRODUCTS)
+            grad_sums += tl.sum(part * q.to(tl.float32), 1)
+            part += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_q_ptr, part, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part = tl.zeros((SIZE, KEY_PART), tl.float32)
             for start in range(0, VALUE, VALUE_PART):
                 before = load_columns(before_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
                 after = load_columns(grad_after_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
                 both += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-                new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                part_k += product(new, after, PRODUCTS)
-                grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                part_q += product(grad, before, PRODUCTS)
-                grad = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                grad_held -= product(grad, before, PRODUCTS)
-            store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_PART, key)
-            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            part_k *= left[:, None]
-            to_end += tl.sum(part_k * k.to(tl.float32), 1)
-            part_k += product(turned, q, PRODUCTS)
-            part_q = part_q * tl.exp(sums)[:, None] + product(seen, k, PRODUCTS)
-            grad_sums += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
-            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
-            part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_k_ptr, part_k, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+                part += product(load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), after, PRODUCTS)
+            part *= left[:, None]
+            to_end += tl.sum(part * k.to(tl.float32), 1)
+            part += product(turned, q, PRODUCTS)
+            grad_sums -= tl.sum(part * k.to(tl.float32), 1)
+            part += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_k_ptr, part, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
         grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
         tl.store(grad_sums_ptr + at + each, grad_sums)
 
@@ -310,7 +313,7 @@ def _systems_kernel(
         place = line + each * HEADS
         sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
         beta = tl.load(beta_ptr + place, inside, 0.0)
-        turned = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
+        turned = operand(load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE), PRODUCTS)
         system = tl.zeros((SIZE, SIZE), tl.float32)
         grad_beta, along_k = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
         for start in range(0, VALUE, VALUE_PART):
@@ -364,6 +367,7 @@ def _keys_kernel(
     key_line = first * (HEADS // SHARED) + key_head
     system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
     system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
+    system = operand(system, PRODUCTS)
     for start in range(0, KEY, KEY_PART):
         k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
         grad = product(system, k, PRODUCTS)
