@@ -96,12 +96,12 @@ def chunks_forward(
     after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
     if before_RHKV is not None:
         before_RHKV = before_RHKV.contiguous()
-    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
+    sizes, places = kernel_sizes(q_NGK, v_NHV, chunks, products), (chunks.tokens_TC, chunks.sizes_T)
     q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
     if n_tokens:
         _prepare_kernel[(n_heads, n_chunks)](
-            k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
-            saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens,
+            k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), *places, saved.sums_THC, saved.rest_THC,
+            saved.inverse_NHC, saved.held_NHK, saved.values_NHV,
             EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
@@ -113,8 +113,8 @@ def chunks_forward(
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
-            q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
-            n_tokens, **sizes, **_OUT,
+            q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, *places, out_NHV,
+            **sizes, **_OUT,
         )  # fmt: skip
     return out_NHV, after_RHKV, saved
 
@@ -160,10 +160,34 @@ def product(a, b, PRODUCTS: tl.constexpr):
     gives wrong numbers (github.com/fla-org/flash-linear-attention/issues/640)."""
     if PRODUCTS == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
+    elif PRODUCTS == "split":
+        return _by_parts(a, b)
     elif PRODUCTS == "tf32":
         return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRODUCTS)
+
+
+@triton.jit
+def operand(x, PRODUCTS: tl.constexpr):
+    """x, as small as its products are: for what waits for several of them."""
+    if PRODUCTS == "bf16":
+        return x.to(tl.bfloat16)
+    else:
+        return x
+
+
+@triton.jit
+def _by_parts(a, b):
+    """A number in fp32 as the sum of two in bfloat16, which has 16 of its 24 bits. The small parts are added first."""
+    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    if a.dtype == tl.bfloat16:
+        total = tl.dot(a, (b - b_high.to(tl.float32)).to(tl.bfloat16))
+    else:
+        total = tl.dot((a - a_high.to(tl.float32)).to(tl.bfloat16), b_high)
+        if b.dtype == tl.float32:
+            total = tl.dot(a_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), acc=total)
+    return tl.dot(a_high, b_high, acc=total)
 
 
 @triton.jit
@@ -176,10 +200,9 @@ def _to_tf32(x):
 
 
 @triton.jit
-def chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE: tl.constexpr):
+def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
     """The first token of a chunk, int64, and which of its places have one."""
-    place = tokens_ptr + chunk * SIZE
-    return tl.load(place), tl.load(place + tl.arange(0, SIZE)) < n_tokens
+    return tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
 
 
 @triton.jit
@@ -247,28 +270,28 @@ def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
     whole = tl.where(on_diagonal, tl.reshape(spread, (SIZE, SIZE)), 0.0)
     if BLOCKS >= 2:
         below = tl.where((row // _BASE == column // _BASE + 1) & (row // _BASE % 2 == 1), system, 0.0)
-        below = tl.dot(below, whole, input_precision=EXACT)
-        whole -= tl.dot(whole, below, input_precision=EXACT)
+        below = product(below, whole, EXACT)
+        whole -= product(whole, below, EXACT)
     if BLOCKS >= 4:
         below = tl.where((row >= SIZE // 2) & (column < SIZE // 2), system, 0.0)
-        below = tl.dot(below, whole, input_precision=EXACT)
-        whole -= tl.dot(whole, below, input_precision=EXACT)
+        below = product(below, whole, EXACT)
+        whole -= product(whole, below, EXACT)
     return whole
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _prepare_kernel(
     k_ptr,
     v_ptr,
     decay_ptr,
     beta_ptr,
     tokens_ptr,
+    sizes_ptr,
     sums_ptr,
     rest_ptr,
     inverse_ptr,
     held_ptr,
     values_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -281,7 +304,7 @@ def _prepare_kernel(
 ):
     """`inverse`, `held` and `values` of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
     sums = tl.cumsum(tl.load(decay_ptr + line + each * HEADS, inside, 0.0).to(tl.float64), 0)
     rounded = sums.to(tl.float32)
@@ -345,7 +368,7 @@ def _states_kernel(
     for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
         chunk = tl.load(firsts_ptr + step) + place
         first = begin + step * SIZE
-        inside, line = first + tl.arange(0, SIZE) < end, first * HEADS + head
+        inside, line = tl.arange(0, SIZE) < (end - first).to(tl.int32), first * HEADS + head
         store_rows(before_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
         held = load_rows(held_ptr, line, inside, HEADS, KEY, KEY_PART)
         new = load_rows(values_ptr, line, inside, HEADS, VALUE, VALUE_PART, start) - product(held, state, PRODUCTS)
@@ -358,7 +381,7 @@ def _states_kernel(
         store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _out_kernel(
     q_ptr,
     k_ptr,
@@ -367,8 +390,8 @@ def _out_kernel(
     new_ptr,
     before_ptr,
     tokens_ptr,
+    sizes_ptr,
     out_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -380,7 +403,7 @@ def _out_kernel(
 ):
     """The results of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]
     seen = tl.zeros((SIZE, SIZE), tl.float32)
