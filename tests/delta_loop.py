@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -78,3 +79,10 @@ def compare_step() -> None:
         torch.testing.assert_close(states.matrices_SHKV[slot], state.float(), atol=2e-5, rtol=1e-4)
         assert torch.equal(states.inputs_SXw[slot], tokens[-WIDTH + 1 :, row, :N_CHANNELS].T)
     assert not states.matrices_SHKV[[1, 3]].any()
+
+
+def compare_steps() -> None:
+    """With programs that take all of a state, and with programs that take a part of its columns."""
+    compare_step()
+    with mock.patch("areno.kernels.delta.triton_step.COLUMNS", 4):
+        compare_step()

@@ -99,7 +99,7 @@ def test_one_token_of_each_row() -> None:
 
 
 def test_one_token_of_each_row_in_triton() -> None:
-    run_interpreted("from tests.delta_loop import compare_step; compare_step()")
+    run_interpreted("from tests.delta_loop import compare_steps; compare_steps()")
 
 
 def test_chunks_are_those_of_transformers() -> None:

@@ -1,6 +1,9 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false
-"""One token of each row in two kernels: the convolution, then all that happens in a head. Letters as in the package."""
+"""One token of each row in two kernels: the convolution, then all that happens in a head. Letters as in the package.
+
+Where a program takes a part of a state's columns, a third kernel is the norm behind the rule.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.delta.around.triton_gated_norm import gated_norm
 from areno.kernels.delta.around.triton_parts import LENGTH_EPS, rounded, softplus
 from areno.kernels.delta.parts import DeltaStates, DeltaWeights
 
 _CHANNELS = 256  # of a program of the convolution
+# Columns of a state that a program takes, and its warps. Of a state of 128 x 128, all with 8 warps leave room for one
+# program on a processor of an H200 (176 registers), 32 with 4 warps for 7 (72 registers).
+COLUMNS, WARPS = 128, 8
 
 
 def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
@@ -28,14 +35,17 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
         given_BP, weights.conv_XW, states.inputs_SXw, slots_B, mixed_BX, n_given, n_channels,
         WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS,
     )  # fmt: skip
-    _head_kernel[(n_rows, n_heads)](
+    columns = min(COLUMNS, triton.next_power_of_2(value_dim))
+    _head_kernel[(n_rows * triton.cdiv(value_dim, columns), n_heads)](
         given_BP, mixed_BX, weights.log_decay_H, weights.bias_H, weights.norm_V, states.matrices_SHKV, slots_B, out_BI,
         n_given, n_channels, n_heads, n_heads // weights.n_key_heads, weights.n_key_heads * key_dim, weights.eps,
         key_dim**-0.5,
         KEY=key_dim, VALUE=value_dim,
-        KEY_BLOCK=triton.next_power_of_2(key_dim), VALUE_BLOCK=triton.next_power_of_2(value_dim),
-        num_warps=8,
+        KEY_BLOCK=triton.next_power_of_2(key_dim), COLUMNS=columns,
+        num_warps=WARPS,
     )  # fmt: skip
+    if columns < value_dim:
+        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights)
     return out_BI
 
 
@@ -83,12 +93,13 @@ def _head_kernel(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Gates, the step of the state, and the gated norm, of one head of a row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part."""
+    PARTS: tl.constexpr = (VALUE + COLUMNS - 1) // COLUMNS
+    row, head = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    key, value = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    key, value = tl.arange(0, KEY_BLOCK), tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     has_key, has_value = key < KEY, value < VALUE
     mixed, given = mixed_ptr + row * n_channels, given_ptr + row * n_given
     q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
@@ -110,6 +121,7 @@ def _head_kernel(
     state += k[:, None] * (missing * tl.sigmoid(b))[None, :]
     tl.store(place, state, mask=inside)
     out = rounded(tl.sum(state * q[:, None], 0), given_ptr)
-    weight = tl.load(norm_ptr + value, mask=has_value, other=0.0).to(tl.float32)
-    out = out * tl.rsqrt(tl.sum(out * out, 0) / VALUE + eps) * weight * z * tl.sigmoid(z)
+    if PARTS == 1:
+        weight = tl.load(norm_ptr + value, mask=has_value, other=0.0).to(tl.float32)
+        out = out * tl.rsqrt(tl.sum(out * out, 0) / VALUE + eps) * weight * z * tl.sigmoid(z)
     tl.store(out_ptr + row * n_inner + head * VALUE + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
