@@ -21,8 +21,9 @@ class RowChunks:
     order_R: the rows, the longest first. lengths_R: of rows, as they are packed. borders: (R + 1,), where they start,
     and the number of tokens.
     rows_J: how many rows each step has. firsts_J: the first chunk of each step, on the device; the j-th chunk of the
-    row order_R[i] is firsts_J[j] + i. tokens_TC: the token at each place of a chunk, N where there is none. sizes_T: how many there are.
-    places_N: where in the flattened chunks each token is. ages_N: how many tokens of its row are before a token.
+    row order_R[i] is firsts_J[j] + i. tokens_TC: the token at each place of a chunk, N where there is none.
+    sizes_T: how many there are. places_N: where in the flattened chunks each token is. ages_N: how many tokens of its
+    row are before a token.
     """
 
     order_R: Tensor

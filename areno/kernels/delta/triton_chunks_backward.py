@@ -45,7 +45,7 @@ from areno.kernels.delta.triton_chunks import (
 PRODUCTS = "bf16"  # as in triton_chunks.py
 _ALL = 1 << 20
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (8, 1), (8, 1), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
 
 
@@ -81,9 +81,7 @@ def chunks_backward(
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
     beta_NH, places, sums = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.sums_THC, saved.rest_THC)
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _local_kernel[(n_heads, n_chunks)](
-        grad_out_NHV, q_NGK, k_NGK, *sums, *places, grad_new_NHV, **sizes, **_LOCAL
-    )
+    _local_kernel[(n_heads, n_chunks)](grad_out_NHV, q_NGK, k_NGK, *sums, *places, grad_new_NHV, **sizes, **_LOCAL)
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
     columns = state_columns(v_NHV, n_rows)
     _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
@@ -176,7 +174,11 @@ def _grad_states_kernel(
         step = n_steps - 1 - back
         chunk = tl.load(firsts_ptr + step) + place
         first = begin + step * SIZE
-        inside, line, key_line = each < (end - first).to(tl.int32), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
+        inside, line, key_line = (
+            each < (end - first).to(tl.int32),
+            first * HEADS + head,
+            first * (HEADS // SHARED) + head // SHARED,
+        )
         at = (chunk * HEADS + head) * SIZE
         key_row = (chunk * HEADS + head) * KEY
         store_rows(grad_after_ptr, grad_state, key_row, has_key, 1, VALUE, VALUE_PART, start)
