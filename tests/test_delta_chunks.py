@@ -89,13 +89,13 @@ def compare(lengths: list[int], has_before: bool = True, bound: float = 3e-6, **
 
 def compare_rounded(products: str, bound: float) -> None:
     """bfloat16, against float64 with the same rounded q, k and v."""
-    from areno.kernels.delta import triton_chunks
+    from areno.kernels.delta import triton_chunks, triton_chunks_backward
 
     given, chunks, before, upstream = given_to([21, 9], dims=(16, 16), heads=(1, 2))
     given = [each.bfloat16() if i < 3 else each.float() for i, each in enumerate(given)]
     upstream = upstream.bfloat16()
     right = expected([each.double() for each in given], chunks, before, upstream.double())
-    triton_chunks.PRODUCTS = products
+    triton_chunks.PRODUCTS = triton_chunks_backward.PRODUCTS = products
     _multiply_bfloat16()
     found = by_kernels(given, chunks, before.float(), upstream)
     assert found[0].dtype == torch.bfloat16
@@ -153,7 +153,7 @@ def test_strong_decay_no_decay_and_equal_keys() -> None:
     run_interpreted("from tests.test_delta_chunks import compare_hard; compare_hard()")
 
 
-@pytest.mark.parametrize(("products", "bound"), [("tf32", 4e-3), ("bf16", 1.2e-2)])
+@pytest.mark.parametrize(("products", "bound"), [("split", 4e-3), ("tf32", 4e-3), ("bf16", 2e-2)])
 def test_half_precision(products: str, bound: float) -> None:
     """Results are rounded once, to 4e-3 of each number; products of operands in bfloat16 add as much several times."""
     run_interpreted(f"from tests.test_delta_chunks import compare_rounded; compare_rounded({products!r}, {bound})")
@@ -170,13 +170,16 @@ def test_kernels_of_real_sizes_on_the_gpu(lengths: list[int], settings: dict[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("products", "bound"), [("tf32", 4e-3), ("bf16", 1.5e-2)])
+@pytest.mark.parametrize(
+    ("products", "bound"), [(("split", "bf16"), 1.5e-2), (("split", "split"), 4e-3), (("tf32", "tf32"), 4e-3)]
+)
 @pytest.mark.parametrize("lengths", [[512, 700, 1, 0, 64, 130], [8192]])
 def test_half_precision_of_real_sizes_on_the_gpu(
-    products: str, bound: float, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    products: tuple[str, str], bound: float, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And twice the same bits."""
-    monkeypatch.setattr("areno.kernels.delta.triton_chunks.PRODUCTS", products)
+    """Of forward and backward. And twice the same bits."""
+    monkeypatch.setattr("areno.kernels.delta.triton_chunks.PRODUCTS", products[0])
+    monkeypatch.setattr("areno.kernels.delta.triton_chunks_backward.PRODUCTS", products[1])
     given, chunks, before, upstream = given_to(lengths, decay=0.3, **REAL)
     given = [each.bfloat16() if i < 3 else each.float() for i, each in enumerate(given)]
     before, upstream = before.float(), upstream.bfloat16()

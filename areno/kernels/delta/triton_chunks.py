@@ -29,14 +29,15 @@ from torch import Tensor
 
 from areno.kernels.delta.row_chunks import RowChunks
 
-# What the operands of products are rounded to where q, k and v are bfloat16: "bf16" or "tf32". What is kept for other
-# kernels as an operand is kept so, too. TF32 leaves no more error than the results have in bfloat16 anyway.
+# What the operands of products are rounded to where q, k and v are bfloat16: "bf16", "tf32", or "split" into two
+# bfloat16. What is kept for other kernels as an operand is kept in bfloat16 or fp32. The latter two leave no more error
+# than the results have in bfloat16 anyway.
 PRODUCTS = "tf32"
 _PART = 64  # columns of q, k, v at once: small tiles leave room for several programs on a processor
 _ENOUGH = 256  # programs that a large GPU is busy with
 _ALL = 1 << 20
 _PREPARE, _STATES, _OUT = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1))
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
 _BASE = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
@@ -125,8 +126,8 @@ def products_of(v: Tensor, rounded: str) -> str:
 
 
 def exact_products(products: str) -> str:
-    """The precision of the products that make the inverse: that of fp32."""
-    return "ieee" if products == "ieee" else "tf32x3"
+    """The products that make the inverse, whose errors would go through all that follows."""
+    return "split" if products in ("bf16", "tf32") else products
 
 
 def kernel_sizes(
@@ -250,16 +251,29 @@ def decay_to_end(sums_ptr, rest_ptr, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    """(1 + system)^-1 of a strictly lower matrix, which is also given transposed.
+def _on_diagonal(SIZE: tl.constexpr):
+    """Which places of a matrix are in the blocks on its diagonal."""
+    block = tl.arange(0, SIZE) // _BASE
+    return block[:, None] == block[None, :]
 
-    Blocks on the diagonal row by row, all of them at once. Then two neighbours x, z with y below x become
-    ((x, 0), (-z y x, z)), which is exact in the sense that no large terms cancel, unlike a series of powers.
+
+@triton.jit
+def _diagonal_blocks(x, SIZE: tl.constexpr):
+    """(SIZE / 16, 16, 16)."""
+    BLOCKS: tl.constexpr = SIZE // _BASE
+    x = tl.where(_on_diagonal(SIZE), x, 0.0)
+    return tl.sum(tl.reshape(x, (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
+
+
+@triton.jit
+def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    """(1 + system)^-1 of a strictly lower matrix. turned: the blocks on the diagonal of its transpose.
+
+    These row by row, all at once, so that with 4 warps each has one. Then two neighbours x, z with y below x become
+    ((x, 0), (-z y x, z)). No large terms cancel, unlike in a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    on_diagonal = row // _BASE == column // _BASE
-    turned = tl.sum(tl.reshape(tl.where(on_diagonal, turned, 0.0), (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
     small_row, small_column = tl.arange(0, _BASE)[None, :, None], tl.arange(0, _BASE)[None, None, :]
     blocks = tl.where(small_row == small_column, 1.0, 0.0) + tl.zeros((BLOCKS, _BASE, _BASE), tl.float32)
     for i in range(1, _BASE):
@@ -267,7 +281,7 @@ def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
         earlier = tl.sum(line[:, :, None] * blocks, axis=1)
         blocks = tl.where(small_row == i, blocks - earlier[:, None, :], blocks)
     spread = blocks[:, :, None, :] + tl.zeros((BLOCKS, _BASE, BLOCKS, _BASE), tl.float32)
-    whole = tl.where(on_diagonal, tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    whole = tl.where(_on_diagonal(SIZE), tl.reshape(spread, (SIZE, SIZE)), 0.0)
     if BLOCKS >= 2:
         below = tl.where((row // _BASE == column // _BASE + 1) & (row // _BASE % 2 == 1), system, 0.0)
         below = product(below, whole, EXACT)
@@ -319,8 +333,9 @@ def _prepare_kernel(
         k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
         keys += product(k, tl.trans(k), PRODUCTS)
     row, column = each[:, None], each[None, :]
-    system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
     turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
+    turned = _diagonal_blocks(turned, SIZE)
+    system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
     inverse = _inverse(system, turned, SIZE, EXACT)
     store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
     # Factors go to the inverse, so that k and v are not rounded again.

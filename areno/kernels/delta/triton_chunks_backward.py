@@ -45,7 +45,7 @@ from areno.kernels.delta.triton_chunks import (
 PRODUCTS = "bf16"  # as in triton_chunks.py
 _ALL = 1 << 20
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (8, 1), (8, 1), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
 
 
