@@ -35,7 +35,6 @@ from areno.kernels.delta.row_chunks import RowChunks
 PRODUCTS = "tf32"
 _PART = 64  # columns of q, k, v at once: small tiles leave room for several programs on a processor
 _ENOUGH = 256  # programs that a large GPU is busy with
-_ALL = 1 << 20
 _PREPARE, _STATES, _OUT = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
@@ -106,11 +105,11 @@ def chunks_forward(
             EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
-        columns = state_columns(v_NHV, n_rows)
-        _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
+        walk = walk_sizes(q_NGK, v_NHV, chunks, products)
+        _states_kernel[(triton.cdiv(value_dim, walk["VALUE_PART"]), n_heads, n_rows)](
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
-            **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
+            **walk, **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
@@ -130,13 +129,8 @@ def exact_products(products: str) -> str:
     return "split" if products in ("bf16", "tf32") else products
 
 
-def kernel_sizes(
-    q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str, keys: int = _PART, values: int = _PART
-) -> dict[str, Any]:
-    """What a kernel is compiled for. keys, values: how many columns a program takes at once, at the most.
-
-    Blocks are at least 16 wide, for the matrix units.
-    """
+def kernel_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
+    """What a kernel is compiled for. Blocks are at least 16 wide, for the matrix units."""
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
         "PRODUCTS": products,
@@ -145,9 +139,17 @@ def kernel_sizes(
         "SIZE": chunks.tokens_TC.shape[1],
         "KEY": key,
         "VALUE": value,
-        "KEY_PART": min(keys, max(16, triton.next_power_of_2(key))),
-        "VALUE_PART": min(values, max(16, triton.next_power_of_2(value))),
+        "KEY_PART": min(_PART, max(16, triton.next_power_of_2(key))),
+        "VALUE_PART": min(_PART, max(16, triton.next_power_of_2(value))),
     }
+
+
+def walk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
+    """The same for a kernel that goes along rows: all keys at once, and few columns of a state."""
+    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
+    sizes["KEY_PART"] = max(16, triton.next_power_of_2(q_NGK.shape[2]))
+    sizes["VALUE_PART"] = min(state_columns(v_NHV, len(chunks.order_R)), sizes["VALUE_PART"])
+    return sizes
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:

@@ -38,12 +38,11 @@ from areno.kernels.delta.triton_chunks import (
     operand,
     product,
     products_of,
-    state_columns,
     store_rows,
+    walk_sizes,
 )
 
 PRODUCTS = "bf16"  # as in triton_chunks.py
-_ALL = 1 << 20
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (8, 1), (8, 1), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
@@ -83,10 +82,10 @@ def chunks_backward(
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
     _local_kernel[(n_heads, n_chunks)](grad_out_NHV, q_NGK, k_NGK, *sums, *places, grad_new_NHV, **sizes, **_LOCAL)
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
-    columns = state_columns(v_NHV, n_rows)
-    _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
+    walk = walk_sizes(q_NGK, v_NHV, chunks, products)
+    _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], walk["VALUE_PART"]), n_heads, n_rows)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
-        chunks.order_R, chunks.firsts_J, **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
+        chunks.order_R, chunks.firsts_J, **walk, **_STATES,
     )  # fmt: skip
     grad_held_NHK, grad_sums_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
     _chunks_kernel[(n_key_heads, n_chunks)](
