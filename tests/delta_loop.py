@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,8 +33,15 @@ def no_states(n: int) -> DeltaStates:
     return DeltaStates(torch.zeros(n, N_CHANNELS, WIDTH - 1), torch.zeros(n, N_HEADS, KEY_DIM, VALUE_DIM))
 
 
-def one_by_one(row_NP: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """The results of a row's tokens (N, H V), and the state behind it (H, K, V): a loop over tokens and heads."""
+def one_by_one(row_NP: Tensor, weights: DeltaWeights, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """The results of a row's tokens (N, H V), and the state behind it (H, K, V): a loop over tokens and heads.
+
+    dtype: what q, k, v and the rule's results are rounded to.
+    """
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
     w = DeltaWeights(*(each.double() if isinstance(each, Tensor) else each for each in weights))
     state = row_NP.new_zeros(N_HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     window = [torch.zeros(N_CHANNELS, dtype=torch.float64)] * WIDTH
@@ -47,14 +55,14 @@ def one_by_one(row_NP: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
         for head in range(N_HEADS):
             at = head // (N_HEADS // N_KEY_HEADS) * KEY_DIM
             q, k = x[at : at + KEY_DIM], x[n_key + at : n_key + at + KEY_DIM]
-            v = x[2 * n_key + head * VALUE_DIM :][:VALUE_DIM]
             q, k = q / (q @ q + 1e-6).sqrt() / math.sqrt(KEY_DIM), k / (k @ k + 1e-6).sqrt()
+            q, k, v = map(rounded, (q, k, x[2 * n_key + head * VALUE_DIM :][:VALUE_DIM]))
             alpha = torch.exp(-torch.exp(w.log_decay_H[head]) * torch.log1p(torch.exp(a[head] + w.bias_H[head])))
             beta = 1 / (1 + torch.exp(-b[head]))
             # S_t = S_{t-1} (alpha (I - beta k k^T)) + beta v k^T, here with S transposed
             erased = alpha * (torch.eye(KEY_DIM, dtype=torch.float64) - beta * torch.outer(k, k)) @ state[head]
             state = torch.cat([state[:head], (erased + beta * torch.outer(k, v))[None], state[head + 1 :]])
-            out, gate = state[head].T @ q, z[head * VALUE_DIM :][:VALUE_DIM]
+            out, gate = rounded(state[head].T @ q), z[head * VALUE_DIM :][:VALUE_DIM]
             outs.append(out / (out.square().mean() + 1e-6).sqrt() * w.norm_V * gate / (1 + torch.exp(-gate)))
     out = torch.stack(outs) if outs else row_NP.new_zeros(0, dtype=torch.float64)
     return out.view(len(row_NP), N_HEADS * VALUE_DIM), state
@@ -71,3 +79,10 @@ def compare_step() -> None:
         torch.testing.assert_close(states.matrices_SHKV[slot], state.float(), atol=2e-5, rtol=1e-4)
         assert torch.equal(states.inputs_SXw[slot], tokens[-WIDTH + 1 :, row, :N_CHANNELS].T)
     assert not states.matrices_SHKV[[1, 3]].any()
+
+
+def compare_steps() -> None:
+    """With programs that take all of a state, and with programs that take a part of its columns."""
+    compare_step()
+    with mock.patch("areno.kernels.delta.triton_step.COLUMNS", 4):
+        compare_step()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +10,7 @@ from interpreted import run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from areno.engine.same_bits.deterministic import begin_deterministic, end_deterministic, places_of_their_own
-from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, reference
-from areno.kernels.delta.library import by_library, library_rule
+from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows
 from areno.kernels.delta.reference import chunked_delta
 from tests.delta_loop import (
     KEY_DIM,
@@ -105,7 +99,7 @@ def test_one_token_of_each_row() -> None:
 
 
 def test_one_token_of_each_row_in_triton() -> None:
-    run_interpreted("from tests.delta_loop import compare_step; compare_step()")
+    run_interpreted("from tests.delta_loop import compare_steps; compare_steps()")
 
 
 def test_chunks_are_those_of_transformers() -> None:
@@ -122,56 +116,6 @@ def test_chunks_are_those_of_transformers() -> None:
         expected, behind = theirs(*given, initial_state=before, output_final_state=True)
         torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(state, behind, atol=1e-5, rtol=1e-4)
-
-
-def test_the_library_is_asked_for_the_same() -> None:
-    """flash-linear-attention needs a GPU. A function of its form, made of transformers' own, shows what it is given."""
-    asked: list[str] = []
-
-    def like_fla(q, k, v, *, g, beta, scale, initial_state, output_final_state, cu_seqlens):
-        asked.append(str(q.dtype))
-        outs, states = [], []
-        for row, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            part = [each[:, start:end] for each in (q * scale * KEY_DIM**0.5, k, v, g, beta)]
-            first = None if initial_state is None else initial_state[row : row + 1]
-            out, state = modeling_qwen3_5.torch_chunk_gated_delta_rule(
-                *part, initial_state=first, output_final_state=output_final_state
-            )
-            outs.append(out)
-            states.append(state)
-        return torch.cat(outs, dim=1), torch.cat(states)
-
-    chunks, weights, given = chunks_of([9, 30]), random_weights(), random_tokens(39)
-    for before in (None, no_states(2)._replace(matrices_SHKV=torch.randn(2, N_HEADS, KEY_DIM, VALUE_DIM))):
-        expected, after = delta_rows(given, weights, chunks, before, keep=True)
-        with mock.patch.object(reference, "library_rule", return_value=partial(by_library, like_fla)):
-            found, behind = delta_rows(given, weights, chunks, before, keep=True)
-        assert after is not None
-        assert behind is not None
-        torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
-        torch.testing.assert_close(behind.matrices_SHKV, after.matrices_SHKV, atol=0.05, rtol=0.05)
-    assert asked == ["torch.bfloat16"] * 2
-    assert library_rule(given, chunked_delta) is chunked_delta
-
-
-def test_the_library_is_left_out_where_runs_are_to_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It chooses its kernels by their time."""
-    given: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    monkeypatch.setattr("areno.kernels.delta.library._tried", lambda device, own: len)
-    begin_deterministic("cpu", 1)
-    try:
-        with places_of_their_own():  # as in the decoder
-            assert library_rule(given, chunked_delta) is chunked_delta
-    finally:
-        end_deterministic()
-    assert library_rule(given, chunked_delta) is not chunked_delta
-
-
-@pytest.mark.gpu
-def test_the_library_on_the_gpu() -> None:
-    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
-    given = torch.ones(1, device="cuda", dtype=torch.bfloat16)
-    assert library_rule(given, chunked_delta) is not chunked_delta
 
 
 def test_the_form_of_states_is_kept() -> None:

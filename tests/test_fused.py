@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -98,10 +99,12 @@ NORM_ONLY = ("embed", "layers")
 
 def compare_frozen() -> None:
     """What is not frozen has the gradients of the plain layers; what is frozen has none, and needs no buffer."""
-    for names in (SOME_FROZEN, LOWER_FROZEN, NORM_ONLY):
+    of_llama = [({}, names) for names in (SOME_FROZEN, LOWER_FROZEN, NORM_ONLY)]
+    of_qwen = [(LIKE_QWEN, names) for names in (("delta.norm", "A_log"), ("layers.0.delta",))]
+    for changes, names in of_llama + of_qwen:
         found = []
         for is_fused in (False, True):
-            model = build(torch.float32, "cpu")
+            model = build(torch.float32, "cpu", **changes)
             freeze(model, names)
             with mock.patch("areno.kernels.backend._interprets", return_value=is_fused):
                 attend = PackedAttend(torch.tensor([0, 3, 5], dtype=torch.int32), 3, "sdpa")
@@ -162,7 +165,7 @@ LIKE_GEMMA: dict[str, Any] = {
     "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
 }  # fmt: skip
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
-DELTA = Delta(layers=(0,), n_key_heads=2, n_value_heads=4, key_dim=6, value_dim=5, width=3)
+DELTA = Delta(layers=(0,), n_key_heads=2, n_value_heads=2, key_dim=6, value_dim=5, width=3)
 LIKE_QWEN: dict[str, Any] = {**BARE, "attention_gate": True, "norm_plus_one": True, "delta": DELTA}
 
 
@@ -170,13 +173,18 @@ def compare_families() -> None:
     """The same for what only some families have."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
-    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), **LIKE_QWEN)
+
+
+def compare_states() -> None:
+    """The same with a recurrent state."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_QWEN)
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks, with shared tokens, too: hidden states and gradients are those of one alone."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2}
+    delta = replace(DELTA, n_value_heads=4)
+    like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2, "delta": delta}
     for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
         compare_share(rank, **like)
     dist.destroy_process_group()
@@ -218,6 +226,7 @@ def compare_two_ranks() -> None:
     [
         "compare_interpreted",
         "compare_families",
+        "compare_states",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare_frozen", "compare_two_ranks")),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
-from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
+from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_rows, delta_rows_backward
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -48,6 +48,12 @@ class PackedAttend:
         """What a layer with a recurrent state makes of rows that begin with none; see `layers/recurrent/delta.py`."""
         assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
         return delta_rows(given_NP, weights, self.chunks)[0]
+
+    def recur_backward(
+        self, grad_NI: Tensor, given_NP: Tensor, weights: DeltaWeights, of_weights: bool
+    ) -> tuple[Tensor, DeltaGradients | None]:
+        """Gradients of what `recur` was given, and with `of_weights` of the rule's weights; outside autograd."""
+        return delta_rows_backward(grad_NI, given_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None

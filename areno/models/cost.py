@@ -13,12 +13,12 @@ from typing import Literal
 
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.experts_config import Experts
+from areno.layers.recurrent.config import Delta
 from areno.models.adapters.shapes import adapter_parameters
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
-_RULE_TENSORS = 14  # float32 tensors as large as inputs and results of the gated delta rule, forward and backward
-_CHUNK = 64  # tokens for each of which a layer keeps its state: CHUNK of areno/kernels/delta
+_CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
@@ -192,8 +192,7 @@ def activation_bytes(
     if config.delta is not None:
         first = max(first, config.delta.projected // tp_size)
         mixed = max(mixed, config.delta.inner_size // tp_size)
-        rule = _RULE_TENSORS * 4 * (config.delta.n_channels + config.delta.inner_size) // tp_size
-        rule += 8 * config.delta.n_value_heads * config.delta.key_dim * config.delta.value_dim // (_CHUNK * tp_size)
+        rule = _rule_bytes(config.delta, itemsize) // tp_size
     products = first + inner
     return ActivationBytes(
         always=2 * size * (4 + behind) // shares + mixed * itemsize + ids,
@@ -203,6 +202,19 @@ def activation_bytes(
         # is there for all tokens.
         at_work=(3 * products + (4 + 8 // shares) * size + copies) * itemsize + 24 * scores + rule,
     )
+
+
+def _rule_bytes(delta: Delta, itemsize: int) -> int:
+    """What the backward pass of a layer with the gated delta rule holds at most between its two products.
+
+    What the rule is given and gives, with its gradients. And what its kernels keep from the forward pass, in float32,
+    and write for one another: see areno/kernels/delta/triton_chunks.py and triton_chunks_backward.py.
+    """
+    key, value = delta.key_dim, delta.value_dim
+    given = (itemsize + 4) * delta.n_channels + 2 * itemsize * delta.inner_size
+    kept = 4 * (_CHUNK + key + 2 * value + key * value // _CHUNK) * delta.n_value_heads
+    between = itemsize * (key + value + key * value // _CHUNK) * delta.n_value_heads
+    return given + kept + between + 4 * _CHUNK * delta.n_key_heads
 
 
 def token_bytes(

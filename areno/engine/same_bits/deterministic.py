@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from areno.errors import EngineError, Key
-from areno.kernels.delta.library import LIBRARY
 
 _KEY = Key("engine.deterministic")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -28,7 +27,7 @@ _SAYS = " does not have a deterministic implementation"
 
 @dataclass
 class _Flags:
-    """Those of torch and LIBRARY, which are of the whole process, and how many workers in it want them set."""
+    """Those of torch, which are of the whole process, and how many workers in it want them set."""
 
     n_workers: int = 0
     before: tuple[int, bool] = (0, True)
@@ -39,7 +38,6 @@ class _Flags:
             torch.set_deterministic_debug_mode("error")  # torch.use_deterministic_algorithms would import its compiler
             # Memory is not read before it is written; to fill it all would only take time.
             _memory.fill_uninitialized_memory = False
-            LIBRARY.allowed = False
         self.n_workers += 1
 
     def give_back(self) -> None:
@@ -47,7 +45,6 @@ class _Flags:
         if not self.n_workers:
             mode, _memory.fill_uninitialized_memory = self.before
             torch.set_deterministic_debug_mode(mode)
-            LIBRARY.allowed = True
 
 
 _flags = _Flags()

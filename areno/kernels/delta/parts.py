@@ -35,6 +35,15 @@ class DeltaWeights(NamedTuple):
         return len(self.conv_XW), self.n_heads * self.value_dim, self.n_heads, self.n_heads
 
 
+class DeltaGradients(NamedTuple):
+    """Of the weights, float32 and in their shapes."""
+
+    conv_XW: Tensor
+    log_decay_H: Tensor
+    bias_H: Tensor
+    norm_V: Tensor
+
+
 class DeltaStates(NamedTuple):
     """Of one layer: the last inputs of the convolution, the oldest first, and the matrices, float32."""
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.delta.library import library_rule
-from areno.kernels.delta.parts import DeltaStates, DeltaWeights
+from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights
 from areno.kernels.delta.row_chunks import RowChunks
 
 _EPS = 1e-6  # of the lengths of q and k
@@ -26,7 +25,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
     window_BXW = torch.cat((states.inputs_SXw.index_select(0, slots_B), x_BX.unsqueeze(-1)), dim=-1)
     states.inputs_SXw.index_copy_(0, slots_B, window_BXW[..., 1:])
     mixed_BX = F.silu((window_BXW.float() * weights.conv_XW.float()).sum(-1))
-    q_BGK, k_BGK, v_BHV = to_heads(mixed_BX, weights)
+    q_BGK, k_BGK, v_BHV = to_heads(mixed_BX, weights, given_BP.dtype)
     shared = weights.n_heads // weights.n_key_heads
     q_BHK, k_BHK = (part.repeat_interleave(shared, dim=1) for part in (q_BGK, k_BGK))
     decay_BH, beta_BH = gates(b_BH, a_BH, weights)
@@ -40,11 +39,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
 def delta_rows(
     given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, before: DeltaStates | None = None, keep: bool = False
 ) -> tuple[Tensor, DeltaStates | None]:
-    """The tokens of packed rows: (N, H V) in the dtype given, and with `keep` the states behind each row.
-
-    before: the states of the R rows in front of their first tokens, where these do not begin with zeros. The result has
-    gradients by what is given and by the weights.
-    """
+    """See the package. Has gradients by what is given and by the weights."""
     x_NX, z_NI, b_NH, a_NH = given_NP.split(weights.sizes, dim=-1)
     mixed_NX = _ConvolveRows.apply(x_NX, weights.conv_XW, chunks.ages_N)
     inputs_RXw = None
@@ -52,22 +47,37 @@ def delta_rows(
         mixed_NX = _add_earlier(mixed_NX, before.inputs_SXw, weights.conv_XW, chunks)
     if keep:
         inputs_RXw = _last_inputs(x_NX, None if before is None else before.inputs_SXw, weights, chunks)
-    q_NGK, k_NGK, v_NHV = to_heads(F.silu(mixed_NX), weights)
+    q_NGK, k_NGK, v_NHV = to_heads(F.silu(mixed_NX), weights, given_NP.dtype)
     decay_NH, beta_NH = gates(b_NH, a_NH, weights)
     state_RHKV = None if before is None else before.matrices_SHKV
-    rule = library_rule(given_NP, chunked_delta)
-    out_NHV, state_RHKV = rule(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
+    out_NHV, state_RHKV = chunked_delta(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
     after = None if inputs_RXw is None else DeltaStates(inputs_RXw, state_RHKV)
     return gated_norm(out_NHV, z_NI, weights), after
 
 
-def to_heads(mixed_NX: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of length 1, q divided by the root of its size, and v: float32."""
+def delta_rows_backward(
+    grad_NI: Tensor, given_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, of_weights: bool
+) -> tuple[Tensor, DeltaGradients | None]:
+    """See the package."""
+    given_NP = given_NP.detach().requires_grad_()
+    # Copies in float32, for gradients of this precision.
+    conv, log_decay, bias, norm = copies = [each.detach().float().requires_grad_() for each in weights[:4]]
+    with torch.enable_grad():
+        copied = DeltaWeights(conv, log_decay, bias, norm, weights.eps, weights.n_key_heads)
+        out_NI, _ = delta_rows(given_NP, copied, chunks)
+        grad_given_NP, *found = torch.autograd.grad(out_NI, [given_NP, *(copies if of_weights else ())], grad_NI)
+    return grad_given_NP, DeltaGradients(*found) if of_weights else None
+
+
+def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of length 1, q divided by the root of its size, and v: float32, rounded to the dtype."""
     n_key = weights.n_key_heads * weights.key_dim
     q, k, v = mixed_NX.split((n_key, n_key, mixed_NX.shape[-1] - 2 * n_key), dim=-1)
     q, k = (part.unflatten(-1, (-1, weights.key_dim)) for part in (q, k))
     q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _EPS) for part in (q, k))
-    return q * weights.key_dim**-0.5, k, v.unflatten(-1, (-1, weights.value_dim))
+    v = v.unflatten(-1, (-1, weights.value_dim))
+    q, k, v = (part.to(dtype).float() for part in (q * weights.key_dim**-0.5, k, v))
+    return q, k, v
 
 
 def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
@@ -78,6 +88,7 @@ def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
 
 def gated_norm(out_NHV: Tensor, z_NI: Tensor, weights: DeltaWeights) -> Tensor:
     """The norm of each head times silu(z): (N, H V) in the dtype of z."""
+    out_NHV = out_NHV.to(z_NI.dtype).float()
     normed_NHV = F.rms_norm(out_NHV, (weights.value_dim,), weights.norm_V.float(), weights.eps)
     return (normed_NHV.flatten(-2) * F.silu(z_NI.float())).to(z_NI.dtype)
 

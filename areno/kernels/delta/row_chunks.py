@@ -20,17 +20,22 @@ class RowChunks:
 
     order_R: the rows, the longest first. lengths_R: of rows, as they are packed. borders: (R + 1,), where they start,
     and the number of tokens.
-    rows_J: how many rows each step has. tokens_TC: the token at each place of a chunk, N where there is none.
-    places_N: where in the flattened chunks each token is. ages_N: how many tokens of its row are before a token.
+    rows_J: how many rows each step has. firsts_J: the first chunk of each step, on the device; the j-th chunk of the
+    row order_R[i] is firsts_J[j] + i. tokens_TC: the token at each place of a chunk, N where there is none.
+    sizes_T: how many there are. places_N: where in the flattened chunks each token is. ages_N: how many tokens of its
+    row are before a token. rows_N: its row, as they are packed.
     """
 
     order_R: Tensor
     lengths_R: Tensor
     borders: Tensor
     rows_J: tuple[int, ...]
+    firsts_J: Tensor
     tokens_TC: Tensor
+    sizes_T: Tensor
     places_N: Tensor
     ages_N: Tensor
+    rows_N: Tensor
 
     @classmethod
     def of(cls, starts: Sequence[int], device: torch.device, chunk: int = CHUNK) -> RowChunks:
@@ -41,6 +46,7 @@ class RowChunks:
         n_chunks_R = -(-lengths_R[order_R] // chunk)
         n_steps = int(n_chunks_R.max(initial=0))
         rows_J = tuple(int((n_chunks_R > step).sum()) for step in range(n_steps))
+        firsts_J = np.cumsum([0, *rows_J[:-1]], dtype=np.int64)[:n_steps]
         steps_T = np.repeat(np.arange(n_steps), rows_J)
         rows_T = order_R[np.concatenate([np.arange(n) for n in rows_J])] if rows_J else order_R[:0]
         ages_TC = (steps_T * chunk)[:, None] + np.arange(chunk)
@@ -48,17 +54,19 @@ class RowChunks:
         tokens_TC = np.where(inside_TC, starts_R[rows_T][:, None] + ages_TC, n_tokens)
         places_N = np.empty(n_tokens, dtype=np.int64)
         places_N[tokens_TC[inside_TC]] = np.flatnonzero(inside_TC)
-        ages_N = np.arange(n_tokens) - np.repeat(starts_R[:-1], lengths_R)
+        rows_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+        ages_N = np.arange(n_tokens) - starts_R[rows_N]
 
         def upload(array: np.ndarray) -> Tensor:
             host = torch.from_numpy(np.ascontiguousarray(array))
             # From memory that is not pinned, a large copy would make the host wait for the device.
             return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-        order, lengths, borders, tokens, places, ages = map(
-            upload, (order_R, lengths_R, starts_R, tokens_TC, places_N, ages_N)
+        order, lengths, borders, firsts, tokens, sizes, places, ages, rows = map(
+            upload,
+            (order_R, lengths_R, starts_R, firsts_J, tokens_TC, inside_TC.sum(1), places_N, ages_N, rows_N),
         )
-        return cls(order, lengths, borders, rows_J, tokens, places, ages)
+        return cls(order, lengths, borders, rows_J, firsts, tokens, sizes, places, ages, rows)
 
     @property
     def starts_R(self) -> Tensor:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from areno.kernels.delta import DeltaWeights
+from areno.layers.attention import PackedAttend
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
 from areno.layers.recurrent.config import Delta
@@ -75,18 +75,15 @@ class GatedDelta(nn.Module):
         assert isinstance(attend, Recurs), "a layer with a state needs what `attend` of attention does not have"
         return attend.recur(self.index, given_NP, weights)
 
-    def mixed_backward(self, grad_NI: Tensor, given_NP: Tensor, attend: object) -> Tensor:
+    def mixed_backward(self, grad_NI: Tensor, given_NP: Tensor, attend: PackedAttend) -> Tensor:
         """The gradient of what was given, outside autograd. Adds to the float32 gradients of the rule's weights."""
         own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
-        with torch.enable_grad():
-            given_NP = given_NP.detach().requires_grad_()
-            # Copies in float32, for gradients of this precision.
-            conv, log_decay, bias, norm = (each.detach().float().requires_grad_(each.requires_grad) for each in own)
-            weights = DeltaWeights(conv.squeeze(1), log_decay, bias, norm, self.norm.eps, self.n_key_heads)
-            mixed_NI = self.mixed(given_NP, attend, weights)
-            copies = [each for each in (conv, log_decay, bias, norm) if each.requires_grad]
-            grad_given_NP, *grads = torch.autograd.grad(mixed_NI, [given_NP, *copies], grad_NI)
-        for weight, grad in zip([each for each in own if each.requires_grad], grads, strict=True):
-            assert weight.grad is not None
-            weight.grad.add_(self.norm.tp.all_reduce(grad) if weight is self.norm.weight else grad)
+        of_weights = any(weight.requires_grad for weight in own)
+        grad_given_NP, found = attend.recur_backward(grad_NI, given_NP, self.weights(self.norm.weight), of_weights)
+        for weight, grad in zip(own, found or (), strict=of_weights):
+            if weight is self.norm.weight:
+                self.norm.accumulate(grad)
+            elif weight.requires_grad:
+                assert weight.grad is not None
+                weight.grad.add_(grad.view(weight.shape))
         return grad_given_NP
