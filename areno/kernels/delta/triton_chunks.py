@@ -29,14 +29,14 @@ from torch import Tensor
 
 from areno.kernels.delta.row_chunks import RowChunks
 
-# What the operands of products are rounded to where q, k and v are bfloat16: "bf16", "tf32", or "split" into two
-# bfloat16. What is kept for other kernels as an operand is kept in bfloat16 or fp32. The latter two leave no more error
-# than the results have in bfloat16 anyway.
+# What the operands of products are rounded to where q, k and v are bfloat16: "bf16" or "tf32". What is kept for other
+# kernels as an operand is kept so, too. TF32 leaves no more error than the results have in bfloat16 anyway.
 PRODUCTS = "tf32"
 _PART = 64  # columns of q, k, v at once: small tiles leave room for several programs on a processor
 _ENOUGH = 256  # programs that a large GPU is busy with
+_ALL = 1 << 20
 _PREPARE, _STATES, _OUT = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1))
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((8, 1), (4, 2), (8, 1))
 )  # of kernels; fixed, so that two runs add in one order
 _BASE = tl.constexpr(16)  # rows of the blocks that are inverted row by row
 
@@ -96,25 +96,25 @@ def chunks_forward(
     after_RHKV = empty(n_rows, n_heads, key_dim, value_dim) if keep else None
     if before_RHKV is not None:
         before_RHKV = before_RHKV.contiguous()
-    sizes, places = kernel_sizes(q_NGK, v_NHV, chunks, products), (chunks.tokens_TC, chunks.sizes_T)
+    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV = q_NGK.contiguous(), k_NGK.contiguous(), v_NHV.contiguous()
     if n_tokens:
         _prepare_kernel[(n_heads, n_chunks)](
-            k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), *places, saved.sums_THC, saved.rest_THC,
-            saved.inverse_NHC, saved.held_NHK, saved.values_NHV,
+            k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_TC, saved.sums_THC, saved.rest_THC,
+            saved.inverse_NHC, saved.held_NHK, saved.values_NHV, n_tokens,
             EXACT=exact_products(products), **sizes, **_PREPARE,
         )  # fmt: skip
     if n_rows:
-        walk = walk_sizes(q_NGK, v_NHV, chunks, products)
-        _states_kernel[(triton.cdiv(value_dim, walk["VALUE_PART"]), n_heads, n_rows)](
+        columns = state_columns(v_NHV, n_rows)
+        _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
             k_NGK, saved.sums_THC, saved.rest_THC, saved.held_NHK, saved.values_NHV, saved.new_NHV, before_RHKV,
             saved.before_THKV, after_RHKV, chunks.borders, chunks.order_R, chunks.firsts_J,
-            **walk, **_STATES,
+            **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
         )  # fmt: skip
     if n_tokens:
         _out_kernel[(n_heads, n_chunks)](
-            q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, *places, out_NHV,
-            **sizes, **_OUT,
+            q_NGK, k_NGK, saved.sums_THC, saved.rest_THC, saved.new_NHV, saved.before_THKV, chunks.tokens_TC, out_NHV,
+            n_tokens, **sizes, **_OUT,
         )  # fmt: skip
     return out_NHV, after_RHKV, saved
 
@@ -125,12 +125,17 @@ def products_of(v: Tensor, rounded: str) -> str:
 
 
 def exact_products(products: str) -> str:
-    """The products that make the inverse, whose errors would go through all that follows."""
-    return "split" if products in ("bf16", "tf32") else products
+    """The precision of the products that make the inverse: that of fp32."""
+    return "ieee" if products == "ieee" else "tf32x3"
 
 
-def kernel_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
-    """What a kernel is compiled for. Blocks are at least 16 wide, for the matrix units."""
+def kernel_sizes(
+    q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str, keys: int = _PART, values: int = _PART
+) -> dict[str, Any]:
+    """What a kernel is compiled for. keys, values: how many columns a program takes at once, at the most.
+
+    Blocks are at least 16 wide, for the matrix units.
+    """
     n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
     return {
         "PRODUCTS": products,
@@ -139,17 +144,9 @@ def kernel_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str)
         "SIZE": chunks.tokens_TC.shape[1],
         "KEY": key,
         "VALUE": value,
-        "KEY_PART": min(_PART, max(16, triton.next_power_of_2(key))),
-        "VALUE_PART": min(_PART, max(16, triton.next_power_of_2(value))),
+        "KEY_PART": min(keys, max(16, triton.next_power_of_2(key))),
+        "VALUE_PART": min(values, max(16, triton.next_power_of_2(value))),
     }
-
-
-def walk_sizes(q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, products: str) -> dict[str, Any]:
-    """The same for a kernel that goes along rows: all keys at once, and few columns of a state."""
-    sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
-    sizes["KEY_PART"] = max(16, triton.next_power_of_2(q_NGK.shape[2]))
-    sizes["VALUE_PART"] = min(state_columns(v_NHV, len(chunks.order_R)), sizes["VALUE_PART"])
-    return sizes
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
@@ -163,34 +160,10 @@ def product(a, b, PRODUCTS: tl.constexpr):
     gives wrong numbers (github.com/fla-org/flash-linear-attention/issues/640)."""
     if PRODUCTS == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    elif PRODUCTS == "split":
-        return _by_parts(a, b)
     elif PRODUCTS == "tf32":
         return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRODUCTS)
-
-
-@triton.jit
-def operand(x, PRODUCTS: tl.constexpr):
-    """x, as small as its products are: for what waits for several of them."""
-    if PRODUCTS == "bf16":
-        return x.to(tl.bfloat16)
-    else:
-        return x
-
-
-@triton.jit
-def _by_parts(a, b):
-    """A number in fp32 as the sum of two in bfloat16, which has 16 of its 24 bits. The small parts are added first."""
-    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    if a.dtype == tl.bfloat16:
-        total = tl.dot(a, (b - b_high.to(tl.float32)).to(tl.bfloat16))
-    else:
-        total = tl.dot((a - a_high.to(tl.float32)).to(tl.bfloat16), b_high)
-        if b.dtype == tl.float32:
-            total = tl.dot(a_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), acc=total)
-    return tl.dot(a_high, b_high, acc=total)
 
 
 @triton.jit
@@ -203,9 +176,10 @@ def _to_tf32(x):
 
 
 @triton.jit
-def chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE: tl.constexpr):
+def chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE: tl.constexpr):
     """The first token of a chunk, int64, and which of its places have one."""
-    return tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
+    place = tokens_ptr + chunk * SIZE
+    return tl.load(place), tl.load(place + tl.arange(0, SIZE)) < n_tokens
 
 
 @triton.jit
@@ -253,29 +227,16 @@ def decay_to_end(sums_ptr, rest_ptr, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _on_diagonal(SIZE: tl.constexpr):
-    """Which places of a matrix are in the blocks on its diagonal."""
-    block = tl.arange(0, SIZE) // _BASE
-    return block[:, None] == block[None, :]
-
-
-@triton.jit
-def _diagonal_blocks(x, SIZE: tl.constexpr):
-    """(SIZE / 16, 16, 16)."""
-    BLOCKS: tl.constexpr = SIZE // _BASE
-    x = tl.where(_on_diagonal(SIZE), x, 0.0)
-    return tl.sum(tl.reshape(x, (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
-
-
-@triton.jit
 def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
-    """(1 + system)^-1 of a strictly lower matrix. turned: the blocks on the diagonal of its transpose.
+    """(1 + system)^-1 of a strictly lower matrix, which is also given transposed.
 
-    These row by row, all at once, so that with 4 warps each has one. Then two neighbours x, z with y below x become
-    ((x, 0), (-z y x, z)). No large terms cancel, unlike in a series of powers.
+    Blocks on the diagonal row by row, all of them at once. Then two neighbours x, z with y below x become
+    ((x, 0), (-z y x, z)), which is exact in the sense that no large terms cancel, unlike a series of powers.
     """
     BLOCKS: tl.constexpr = SIZE // _BASE
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    on_diagonal = row // _BASE == column // _BASE
+    turned = tl.sum(tl.reshape(tl.where(on_diagonal, turned, 0.0), (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
     small_row, small_column = tl.arange(0, _BASE)[None, :, None], tl.arange(0, _BASE)[None, None, :]
     blocks = tl.where(small_row == small_column, 1.0, 0.0) + tl.zeros((BLOCKS, _BASE, _BASE), tl.float32)
     for i in range(1, _BASE):
@@ -283,31 +244,31 @@ def _inverse(system, turned, SIZE: tl.constexpr, EXACT: tl.constexpr):
         earlier = tl.sum(line[:, :, None] * blocks, axis=1)
         blocks = tl.where(small_row == i, blocks - earlier[:, None, :], blocks)
     spread = blocks[:, :, None, :] + tl.zeros((BLOCKS, _BASE, BLOCKS, _BASE), tl.float32)
-    whole = tl.where(_on_diagonal(SIZE), tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    whole = tl.where(on_diagonal, tl.reshape(spread, (SIZE, SIZE)), 0.0)
     if BLOCKS >= 2:
         below = tl.where((row // _BASE == column // _BASE + 1) & (row // _BASE % 2 == 1), system, 0.0)
-        below = product(below, whole, EXACT)
-        whole -= product(whole, below, EXACT)
+        below = tl.dot(below, whole, input_precision=EXACT)
+        whole -= tl.dot(whole, below, input_precision=EXACT)
     if BLOCKS >= 4:
         below = tl.where((row >= SIZE // 2) & (column < SIZE // 2), system, 0.0)
-        below = product(below, whole, EXACT)
-        whole -= product(whole, below, EXACT)
+        below = tl.dot(below, whole, input_precision=EXACT)
+        whole -= tl.dot(whole, below, input_precision=EXACT)
     return whole
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _prepare_kernel(
     k_ptr,
     v_ptr,
     decay_ptr,
     beta_ptr,
     tokens_ptr,
-    sizes_ptr,
     sums_ptr,
     rest_ptr,
     inverse_ptr,
     held_ptr,
     values_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -320,7 +281,7 @@ def _prepare_kernel(
 ):
     """`inverse`, `held` and `values` of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line = tl.arange(0, SIZE), first * HEADS + head
     sums = tl.cumsum(tl.load(decay_ptr + line + each * HEADS, inside, 0.0).to(tl.float64), 0)
     rounded = sums.to(tl.float32)
@@ -335,9 +296,8 @@ def _prepare_kernel(
         k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
         keys += product(k, tl.trans(k), PRODUCTS)
     row, column = each[:, None], each[None, :]
-    turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
-    turned = _diagonal_blocks(turned, SIZE)
     system = beta[:, None] * decay_between(rounded, rest, row > column, False) * keys
+    turned = beta[None, :] * decay_between(rounded, rest, row < column, True) * keys
     inverse = _inverse(system, turned, SIZE, EXACT)
     store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
     # Factors go to the inverse, so that k and v are not rounded again.
@@ -385,7 +345,7 @@ def _states_kernel(
     for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
         chunk = tl.load(firsts_ptr + step) + place
         first = begin + step * SIZE
-        inside, line = tl.arange(0, SIZE) < (end - first).to(tl.int32), first * HEADS + head
+        inside, line = first + tl.arange(0, SIZE) < end, first * HEADS + head
         store_rows(before_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
         held = load_rows(held_ptr, line, inside, HEADS, KEY, KEY_PART)
         new = load_rows(values_ptr, line, inside, HEADS, VALUE, VALUE_PART, start) - product(held, state, PRODUCTS)
@@ -398,7 +358,7 @@ def _states_kernel(
         store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _out_kernel(
     q_ptr,
     k_ptr,
@@ -407,8 +367,8 @@ def _out_kernel(
     new_ptr,
     before_ptr,
     tokens_ptr,
-    sizes_ptr,
     out_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -420,7 +380,7 @@ def _out_kernel(
 ):
     """The results of a chunk and a head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]
     seen = tl.zeros((SIZE, SIZE), tl.float32)

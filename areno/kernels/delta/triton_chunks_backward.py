@@ -35,16 +35,16 @@ from areno.kernels.delta.triton_chunks import (
     kernel_sizes,
     load_columns,
     load_rows,
-    operand,
     product,
     products_of,
+    state_columns,
     store_rows,
-    walk_sizes,
 )
 
 PRODUCTS = "bf16"  # as in triton_chunks.py
+_ALL = 1 << 20
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (8, 1), (8, 1), (4, 1))
+    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
 )  # of kernels; fixed, so that two runs add in one order
 
 
@@ -78,32 +78,34 @@ def chunks_backward(
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
     sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
-    beta_NH, places, sums = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.sums_THC, saved.rest_THC)
+    beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _local_kernel[(n_heads, n_chunks)](grad_out_NHV, q_NGK, k_NGK, *sums, *places, grad_new_NHV, **sizes, **_LOCAL)
+    _local_kernel[(n_heads, n_chunks)](
+        grad_out_NHV, q_NGK, k_NGK, *sums, tokens_TC, grad_new_NHV, n_tokens, **sizes, **_LOCAL
+    )
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
-    walk = walk_sizes(q_NGK, v_NHV, chunks, products)
-    _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], walk["VALUE_PART"]), n_heads, n_rows)](
+    columns = state_columns(v_NHV, n_rows)
+    _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
         grad_out_NHV, q_NGK, k_NGK, *sums, saved.held_NHK, grad_new_NHV, grad_after_THKV, chunks.borders,
-        chunks.order_R, chunks.firsts_J, **walk, **_STATES,
+        chunks.order_R, chunks.firsts_J, **kernel_sizes(q_NGK, v_NHV, chunks, products, _ALL, columns), **_STATES,
     )  # fmt: skip
     grad_held_NHK, grad_sums_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
     _chunks_kernel[(n_key_heads, n_chunks)](
-        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, *places,
-        grad_held_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, **sizes, **_CHUNKS,
+        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
+        grad_held_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, n_tokens, **sizes, **_CHUNKS,
     )  # fmt: skip
     del grad_after_THKV
     grad_system_NGC = empty(n_tokens, n_key_heads, size)
     _systems_kernel[(n_key_heads, n_chunks)](
         k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK, grad_new_NHV,
-        *places, grad_sums_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH,
+        tokens_TC, grad_sums_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH, n_tokens,
         **sizes, **_SYSTEMS,
     )  # fmt: skip
-    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
+    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, tokens_TC, grad_k_NGK, n_tokens, **sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _local_kernel(
     grad_ptr,
     q_ptr,
@@ -111,8 +113,8 @@ def _local_kernel(
     sums_ptr,
     rest_ptr,
     tokens_ptr,
-    sizes_ptr,
     grad_new_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -124,7 +126,7 @@ def _local_kernel(
 ):
     """Of a chunk and a head: what `new` has from the results of the same chunk."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at = (chunk * HEADS + head) * SIZE
     turned = tl.zeros((SIZE, SIZE), tl.float32)
@@ -173,11 +175,7 @@ def _grad_states_kernel(
         step = n_steps - 1 - back
         chunk = tl.load(firsts_ptr + step) + place
         first = begin + step * SIZE
-        inside, line, key_line = (
-            each < (end - first).to(tl.int32),
-            first * HEADS + head,
-            first * (HEADS // SHARED) + head // SHARED,
-        )
+        inside, line, key_line = first + each < end, first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
         at = (chunk * HEADS + head) * SIZE
         key_row = (chunk * HEADS + head) * KEY
         store_rows(grad_after_ptr, grad_state, key_row, has_key, 1, VALUE, VALUE_PART, start)
@@ -193,7 +191,7 @@ def _grad_states_kernel(
         grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _chunks_kernel(
     grad_ptr,
     q_ptr,
@@ -205,11 +203,11 @@ def _chunks_kernel(
     grad_after_ptr,
     grad_new_ptr,
     tokens_ptr,
-    sizes_ptr,
     grad_held_ptr,
     grad_sums_ptr,
     grad_q_ptr,
     grad_k_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -221,7 +219,7 @@ def _chunks_kernel(
 ):
     """Of a chunk and the heads of a key head: the gradients of q and `held`, and of k and g what is not from A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     for head in range(key_head * SHARED, (key_head + 1) * SHARED):
         line, at, key_row = first * HEADS + head, (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY
@@ -232,46 +230,44 @@ def _chunks_kernel(
             new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
             turned += product(new, load_columns(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRODUCTS)
         sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
-        seen = operand(seen * decay_between(sums, rest, each[:, None] >= each[None, :], False), PRODUCTS)
-        turned = operand(turned * decay_between(sums, rest, each[:, None] <= each[None, :], True), PRODUCTS)
+        seen *= decay_between(sums, rest, each[:, None] >= each[None, :], False)
+        turned *= decay_between(sums, rest, each[:, None] <= each[None, :], True)
         left, kept = decay_to_end(sums_ptr, rest_ptr, at, SIZE)
         grad_sums, to_end = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
         both = tl.zeros((VALUE_PART,), tl.float32)
         for key in range(0, KEY, KEY_PART):
             has_key = key + tl.arange(0, KEY_PART) < KEY
-            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
-            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            part = tl.zeros((SIZE, KEY_PART), tl.float32)
+            part_q = tl.zeros((SIZE, KEY_PART), tl.float32)
+            part_k = tl.zeros((SIZE, KEY_PART), tl.float32)
             grad_held = tl.zeros((SIZE, KEY_PART), tl.float32)
-            for start in range(0, VALUE, VALUE_PART):
-                before = load_columns(before_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
-                before = operand(before, PRODUCTS)
-                part += product(load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), before, PRODUCTS)
-                grad_new = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                grad_held -= product(grad_new, before, PRODUCTS)
-            store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_PART, key)
-            part = part * tl.exp(sums)[:, None] + product(seen, k, PRODUCTS)
-            grad_sums += tl.sum(part * q.to(tl.float32), 1)
-            part += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_q_ptr, part, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            part = tl.zeros((SIZE, KEY_PART), tl.float32)
             for start in range(0, VALUE, VALUE_PART):
                 before = load_columns(before_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
                 after = load_columns(grad_after_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
                 both += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-                part += product(load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), after, PRODUCTS)
-            part *= left[:, None]
-            to_end += tl.sum(part * k.to(tl.float32), 1)
-            part += product(turned, q, PRODUCTS)
-            grad_sums -= tl.sum(part * k.to(tl.float32), 1)
-            part += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_k_ptr, part, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+                new = load_rows(new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                part_k += product(new, after, PRODUCTS)
+                grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                part_q += product(grad, before, PRODUCTS)
+                grad = load_rows(grad_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+                grad_held -= product(grad, before, PRODUCTS)
+            store_rows(grad_held_ptr, grad_held, line, inside, HEADS, KEY, KEY_PART, key)
+            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part_k *= left[:, None]
+            to_end += tl.sum(part_k * k.to(tl.float32), 1)
+            part_k += product(turned, q, PRODUCTS)
+            part_q = part_q * tl.exp(sums)[:, None] + product(seen, k, PRODUCTS)
+            grad_sums += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
+            others = inside & (each * 0 + head > key_head * SHARED)  # the heads before this one left their gradients
+            part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+            part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
+            store_rows(grad_k_ptr, part_k, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
         grad_sums += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
         tl.store(grad_sums_ptr + at + each, grad_sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _systems_kernel(
     k_ptr,
     v_ptr,
@@ -284,13 +280,13 @@ def _systems_kernel(
     grad_held_ptr,
     grad_new_ptr,
     tokens_ptr,
-    sizes_ptr,
     grad_sums_ptr,
     grad_system_ptr,
     grad_k_ptr,
     grad_v_ptr,
     grad_decay_ptr,
     grad_beta_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -303,7 +299,7 @@ def _systems_kernel(
     """Of a chunk and the heads of a key head, through `held` and `values`: the gradients of v, beta, g and so of decay;
     of k what is not from A; and that of k_i k_j in A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     for start in range(0, KEY, KEY_PART):
@@ -314,7 +310,7 @@ def _systems_kernel(
         place = line + each * HEADS
         sums, rest = tl.load(sums_ptr + at + each), tl.load(rest_ptr + at + each)
         beta = tl.load(beta_ptr + place, inside, 0.0)
-        turned = operand(load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE), PRODUCTS)
+        turned = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
         system = tl.zeros((SIZE, SIZE), tl.float32)
         grad_beta, along_k = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
         for start in range(0, VALUE, VALUE_PART):
@@ -346,13 +342,13 @@ def _systems_kernel(
     store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _keys_kernel(
     k_ptr,
     grad_system_ptr,
     tokens_ptr,
-    sizes_ptr,
     grad_k_ptr,
+    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -364,11 +360,10 @@ def _keys_kernel(
 ):
     """Of a chunk and a key head: the rest of the gradient of k, each of which is in A as a row and as a column."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
     key_line = first * (HEADS // SHARED) + key_head
     system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
     system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
-    system = operand(system, PRODUCTS)
     for start in range(0, KEY, KEY_PART):
         k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
         grad = product(system, k, PRODUCTS)
