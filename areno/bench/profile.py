@@ -24,6 +24,7 @@ OWN_FOLDERS = {
     "paged": "attention",
     "spans": "attention",
     "delta": "recurrent state",
+    "peers": "between GPUs",
     "products": "gemm",
     "experts": "gemm",
     "adapters": "gemm",
@@ -34,6 +35,7 @@ OWN_FOLDERS = {
 }
 # The first pattern that is found in the lower-case name decides.
 _GROUPS: tuple[tuple[str, str], ...] = (
+    ("between GPUs", r"nccl|symm_mem|one_shot|two_shot"),
     ("copies", r"memcpy|memset|copy_kernel|copy_device|direct_copy|catarray"),
     ("attention", r"attention|attn|flash|fmha|sdpa|varlen"),
     ("recurrent state", r"delta|trsm|trisolve"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ from areno.types import (
 logger = logging.getLogger("areno")
 
 _PREVIEW = 200  # characters of a prompt in a log line
+_POLL_S = 0.4  # how often to look for lost workers
 _LOGGED_FAILURES = 3
 
 
@@ -61,8 +63,13 @@ def sample_with_agents(
     )  # fmt: skip
     policy = LossMaskPolicy(tool_results=config.agent.train_tool_results)
 
+    polled = 0.0
+
     def watch(n_done: int) -> None:
-        trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+        nonlocal polled
+        if time.monotonic() - polled > _POLL_S:  # not at each outcome: it waits for its turn with the workers
+            trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+            polled = time.monotonic()
         on_progress([], trainer.engine.rollout_stats())
 
     with trainer.rollout_session(
