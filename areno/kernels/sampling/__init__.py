@@ -53,7 +53,8 @@ def sample_columns(
     """What `sample_slots` returns, where each rank of a group has equally many columns of the logits.
 
     The ranks exchange a few numbers of each row. Only the rank that has a drawn token notes it.
-    columns_BV: this rank's, float32; those behind the vocabulary are of no token. every: gives (ranks, *x.shape), x of each.
+    columns_BV: this rank's, float32; those behind the vocabulary are of no token. every: gives (ranks, *x.shape), x of
+    each.
     """
     from areno.kernels.sampling import triton
 
