@@ -78,6 +78,9 @@ def compare_calls(memory: PeerMemory, rank: int, n_ranks: int) -> None:
         assert torch.equal(summed, stream + total.float())
         expected = summed * (summed.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * 1.5
         torch.testing.assert_close(normed.float(), expected, atol=1e-6, rtol=2**-7)
+    left = torch.full((3, 1, 19), float(rank))  # what a draw from columns tells of one row
+    assert memory.takes_all(left)
+    assert torch.equal(tp.every(left), torch.arange(n_ranks).float().view(-1, 1, 1, 1).expand(-1, *left.shape))
     assert -(2**31) <= int(memory._shared.counts[0]) < 0  # they have wrapped
 
 
