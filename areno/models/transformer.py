@@ -89,7 +89,7 @@ class Transformer(nn.Module):
             # Imported here, since it needs Triton.
             from areno.models.fused.layer import fused_layer, fused_norm
 
-            x_ND, delta_ND, peers = x_ND.float(), None, self._summing_peers(x_ND)
+            x_ND, delta_ND, peers = x_ND.float(), None, None if split else self._summing_peers(x_ND)
             for index, layer in enumerate(self.layers):
                 self._mark(x_ND, index)
                 keep = index >= n_recomputed

@@ -123,7 +123,7 @@ class Runner:
             valid_BV = local_BV[:, :n_valid]
             if self.is_exact and flags.edits:  # logits may be written into
                 valid_BV = valid_BV.clone()
-            out_2B = self.sampler.sample_columns(tp, local_BV, n_valid, slots_B, index_B, flags)
+            out_2B = self.sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
             return self._scored(out_2B, valid_BV, slots_B)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))

@@ -154,13 +154,13 @@ class SlotSampler:
         self,
         tp: ParallelGroup,
         columns_BV: Tensor,
-        n_valid: int,
         slots_B: Tensor,
         index_B: Tensor,
         flags: SamplingFlags,
     ) -> Tensor:
         """As `sample`, where each rank has some columns of the logits; see `kernels/sampling`."""
-        out_2B = sample_columns(columns_BV, n_valid, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
+        vocab = self._counts_shape[1]
+        out_2B = sample_columns(columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
         self.tensors.last_token[slots_B] = out_2B[0].long()
         return out_2B
 

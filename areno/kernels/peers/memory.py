@@ -50,7 +50,8 @@ class PeerMemory:
 
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` can add this tensor."""
-        return self._fits(x) and x.dtype in (torch.bfloat16, torch.float32)
+        is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two steps
+        return is_aligned and self._fits(x) and x.dtype in (torch.bfloat16, torch.float32)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, added in the order of the ranks; x stays as it is."""
@@ -73,14 +74,14 @@ class PeerMemory:
 
     def takes_all(self, x: Tensor) -> bool:
         """Whether `gather` can take this tensor."""
-        return self._fits(x) and x.shape[-1] * x.element_size() % 4 == 0
+        return self._fits(x) and x.dim() > 0 and x.shape[-1] * x.element_size() % 4 == 0
 
     def gather(self, x: Tensor) -> Tensor:
         """(size, *x.shape): x of each rank."""
         return self._kernels.meet(x.view(torch.int32), self._shared, adds=False).view(x.dtype)
 
     def _fits(self, x: Tensor) -> bool:
-        return 0 < x.nbytes <= self.most_bytes and x.nbytes % _ALIGNMENT == 0 and x.is_contiguous()
+        return 0 < x.nbytes <= self.most_bytes and x.is_contiguous()
 
 
 def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:

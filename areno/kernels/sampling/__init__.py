@@ -42,7 +42,7 @@ def draws_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
 
 def sample_columns(
     columns_BV: Tensor,
-    n_valid: int,
+    vocab: int,
     slots_B: Tensor,
     positions_B: Tensor,
     settings: SamplingSettings,
@@ -53,8 +53,9 @@ def sample_columns(
     """What `sample_slots` returns, where each rank of a group has equally many columns of the logits.
 
     The ranks exchange a few numbers of each row. Only the rank that has a drawn token notes it.
-    columns_BV: this rank's, float32; those behind n_valid are of no token. every: gives (ranks, *x.shape), x of each.
+    columns_BV: this rank's, float32; those behind the vocabulary are of no token. every: gives (ranks, *x.shape), x of
+    each.
     """
     from areno.kernels.sampling import triton
 
-    return triton.sample_columns(columns_BV, n_valid, slots_B, positions_B, settings, flags, rank, every)
+    return triton.sample_columns(columns_BV, vocab, slots_B, positions_B, settings, flags, rank, every)

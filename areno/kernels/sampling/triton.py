@@ -56,7 +56,7 @@ def sample_slots(
 
 def sample_columns(
     columns_BV: Tensor,
-    n_valid: int,
+    vocab: int,
     slots_B: Tensor,
     positions_B: Tensor,
     settings: SamplingSettings,
@@ -69,11 +69,12 @@ def sample_columns(
     """As `areno.kernels.sampling.sample_columns`."""
     n_columns = columns_BV.shape[1]
     n_spans = triton.cdiv(n_columns, span)
-    columns_BV, first = columns_BV[:, :n_valid], rank * n_columns
+    first = min(rank * n_columns, vocab)
+    columns_BV = columns_BV[:, : vocab - first]
     left_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
     left_RPBS = every(left_PBS)
     drawn_2B = _draw(
-        columns_BV, slots_B, positions_B, settings, flags, left_RPBS, (None, None, None), span, rank, n_columns
+        columns_BV, slots_B, positions_B, settings, flags, left_RPBS, (None, None, None), span, rank, n_columns, vocab
     )
     return every(drawn_2B).sum(0)
 
@@ -115,15 +116,19 @@ def _draw(
     span: int,
     rank: int = 0,
     n_columns: int = 0,
+    whole_vocab: int | None = None,
 ) -> Tensor:
-    """(2, B) float64, with zeros in rows whose token is not this rank's to draw. n_columns: of each rank."""
+    """(2, B) float64, with zeros in rows whose token is not this rank's to draw.
+
+    n_columns: of each rank. whole_vocab: of all ranks; None where the logits are all of it.
+    """
     n_rows, vocab = logits_BV.shape
     n_ranks, n_left, _, n_spans = left_RPBS.shape
     out_2B = logits_BV.new_empty((2, n_rows), dtype=torch.float64)
     _draw_kernel[(n_rows,)](
         logits_BV, slots_B, positions_B, settings.key, settings.temperature, settings.greedy, settings.last_token,
         settings.penalty, settings.counts, left_RPBS, left_RPBS.view(torch.int32), *cuts, out_2B,
-        logits_BV.stride(0), vocab, n_spans, rank, n_columns, n_ranks * max(vocab, n_columns),
+        logits_BV.stride(0), vocab, n_spans, rank, n_columns, whole_vocab or vocab,
         SPAN=span, N_RANKS=n_ranks, N_LEFT=n_left, PADDED_SPANS=triton.next_power_of_2(n_ranks * n_spans),
         PENALIZED=flags.penalized, FILTERED=flags.filtered, num_warps=8,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def fused_layer(
     keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
     split: of Layer.
     peers: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
-    Without gradients only.
+    Without gradients only, and not if split.
     """
     stream_ND = _tracked(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[return-value]
