@@ -12,8 +12,8 @@ Three things are rounded to the dtype given: q, k and v as the rule takes them, 
 Decays, beta and states are fp32.
 
 Two forms give the same numbers up to the order of sums and those products. `delta_rows` takes packed rows and computes
-their tokens in chunks; `delta_rows_backward` computes that again, and goes back through it. `delta_step` takes one token
-of each row and changes the states in place; with Triton, it may be captured in a CUDA graph.
+their tokens in chunks; `delta_rows_backward` computes that again, and goes back through it. `delta_step` takes one
+token of each row and changes the states in place; with Triton, it may be captured in a CUDA graph.
 
 Shape letters: N tokens, R rows of a pack, B rows of a step, S slots; G key heads, H value heads (a multiple of G),
 K and V their sizes; X = 2 G K + H V inputs of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
