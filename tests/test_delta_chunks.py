@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -142,6 +143,22 @@ def compare_all() -> None:
     compare([40], size=32, dims=(20, 33), heads=(1, 3))
 
 
+def compare_parts() -> None:
+    """Several parts of keys and of values, the last ones cut off; and several programs for the columns of a state."""
+    from areno.kernels.delta import triton_chunks, triton_chunks_backward
+
+    real = triton_chunks.kernel_sizes
+
+    def small(*given: Any) -> dict[str, Any]:
+        return real(*given[:4], *(given[4:] or (16, 16)))
+
+    with ExitStack() as stack:
+        for module in (triton_chunks, triton_chunks_backward):
+            stack.enter_context(mock.patch.object(module, "kernel_sizes", small))
+            stack.enter_context(mock.patch.object(module, "state_columns", return_value=16))
+        compare([20, 3], dims=(20, 35), heads=(1, 2))
+
+
 def compare_empty() -> None:
     given, chunks, before, upstream = given_to([0, 0])
     out, after, *grads = by_kernels([each.float() for each in given], chunks, before.float(), upstream.float())
@@ -160,6 +177,10 @@ def compare_hard() -> None:
 
 def test_kernels_give_what_the_reference_gives() -> None:
     run_interpreted("from tests.test_delta_chunks import compare_all; compare_all()")
+
+
+def test_heads_that_take_several_parts() -> None:
+    run_interpreted("from tests.test_delta_chunks import compare_parts; compare_parts()")
 
 
 def test_rows_without_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,8 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_rows_backward, delta_step
+from areno.kernels.delta.row_chunks import CHUNK
+from areno.layers.recurrent.config import Delta
+from areno.models import cost
 from tests.delta_loop import KEY_DIM, N_CHANNELS, N_HEADS, VALUE_DIM, WIDTH, one_by_one, random_tokens, random_weights
 from tests.interpreted import run_interpreted
 
@@ -199,8 +205,44 @@ def compare_around_interpreted() -> None:
         compare_around("cpu", HALF, (1, 3, 8, 4, 4), [9, 1, 30])
 
 
+class PeakBytes(TorchDispatchMode):
+    """The most that tensors take at once that are made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {each.data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.nbytes and each.untyped_storage().data_ptr() not in given:
+                storage = each.untyped_storage()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return out
+
+    def _freed(self, n_bytes: int) -> None:
+        self.now -= n_bytes
+
+
+def compare_memory() -> None:
+    """The backward pass takes what the estimate says, but for a few numbers a head, where rows fill their chunks."""
+    delta = Delta(layers=(0,), n_key_heads=1, n_value_heads=2, key_dim=32, value_dim=32, width=4)
+    n, dtype = 64, torch.bfloat16
+    drawn = (torch.ones(delta.n_channels, delta.width), torch.ones(2), torch.ones(2), torch.ones(delta.value_dim))
+    weights = DeltaWeights(*(each.to(dtype) for each in drawn), 1e-6, delta.n_key_heads)
+    given, grad_NI = torch.zeros(n, delta.projected, dtype=dtype), torch.zeros(n, delta.inner_size, dtype=dtype)
+    with PeakBytes() as found:
+        delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
+    # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.
+    at_work = found.peak + grad_NI.nbytes - given.nbytes
+    assert 1.0 <= at_work / (n * cost._rule_bytes(delta, dtype.itemsize)) < 1.05
+
+
 @pytest.mark.parametrize(
-    "what", ["forward", "pieces", "gradients", "no_tokens", "step_with_rows", "around_interpreted"]
+    "what", ["memory", "forward", "pieces", "gradients", "no_tokens", "step_with_rows", "around_interpreted"]
 )
 def test_interpreted_kernels(what: str) -> None:
     run_interpreted(f"from tests.test_delta_rows import compare_{what} as compare; compare()")

@@ -6,12 +6,14 @@ A layer keeps, of each row, a matrix for each value head and the last inputs of 
     S = exp(g) S;  S = S + beta k (v - S^T k)^T;  out = S^T q
 
 with q and k of length 1, q divided by the root of its size, beta = sigmoid(b), g = -exp(log_decay) softplus(a + bias).
-The result is out / rms(out) * norm * silu(z), by heads. All of it is computed in fp32. Three things are rounded to the
-dtype given: q, k and v as the rule takes them, what the rule gives, and the result. Decays, beta and states are fp32.
+The result is out / rms(out) * norm * silu(z), by heads. All of it is computed in fp32, but for the rule's products with
+Triton where bfloat16 is given: `PRODUCTS` of `triton_chunks.py` and of `triton_chunks_backward.py`, with sums in fp32.
+Three things are rounded to the dtype given: q, k and v as the rule takes them, what the rule gives, and the result.
+Decays, beta and states are fp32.
 
-Two forms give the same numbers up to the order of sums. `delta_rows` takes packed rows and computes their tokens in
-chunks; `delta_rows_backward` computes that again, and goes back through it. `delta_step` takes one token of each row
-and changes the states in place; with Triton, it may be captured in a CUDA graph.
+Two forms give the same numbers up to the order of sums and those products. `delta_rows` takes packed rows and computes
+their tokens in chunks; `delta_rows_backward` computes that again, and goes back through it. `delta_step` takes one
+token of each row and changes the states in place; with Triton, it may be captured in a CUDA graph.
 
 Shape letters: N tokens, R rows of a pack, B rows of a step, S slots; G key heads, H value heads (a multiple of G),
 K and V their sizes; X = 2 G K + H V inputs of the convolution (q, k, v), W its width, w = W - 1; I = H V results;
