@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -170,3 +172,15 @@ def test_an_announced_burst_begins_when_all_are_there(monkeypatch: pytest.Monkey
 
     asyncio.run(all_of_them())
     assert workers.batches == [[0, 1, 2], [3, 4, 5, 6], [7, 8], [9, 10, 11, 12]]
+
+
+def test_nothing_keeps_a_loop_whose_announced_requests_never_came() -> None:
+    workers = Workers()
+
+    async def announced() -> weakref.ref[asyncio.AbstractEventLoop]:
+        workers.gathering.announce(3)
+        return weakref.ref(asyncio.get_running_loop())
+
+    ended = asyncio.run(announced())
+    gc.collect()
+    assert ended() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import pytest
 from played import Main, load, problems_of, run, task_folder
@@ -53,6 +55,27 @@ def test_a_failed_run_with_results_keeps_them(work):
         raise DataError("row 3 is bad")
 
     assert run(main, "trial_name=one") == 1
+    assert "outputs/test/one/config.yaml" in everything(work)
+
+
+def test_a_run_that_fails_while_its_folder_changes_tells_of_its_own_failure(work, monkeypatch, capsys):
+    """An old state may still be on its way out."""
+    scan = os.scandir
+
+    def changing(path="."):
+        if not isinstance(path, int) and Path(path).name == ".tmp-step-000001":
+            os.rmdir(path)
+        return scan(path)
+
+    def main(config, run_dir):
+        (run_dir / "state/.tmp-step-000001").mkdir(parents=True)
+        (run_dir / "state/step-000002").mkdir()
+        (run_dir / "state/step-000002/record.json").write_text("{}")
+        monkeypatch.setattr(os, "scandir", changing)
+        raise DataError("row 3 is bad")
+
+    assert run(main, "trial_name=one") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: row 3 is bad"
     assert "outputs/test/one/config.yaml" in everything(work)
 
 

@@ -58,6 +58,18 @@ def test_long_pieces_are_decoded_about_once(name: str) -> None:
         assert n_decoded < 4 * len(tokens)
 
 
+@pytest.mark.parametrize("stops", [["ab cde", "b c"], ["cd", "ab cdef"], ["e", "cd"]])
+def test_overlapping_stop_strings_cut_alike_however_the_tokens_come(stops: list[str]) -> None:
+    """Before `min_new_tokens` a stop string does not end a sample, so that tokens follow it."""
+    tokenizer = load_tokenizer("tiny")
+    tokens = [one for letter in "zab cdef" for one in tokenizer.encode(letter, add_special_tokens=False)]
+    whole = TextStream(tokenizer, frozenset(), stops)
+    expected = whole.feed(tokens) + whole.finish()
+    for border in range(1, len(tokens)):
+        stream = TextStream(tokenizer, frozenset(), stops)
+        assert stream.feed(tokens[:border]) + stream.feed(tokens[border:]) + stream.finish() == expected
+
+
 def test_what_a_tokenizer_does_beside_its_backend_is_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("plain")
     tokenizer.save_pretrained(tmp_path)

@@ -75,7 +75,10 @@ class NewFolder:
     def discard(self) -> None:
         """Remove what a run has made that failed before it had results. With results, all of it stays."""
         entries = [path for path in self.path.glob("*") if path not in self.before]
-        made = [*entries, *(path for entry in entries for path in entry.rglob("*"))]
+        try:
+            made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
+        except OSError:  # a state is still being written or removed, so there are results
+            return
         files = [path for path in made if path.is_file()]
         if any(path.name not in _NO_RESULTS for path in files):
             return
@@ -84,6 +87,16 @@ class NewFolder:
                 path.unlink()
         folders = [path for path in sorted(made, reverse=True) if path not in files]
         remove_empty([*folders, *(path for path in (self.path, *self.path.parents) if path not in self.before)])
+
+
+def _below(folder: Path) -> list[Path]:
+    """All files and folders in it. OSError for a folder that cannot be read, or is gone before it is."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(folder, onerror=refuse)  # rglob would leave such a folder out, or not, by the version of Python
+    return [Path(parent, name) for parent, folders, files in walk for name in (*folders, *files)]
 
 
 def make(run_dir: Path, new: bool = False) -> NewFolder | None:
@@ -146,7 +159,7 @@ def sweep_of(folder: Path) -> list[str]:
 
 def has_results(folder: Path) -> bool:
     """Whether a run has left more than its description and its log."""
-    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(UNFINISHED))
+    files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
 
 

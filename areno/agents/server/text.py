@@ -59,10 +59,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        # Of several the one that is whole first, as it would be if the text came one character at a time.
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         certain = len(text) if final else partial_tag(text, self._stops)
         self._held = text[certain:]
         return text[:certain]

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from areno.engine.requests.streams import Consumer
 from areno.errors import EngineError, WorkerLost
@@ -34,7 +35,8 @@ class Gathering:
         self._submit, self._is_idle, self.holds = submit, is_idle, holds
         self._bursts: dict[asyncio.AbstractEventLoop, _Burst] = {}
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
-        self._announced: dict[asyncio.AbstractEventLoop, int] = {}
+        # Where nothing is held back, or nobody asks, the number stays: not so the loop.
+        self._announced = WeakKeyDictionary[asyncio.AbstractEventLoop, int]()
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
