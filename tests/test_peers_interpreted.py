@@ -33,7 +33,7 @@ def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:
 
     def rendezvous(tensor: Tensor, group: Any) -> Any:
         dist.barrier()
-        index = len(kept) - 1
+        index = next(place for place, each in enumerate(kept) if each is tensor)
         maps = [file_of(owner, index, tensor.numel(), tensor.dtype) for owner in range(n_ranks)]
         maps[rank] = tensor
         table = torch.tensor([each.data_ptr() for each in maps])
@@ -43,6 +43,7 @@ def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:
     memory_of = "torch.distributed._symmetric_memory"
     with mock.patch(f"{memory_of}.empty", empty), mock.patch(f"{memory_of}.rendezvous", rendezvous):
         memory = PeerMemory(dist.group.WORLD, torch.device("cpu"))
+        memory.connect()
     memory.held_by_test = held  # type: ignore[attr-defined]
     # As after so many calls that the counts soon wrap around.
     memory._shared.counts.fill_(2**31 - 4)

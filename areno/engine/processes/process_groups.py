@@ -87,7 +87,9 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
     dp_rank, tp_rank = divmod(rank, spec.tp_size)
     peers = None
-    if spec.tp_size > 1 and device.type == "cuda" and (spec.tp_size == 2 or not spec.exact):
+    first = rank - tp_rank
+    hosts = {address.host for address in spec.addresses[first : first + spec.tp_size]}
+    if spec.tp_size > 1 and device.type == "cuda" and len(hosts) == 1 and (spec.tp_size == 2 or not spec.exact):
         peers = open_peer_memory(tp_group, device)
     tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, peers=peers)
     dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)

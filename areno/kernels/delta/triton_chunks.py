@@ -170,7 +170,8 @@ def product(a, b, PRODUCTS: tl.constexpr):
 def _to_tf32(x):
     """Rounded to the nearest, as a matrix unit would cut the last bits off: all errors would have one sign."""
     if x.dtype == tl.float32:
-        return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # the bits of a NaN may be those of -0 after that
     else:
         return x.to(tl.float32)
 

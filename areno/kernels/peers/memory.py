@@ -24,29 +24,34 @@ class PeerMemory:
     """A buffer on each GPU of a group, which the others have mapped."""
 
     def __init__(self, group: Any, device: torch.device):
-        """A collective call. RuntimeError where GPUs cannot read each other's memory, ImportError without Triton."""
+        """Only takes the memory. RuntimeError where there is none, ImportError without Triton."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         from areno.kernels.peers import triton as kernels
-        from areno.kernels.peers.triton import PROGRAMS, REGION, Shared
+        from areno.kernels.peers.triton import PROGRAMS, REGION
 
         self.device, self._kernels, self._most_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
-        self._size, self._name = dist.get_world_size(group), group.group_name
+        self._group, self._size = group, dist.get_world_size(group)
         self.most_bytes = REGION * PROGRAMS  # of a tensor; NCCL is as fast for larger ones
 
-        def open_all(n: int, dtype: torch.dtype) -> tuple[Tensor, int]:
-            """Zeros on this GPU, and where on it the table is of their addresses on all."""
-            tensor = symmetric_memory.empty(n, dtype=dtype, device=device).zero_()
-            return tensor, symmetric_memory.rendezvous(tensor, group).buffer_ptrs_dev
+        def empty(n: int, dtype: torch.dtype) -> Tensor:
+            return symmetric_memory.empty(n, dtype=dtype, device=device)
 
-        self._buffer, buffers = open_all(2 * self.most_bytes, torch.uint8)
-        self._signals, signals = open_all(self._size * PROGRAMS, torch.int32)
-        counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-        self._shared = Shared(dist.get_rank(group), self._size, buffers, signals, counts)
-        self._whole: Tensor | None = None  # what torch's two steps work in
-        if self._size > 2:
-            self._whole = symmetric_memory.empty(self.most_bytes, dtype=torch.uint8, device=device)
-            symmetric_memory.rendezvous(self._whole, group)
+        self._buffer = empty(2 * self.most_bytes, torch.uint8)
+        self._signals = empty(self._size * PROGRAMS, torch.int32).zero_()
+        # What torch's two steps work in.
+        self._whole = empty(self.most_bytes, torch.uint8) if self._size > 2 else None
+
+    def connect(self) -> None:
+        """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        counts = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
+        opened = [symmetric_memory.rendezvous(each, self._group) for each in (self._buffer, self._signals)]
+        tables = (each.buffer_ptrs_dev for each in opened)
+        self._shared = self._kernels.Shared(dist.get_rank(self._group), self._size, *tables, counts)
+        if self._whole is not None:
+            symmetric_memory.rendezvous(self._whole, self._group)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` can add this tensor."""
@@ -59,7 +64,7 @@ class PeerMemory:
             return self._kernels.meet(x, self._shared, adds=True)
         buffer = self._whole[: x.nbytes].view(x.dtype).view(x.shape)
         buffer.copy_(x)
-        return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._name, torch.empty_like(x))
+        return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group.group_name, torch.empty_like(x))
 
     def takes_rows(self, n: int, size: int, dtype: torch.dtype) -> bool:
         """Whether `add_and_norm` can take n rows of this size."""
@@ -86,15 +91,18 @@ class PeerMemory:
 
 def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     """A collective call: memory that has been tried, or None where some GPU of the group has none that works."""
-    memory, problem = None, ""
-    try:
-        memory = PeerMemory(group, device)
-    except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is no stable part of it
-        problem = str(error).splitlines()[0]
-    if _is_any(bool(problem), group, device):
-        logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem or "on another rank")
-        return None
-    assert memory is not None
+    found: list[PeerMemory] = []
+    # A rank that has no memory must not leave the others waiting for it to connect.
+    for step in (lambda: found.append(PeerMemory(group, device)), lambda: found[0].connect()):
+        problem = ""
+        try:
+            step()
+        except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is no stable part of it
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if _is_any(bool(problem), group, device):
+            logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem or "on another rank")
+            return None
+    [memory] = found
     sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.most_bytes)
     # Three times each, since calls take turns in two places.
     wrong = [n_bytes for n_bytes in sizes for _ in range(3) if not _is_right(memory, n_bytes, group)]
