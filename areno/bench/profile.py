@@ -76,7 +76,7 @@ def _own_kernels() -> dict[str, str]:
     return {
         kernel: group
         for name, group in OWN_FOLDERS.items()
-        for file in (folder / name).glob("triton*.py")
+        for file in (folder / name).rglob("triton*.py")
         for kernel in re.findall(r"^def (\w+)\(", file.read_text(encoding="utf-8"), re.M)
     }
 
