@@ -8,6 +8,7 @@ NVLink multicast is not used.
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 logger = logging.getLogger("areno")
 
 _ONE_SHOT_BYTES = 2**20  # among more than two GPUs, larger tensors are cheaper in two steps
+_TWO_STEPS = (4, 8)  # sizes of a group, above two, that torch has them for
 _ALIGNMENT = 16  # bytes
 
 
@@ -37,10 +39,13 @@ class PeerMemory:
         def empty(n: int, dtype: torch.dtype) -> Tensor:
             return symmetric_memory.empty(n, dtype=dtype, device=device)
 
+        # torch would make multicast objects, which nothing here uses, and fail on machines that have them in name only.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._buffer = empty(2 * self.most_bytes, torch.uint8)
         self._signals = empty(self._size * PROGRAMS, torch.int32).zero_()
+        self._most_summed = self.most_bytes if self._size in (2, *_TWO_STEPS) else _ONE_SHOT_BYTES
         # What torch's two steps work in.
-        self._whole = empty(self.most_bytes, torch.uint8) if self._size > 2 else None
+        self._whole = empty(self.most_bytes, torch.uint8) if self._size in _TWO_STEPS else None
 
     def connect(self) -> None:
         """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
@@ -56,10 +61,14 @@ class PeerMemory:
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` can add this tensor."""
         is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two steps
-        return is_aligned and self._fits(x) and x.dtype in (torch.bfloat16, torch.float32)
+        fits = is_aligned and self._fits(x) and x.nbytes <= self._most_summed
+        return fits and x.dtype in (torch.bfloat16, torch.float32)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, added in the order of the ranks; x stays as it is."""
+        """The sum of x over the ranks; x stays as it is.
+
+        Added in float32 in the order of the ranks; torch's two steps round to the dtype of x after each.
+        """
         if self._whole is None or x.nbytes <= _ONE_SHOT_BYTES:
             return self._kernels.meet(x, self._shared, adds=True)
         buffer = self._whole[: x.nbytes].view(x.dtype).view(x.shape)
@@ -94,30 +103,34 @@ def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     found: list[PeerMemory] = []
     # A rank that has no memory must not leave the others waiting for it to connect.
     for step in (lambda: found.append(PeerMemory(group, device)), lambda: found[0].connect()):
-        problem = ""
+        has_failed, problem = False, "on another rank"
         try:
             step()
         except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is no stable part of it
-            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if _is_any(bool(problem), group, device):
-            logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem or "on another rank")
+            has_failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
+        if _is_any(has_failed, group, device):
+            logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem)
             return None
     [memory] = found
     sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.most_bytes)
+    # Other numbers on each rank and each time: else what is there already would be right, too.
+    generator = torch.Generator(device).manual_seed(dist.get_rank(group))
     # Three times each, since calls take turns in two places.
-    wrong = [n_bytes for n_bytes in sizes for _ in range(3) if not _is_right(memory, n_bytes, group)]
+    wrong = [n_bytes for n_bytes in sizes for _ in range(3) if not _is_right(memory, n_bytes, group, generator)]
     if _is_any(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
         return None
     return memory
 
 
-def _is_right(memory: PeerMemory, n_bytes: int, group: Any) -> bool:
-    x = torch.randint(-4, 5, (n_bytes // 2,), device=memory.device).bfloat16()  # whose sums are exact
+def _is_right(memory: PeerMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
+    """A collective call."""
+    x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()
     dist.all_reduce(expected, group=group)
     every = memory.gather(x)
-    return torch.equal(memory.sum(x), expected) and torch.equal(every.sum(0), expected)
+    summed = memory.sum(x) if memory.takes(x) else expected
+    return torch.equal(summed, expected) and torch.equal(every.sum(0), expected)
 
 
 def _is_any(here: bool, group: Any, device: torch.device) -> bool:
