@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, Any, Any]:
     gc.disable()  # a fifth of the time: what is imported is no garbage
+    try:
+        return (yield)
+    finally:
+        gc.enable()  # also in the process that only deals out the tests, and when a file cannot be imported
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # a search for garbage would look through torch and all tests each time
     gc.set_threshold(10_000, 20, 20)  # a composition makes a hundred times the 700 objects of the default
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:

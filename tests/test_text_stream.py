@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import load_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from areno.agents.server.text import TextStream
@@ -68,6 +69,23 @@ def test_overlapping_stop_strings_cut_alike_however_the_tokens_come(stops: list[
     for border in range(1, len(tokens)):
         stream = TextStream(tokenizer, frozenset(), stops)
         assert stream.feed(tokens[:border]) + stream.feed(tokens[border:]) + stream.finish() == expected
+
+
+def test_runs_of_bytes_are_decoded_as_one() -> None:
+    """If a run is no UTF-8, each of its bytes is replaced, also those that would be characters without the others."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a"]
+    vocab = {name: number for number, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    for last in (b"\xff", b"\xe5\xa5\xbd"):
+        tokens = [vocab["a"], *(1 + byte for byte in "\u4f60".encode() + last), vocab["\u2581"], vocab["a"]]
+        whole = tokenizer.decode(tokens, skip_special_tokens=False)
+        assert ("\u4f60" in whole) == (last != b"\xff")
+        for border in range(1, len(tokens)):
+            stream = TextStream(tokenizer, frozenset())
+            assert stream.feed(tokens[:border]) + stream.feed(tokens[border:]) + stream.finish() == whole
 
 
 def test_what_a_tokenizer_does_beside_its_backend_is_kept(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class TextStream:
         return self._cut(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool) -> str:
-        if self._told == len(self._tokens):
+        if self._told == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
         before = self._decode(self._tokens[self._context : self._told])
         text = self._decode(self._tokens[self._context :])
@@ -51,6 +51,10 @@ class TextStream:
             if text.endswith(self._decode(self._tokens[shorter:])):
                 self._context = shorter
         return text[len(before) :]
+
+    def _ends_in_byte(self) -> bool:
+        """Of tokens that stand for a byte each, a run is decoded as one: none of it is certain before its end."""
+        return _is_byte(self._tokenizer.convert_ids_to_tokens(self._tokens[-1]) or "")
 
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens) if tokens else ""
@@ -67,6 +71,11 @@ class TextStream:
         certain = len(text) if final else partial_tag(text, self._stops)
         self._held = text[certain:]
         return text[:certain]
+
+
+def _is_byte(name: str) -> bool:
+    """Whether a vocabulary that falls back to bytes names one so, such as <0x0A>."""
+    return len(name) == 6 and name.startswith("<0x")
 
 
 def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
@@ -100,6 +109,6 @@ class TokenTexts:
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         if all(character in _BYTES for character in name):
             return text, [_BYTES[character] for character in name]
-        if len(name) == 6 and name.startswith("<0x"):
+        if _is_byte(name):
             return text, [int(name[1:5], 16)]
         return text, list(text.encode())
