@@ -46,8 +46,9 @@ class Saved:
     """What a forward pass leaves for the backward pass.
 
     For N tokens, with numbers of 4 bytes ("bf16": 2, `values_NHV` always 4): (C + K + 2 V + K V / C) H numbers a token,
-    which are 88 KiB with H = 32, K = V = 128, C = 64, and a little more where rows do not fill their chunks. sums_THC,
-    rest_THC: g, and what g lacks of float64. before_THKV: the states before chunks.
+    which are 88 KiB with H = 32, K = V = 128, C = 64. States are kept for each chunk, however few tokens it has: 2 MiB
+    with these sizes, so rows that are much shorter than a chunk take more. sums_THC, rest_THC: g, and what g lacks of
+    float64. before_THKV: the states before chunks.
     """
 
     sums_THC: Tensor
