@@ -138,9 +138,7 @@ class _Chat:
             message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
         # When the answers that are ready have been sent, and before a client can send the next turn.
         asyncio.get_running_loop().call_soon(self.remember, output, message)
-        logprobs = None
-        if self.request.options.n_top is not None:
-            logprobs = answers.chat_logprobs(self.endpoint._texts, answers.scores_of(output))
+        logprobs = None if self.request.options.n_top is None else choice.logprobs()
         reason = self.finish_reason(output, bool(parsed.tool_calls))
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -182,7 +180,7 @@ class _Chat:
         outputs: list[Any] = [None] * options.n
 
         def chunk(index: int, delta: Json, reason: str | None = None) -> Json:
-            logprobs = choices[index].take_logprobs()
+            logprobs = choices[index].logprobs() if choices[index].has_scores else None
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return {**base, "choices": [choice]}
 
@@ -218,7 +216,7 @@ class _Choice:
         )
         self._texts, self._n_top = endpoint._texts, request.options.n_top
         self._one_call = not request.parallel_tool_calls
-        self._scores: list[answers.TokenScore] = []  # of tokens that no chunk has told of
+        self._scores: list[answers.TokenScore] = []  # of tokens that `logprobs` has not told of
         self._deltas: list[MessageDelta] = []
         self._n_taken = self.n_calls = 0
 
@@ -270,10 +268,13 @@ class _Choice:
             return {"reasoning_content": delta.reasoning_content}
         return {"content": delta.content}
 
-    def take_logprobs(self) -> Json | None:
-        """Of the tokens since the chunk before."""
-        if self._n_top is None or not self._scores:
-            return None
+    @property
+    def has_scores(self) -> bool:
+        """Whether `logprobs` has something to tell."""
+        return bool(self._scores)
+
+    def logprobs(self) -> Json:
+        """Of the tokens since the last call."""
         scores, self._scores = self._scores, []
         return answers.chat_logprobs(self._texts, scores)
 
