@@ -104,9 +104,7 @@ class Runner:
     ) -> Tensor:
         """Tokens and log-probabilities, (2, B) float64; with `edits` also their K top tokens, (2 + 2K, B)."""
         head, first = self.model.output, self.model.output.first
-        local_BV = logits_BV[:, first : first + head.n_valid]
-        if self.is_exact and flags.edits:  # logits may be written into
-            local_BV = local_BV.clone()
+        local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
             out_2B = self.sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
@@ -120,9 +118,7 @@ class Runner:
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if draws_columns(local_BV, flags):
-            valid_BV = local_BV[:, :n_valid]
-            if self.is_exact and flags.edits:  # logits may be written into
-                valid_BV = valid_BV.clone()
+            valid_BV = self._kept(local_BV[:, :n_valid], flags)
             out_2B = self.sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
             return self._scored(out_2B, valid_BV, slots_B)
         if more := -n_rows % tp.size:  # rows of the scratch slot
@@ -134,6 +130,10 @@ class Runner:
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
         self.sampler.note(out_2B[0].long(), slots_B[:n_rows], share, flags)
         return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows])
+
+    def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
+        """The logits for `_scored`: a copy where drawing may write into them."""
+        return local_BV.clone() if self.is_exact and flags.edits else local_BV
 
     def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor) -> Tensor:
         """With `engine.exact`, the log-probabilities as training computes them, of this rank's part of the logits."""
