@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from areno.kernels.delta import DeltaStates, DeltaWeights, delta_step
+from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 
 WIDTH, N_KEY_HEADS, N_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 4, 6, 5
 N_CHANNELS = 2 * N_KEY_HEADS * KEY_DIM + N_HEADS * VALUE_DIM
@@ -66,6 +67,27 @@ def one_by_one(row_NP: Tensor, weights: DeltaWeights, dtype: torch.dtype = torch
             outs.append(out / (out.square().mean() + 1e-6).sqrt() * w.norm_V * gate / (1 + torch.exp(-gate)))
     out = torch.stack(outs) if outs else row_NP.new_zeros(0, dtype=torch.float64)
     return out.view(len(row_NP), N_HEADS * VALUE_DIM), state
+
+
+def compare_cut_rows(chunks_of: Callable[[list[int]], RowChunks]) -> tuple[DeltaStates, DeltaStates]:
+    """Rows cut into pieces give what whole rows do. The states behind the pieces, and those behind the whole rows."""
+    weights, lengths = random_weights(), [30, 11]
+    given = random_tokens(sum(lengths))
+    rows = given.split(lengths)
+    whole, behind = delta_rows(given, weights, chunks_of(lengths), keep=True)
+    assert behind is not None
+    outs: list[list[Tensor]] = [[], []]
+    states = no_states(2)
+    for cuts in ([0, 9], [1, 1], [20, 0], [9, 1]):
+        pieces = [row[sum(map(len, out)) :][:n] for row, out, n in zip(rows, outs, cuts, strict=True)]
+        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, keep=True)
+        assert found is not None
+        states = found
+        for each, piece in zip(outs, out.split(cuts), strict=True):
+            each.append(piece)
+    torch.testing.assert_close(torch.cat([torch.cat(each) for each in outs]), whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, behind, atol=1e-5, rtol=1e-4)
+    return states, behind
 
 
 def compare_step() -> None:

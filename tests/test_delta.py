@@ -17,8 +17,8 @@ from tests.delta_loop import (
     N_HEADS,
     N_KEY_HEADS,
     VALUE_DIM,
+    compare_cut_rows,
     compare_step,
-    no_states,
     one_by_one,
     random_tokens,
     random_weights,
@@ -46,21 +46,7 @@ def test_chunks_give_what_a_loop_over_tokens_gives(lengths: list[int]) -> None:
 
 def test_rows_go_on_from_their_states() -> None:
     """Cut anywhere, also into pieces that are shorter than the convolution."""
-    weights, lengths = random_weights(), [30, 11]
-    given = random_tokens(sum(lengths))
-    rows = given.split(lengths)
-    whole, behind = delta_rows(given, weights, chunks_of(lengths), keep=True)
-    assert behind is not None
-    outs, states = [[], []], no_states(2)
-    for cuts in ([0, 9], [1, 1], [20, 0], [9, 1]):
-        pieces = [row[sum(map(len, out)) :][:n] for row, out, n in zip(rows, outs, cuts, strict=True)]
-        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, keep=True)
-        assert found is not None
-        states = found
-        for each, piece in zip(outs, out.split(cuts), strict=True):
-            each.append(piece)
-    torch.testing.assert_close(torch.cat([torch.cat(each) for each in outs]), whole, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(states, behind, atol=1e-5, rtol=1e-4)
+    compare_cut_rows(chunks_of)
 
 
 def test_gradients_are_those_of_the_loop() -> None:

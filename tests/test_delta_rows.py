@@ -18,7 +18,14 @@ from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows
 from areno.kernels.delta.row_chunks import CHUNK
 from areno.layers.recurrent.config import Delta
 from areno.models import cost
-from tests.delta_loop import KEY_DIM, N_CHANNELS, N_HEADS, VALUE_DIM, WIDTH, one_by_one, random_tokens, random_weights
+from tests.delta_loop import (
+    N_HEADS,
+    VALUE_DIM,
+    compare_cut_rows,
+    one_by_one,
+    random_tokens,
+    random_weights,
+)
 from tests.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
@@ -71,22 +78,7 @@ def compare_forward() -> None:
 
 def compare_pieces() -> None:
     """Rows cut anywhere give what whole rows do, bit by bit where the rule does not come in."""
-    weights, lengths = random_weights(), [30, 11]
-    given = random_tokens(sum(lengths))
-    rows = given.split(lengths)
-    whole, behind = delta_rows(given, weights, chunks_of(lengths), keep=True)
-    assert behind is not None
-    outs: list[list[Tensor]] = [[], []]
-    states = DeltaStates(torch.zeros(2, N_CHANNELS, WIDTH - 1), torch.zeros(2, N_HEADS, KEY_DIM, VALUE_DIM))
-    for cuts in ([0, 9], [1, 1], [20, 0], [9, 1]):
-        pieces = [row[sum(map(len, out)) :][:n] for row, out, n in zip(rows, outs, cuts, strict=True)]
-        out, found = delta_rows(torch.cat(pieces), weights, chunks_of(cuts), states, keep=True)
-        assert found is not None
-        states = found
-        for each, piece in zip(outs, out.split(cuts), strict=True):
-            each.append(piece)
-    torch.testing.assert_close(torch.cat([torch.cat(each) for each in outs]), whole, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(states.matrices_SHKV, behind.matrices_SHKV, atol=1e-5, rtol=1e-4)
+    states, behind = compare_cut_rows(chunks_of)
     assert torch.equal(states.inputs_SXw, behind.inputs_SXw)
 
 
