@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from areno.kernels.peers.memory import PeerMemory
+from areno.kernels.peers.triton import EMPTY
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from tests.interpreted import run_interpreted
@@ -67,12 +68,18 @@ def compare_calls(memory: PeerMemory, rank: int, n_ranks: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     for n, size in [(1, 24), (3, 4096), (2, 8), (1, 8), (3, 4096), (2, 24)]:
         part = torch.randint(-9, 10, (n, size), generator=generator).bfloat16()
+        part[0, 0] = -0.0  # what an empty place holds
         pieces = [torch.empty_like(part) for _ in range(n_ranks)]
         dist.all_gather(pieces, part)
         total = torch.stack(pieces).float().sum(0).bfloat16()
         assert memory.takes(part)
         assert memory.takes_all(part)
         assert torch.equal(memory.sum(part), total)
+        wide = part.float()
+        wide.view(torch.int32)[-1, -1] = EMPTY * (2**16 + 1) - 2**32  # again, and next to 0
+        expected = torch.stack(pieces).float().sum(0)
+        expected[-1, -1] = 0
+        assert torch.equal(memory.sum(wide), expected)
         assert torch.equal(tp.every(part), torch.stack(pieces))
         stream, weight = torch.linspace(-2, 2, n * size).view(n, size), torch.full((size,), 0.5).bfloat16()
         summed, normed = memory.add_and_norm(stream, part, weight, 1e-6, True)

@@ -17,8 +17,8 @@ from areno.kernels.delta.around.triton_parts import LENGTH_EPS, rounded, softplu
 from areno.kernels.delta.parts import DeltaStates, DeltaWeights
 
 _CHANNELS = 256  # of a program of the convolution
-# Columns of a state that a program takes, and its warps. An H200 does the states of 256 rows of 32 heads of 128 x 128 in
-# 276 us so, of which moving them is 256; in 411 where a program takes all 128 columns, 8 warps; in 296 with 32.
+# Columns of a state that a program takes, and its warps. An H200 does the states of 256 rows of 32 heads of 128 x 128
+# in 276 us so, of which moving them is 256; in 411 where a program takes all 128 columns, 8 warps; in 296 with 32.
 COLUMNS, WARPS = 64, 4
 
 

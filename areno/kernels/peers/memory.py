@@ -1,8 +1,8 @@
 """Memory that the GPUs of one machine read from each other (torch's symmetric memory over NVLink), for small tensors.
 
-A step of decoding sums small tensors, two for each layer, and the latency of a library for all sizes and networks would
-be a large part of its time. Here each GPU reads the others' numbers itself, in one kernel that a CUDA graph can hold.
-NVLink multicast is not used.
+A step of decoding sums small tensors, two for each layer, and the latency of a library for all sizes and networks
+would be a large part of its time. Here each GPU writes its numbers to the others itself, or reads theirs, in one
+kernel that a CUDA graph can hold. NVLink multicast is not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PeerMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         from areno.kernels.peers import triton as kernels
-        from areno.kernels.peers.triton import PROGRAMS, REGION
+        from areno.kernels.peers.triton import EMPTY, PROGRAMS, REGION
 
         self.device, self._kernels, self._most_rows, self._row_bytes = device, kernels, PROGRAMS, REGION
         self._group, self._size = group, dist.get_world_size(group)
@@ -41,7 +41,8 @@ class PeerMemory:
 
         # torch would make multicast objects, which nothing here uses, and fail on machines that have them in name only.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._buffer = empty(2 * self.most_bytes, torch.uint8)
+        self._inbox = empty(3 * self._size * self.most_bytes // 2, torch.int16).fill_(EMPTY - 2**16)
+        self._shown = empty(2 * self.most_bytes, torch.uint8)
         self._signals = empty(self._size * PROGRAMS, torch.int32).zero_()
         self._most_summed = self.most_bytes if self._size in (2, *_TWO_STEPS) else _ONE_SHOT_BYTES
         # What torch's two steps work in.
@@ -51,10 +52,15 @@ class PeerMemory:
         """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        counts = torch.zeros(self._most_rows, dtype=torch.int32, device=self.device)
-        opened = [symmetric_memory.rendezvous(each, self._group) for each in (self._buffer, self._signals)]
-        tables = (each.buffer_ptrs_dev for each in opened)
-        self._shared = self._kernels.Shared(dist.get_rank(self._group), self._size, *tables, counts)
+        # A copy each, which the other GPUs have mapped.
+        tables = [
+            symmetric_memory.rendezvous(each, self._group).buffer_ptrs_dev
+            for each in (self._inbox, self._shown, self._signals)
+        ]
+        turns, counts = (torch.zeros(n, self._most_rows, dtype=torch.int32, device=self.device) for n in (2, 1))
+        self._shared = self._kernels.Shared(
+            dist.get_rank(self._group), self._size, tables[0], turns, tables[1], tables[2], counts[0]
+        )
         if self._whole is not None:
             symmetric_memory.rendezvous(self._whole, self._group)
 
@@ -70,7 +76,7 @@ class PeerMemory:
         Added in float32 in the order of the ranks; torch's two steps round to the dtype of x after each.
         """
         if self._whole is None or x.nbytes <= _ONE_SHOT_BYTES:
-            return self._kernels.meet(x, self._shared, adds=True)
+            return self._kernels.add(x, self._shared)
         buffer = self._whole[: x.nbytes].view(x.dtype).view(x.shape)
         buffer.copy_(x)
         return torch.ops.symm_mem.two_shot_all_reduce_out(buffer, "sum", self._group.group_name, torch.empty_like(x))
@@ -84,7 +90,7 @@ class PeerMemory:
     ) -> tuple[Tensor, Tensor]:
         """x + the sum of `part` over the ranks, and its norm: what adding the result of `sum` would give."""
         assert part_ND.dtype == torch.bfloat16, "rows that a region may not hold"
-        return self._kernels.meet_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
+        return self._kernels.add_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)
 
     def takes_all(self, x: Tensor) -> bool:
         """Whether `gather` can take this tensor."""
@@ -92,7 +98,7 @@ class PeerMemory:
 
     def gather(self, x: Tensor) -> Tensor:
         """(size, *x.shape): x of each rank."""
-        return self._kernels.meet(x.view(torch.int32), self._shared, adds=False).view(x.dtype)
+        return self._kernels.gather(x.view(torch.int32), self._shared).view(x.dtype)
 
     def _fits(self, x: Tensor) -> bool:
         return 0 < x.nbytes <= self.most_bytes and x.is_contiguous()
