@@ -155,25 +155,50 @@ def product(a, b, PRODUCTS: tl.constexpr):
     if PRODUCTS == "bf16" or (a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16):  # the latter is exact
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     elif PRODUCTS == "split":
-        return _by_parts(a, b)
+        return _product_of_parts(a, b)
+    elif PRODUCTS == "tf32":
+        return tl.dot(_to_tf32(a), _to_tf32(b), input_precision="tf32")
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRODUCTS)
 
 
 @triton.jit
-def _by_parts(a, b):
-    """fp32 as the sum of two bfloat16, which have 16 of its 24 bits; products of small parts are added first.
-
-    On an H200 this is faster than one product of TF32, whose operands have to be rounded, too.
-    """
-    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+def _product_of_parts(a, b):
+    """Without that of two small parts. The small numbers are added first."""
     if a.dtype == tl.bfloat16:
-        total = tl.dot(a, (b - b_high.to(tl.float32)).to(tl.bfloat16))
+        high, low = _parts(b)
+        return tl.dot(a, high, acc=tl.dot(a, low))
+    elif b.dtype == tl.bfloat16:
+        high, low = _parts(a)
+        return tl.dot(high, b, acc=tl.dot(low, b))
     else:
-        total = tl.dot((a - a_high.to(tl.float32)).to(tl.bfloat16), b_high)
-        if b.dtype == tl.float32:
-            total = tl.dot(a_high, (b - b_high.to(tl.float32)).to(tl.bfloat16), acc=total)
-    return tl.dot(a_high, b_high, acc=total)
+        high, low = _parts(a)
+        other_high, other_low = _parts(b)
+        total = tl.dot(low, other_high)
+        total = tl.dot(high, other_low, acc=total)
+        return tl.dot(high, other_high, acc=total)
+
+
+@triton.jit
+def _parts(x):
+    """fp32 as the sum of two bfloat16, which have 16 of its 24 bits.
+
+    The first is rounded by its bits, as converting to bfloat16 one by one, and not in pairs, is slow. It may be 0 for
+    NaN; the second is NaN then.
+    """
+    high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    low = (x - high).to(tl.bfloat16)
+    return high.to(tl.bfloat16), low
+
+
+@triton.jit
+def _to_tf32(x):
+    """Rounded to the nearest, as a matrix unit would cut the last bits off: all errors would have one sign."""
+    if x.dtype == tl.float32:
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, x)  # the bits of a NaN may be those of -0 after that
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
