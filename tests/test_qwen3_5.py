@@ -184,6 +184,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*'full_attention' or 'linear_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
     ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected int, at least 2"),
+    ({"linear_key_head_dim": 129}, "linear_key_head_dim is 129, expected int, at least 1, at most 128"),
 ]
 
 

@@ -22,8 +22,8 @@ class RowChunks:
     and the number of tokens.
     rows_J: how many rows each step has. firsts_J: the first chunk of each step, on the device; the j-th chunk of the
     row order_R[i] is firsts_J[j] + i. tokens_TC: the token at each place of a chunk, N where there is none.
-    places_N: where in the flattened chunks each token is. ages_N: how many tokens of its row are before a token.
-    rows_N: its row, as they are packed.
+    sizes_T: how many there are. places_N: where in the flattened chunks each token is. ages_N: how many tokens of its
+    row are before a token. rows_N: its row, as they are packed.
     """
 
     order_R: Tensor
@@ -32,6 +32,7 @@ class RowChunks:
     rows_J: tuple[int, ...]
     firsts_J: Tensor
     tokens_TC: Tensor
+    sizes_T: Tensor
     places_N: Tensor
     ages_N: Tensor
     rows_N: Tensor
@@ -61,10 +62,10 @@ class RowChunks:
             # From memory that is not pinned, a large copy would make the host wait for the device.
             return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
-        order, lengths, borders, firsts, tokens, places, ages, rows = map(
-            upload, (order_R, lengths_R, starts_R, firsts_J, tokens_TC, places_N, ages_N, rows_N)
+        order, lengths, borders, firsts, tokens, sizes, places, ages, rows = map(
+            upload, (order_R, lengths_R, starts_R, firsts_J, tokens_TC, inside_TC.sum(1), places_N, ages_N, rows_N)
         )
-        return cls(order, lengths, borders, rows_J, firsts, tokens, places, ages, rows)
+        return cls(order, lengths, borders, rows_J, firsts, tokens, sizes, places, ages, rows)
 
     @property
     def starts_R(self) -> Tensor:

@@ -41,7 +41,7 @@ from areno.kernels.delta.triton_chunks import (
     store_rows,
 )
 
-PRODUCTS = "bf16"  # as in triton_chunks.py
+PRODUCTS = "bf16"  # or "split"; see triton_chunks.py
 _ALL = 1 << 20
 _LOCAL, _STATES, _CHUNKS, _SYSTEMS, _KEYS = (
     {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 1), (4, 2), (4, 1), (4, 1), (4, 1))
@@ -78,11 +78,9 @@ def chunks_backward(
         return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
     sizes = kernel_sizes(q_NGK, v_NHV, chunks, products)
     q_NGK, k_NGK, v_NHV, grad_out_NHV = (each.contiguous() for each in (q_NGK, k_NGK, v_NHV, grad_out_NHV))
-    beta_NH, tokens_TC, sums = beta_NH.contiguous(), chunks.tokens_TC, (saved.sums_THC, saved.rest_THC)
+    beta_NH, places, sums = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.sums_THC, saved.rest_THC)
     grad_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _local_kernel[(n_heads, n_chunks)](
-        grad_out_NHV, q_NGK, k_NGK, *sums, tokens_TC, grad_new_NHV, n_tokens, **sizes, **_LOCAL
-    )
+    _local_kernel[(n_heads, n_chunks)](grad_out_NHV, q_NGK, k_NGK, *sums, *places, grad_new_NHV, **sizes, **_LOCAL)
     grad_after_THKV = empty(*saved.before_THKV.shape, dtype=kept)
     columns = state_columns(v_NHV, n_rows)
     _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
@@ -91,21 +89,21 @@ def chunks_backward(
     )  # fmt: skip
     grad_held_NHK, grad_sums_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
     _chunks_kernel[(n_key_heads, n_chunks)](
-        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, tokens_TC,
-        grad_held_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, n_tokens, **sizes, **_CHUNKS,
+        grad_out_NHV, q_NGK, k_NGK, *sums, saved.new_NHV, saved.before_THKV, grad_after_THKV, grad_new_NHV, *places,
+        grad_held_NHK, grad_sums_THC, grad_q_NGK, grad_k_NGK, **sizes, **_CHUNKS,
     )  # fmt: skip
     del grad_after_THKV
     grad_system_NGC = empty(n_tokens, n_key_heads, size)
     _systems_kernel[(n_key_heads, n_chunks)](
         k_NGK, v_NHV, beta_NH, *sums, saved.inverse_NHC, saved.held_NHK, saved.values_NHV, grad_held_NHK, grad_new_NHV,
-        tokens_TC, grad_sums_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH, n_tokens,
+        *places, grad_sums_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH,
         **sizes, **_SYSTEMS,
     )  # fmt: skip
-    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, tokens_TC, grad_k_NGK, n_tokens, **sizes, **_KEYS)
+    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _local_kernel(
     grad_ptr,
     q_ptr,
@@ -113,8 +111,8 @@ def _local_kernel(
     sums_ptr,
     rest_ptr,
     tokens_ptr,
+    sizes_ptr,
     grad_new_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -126,7 +124,7 @@ def _local_kernel(
 ):
     """Of a chunk and a head: what `new` has from the results of the same chunk."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
     at = (chunk * HEADS + head) * SIZE
     turned = tl.zeros((SIZE, SIZE), tl.float32)
@@ -191,7 +189,7 @@ def _grad_states_kernel(
         grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _chunks_kernel(
     grad_ptr,
     q_ptr,
@@ -203,11 +201,11 @@ def _chunks_kernel(
     grad_after_ptr,
     grad_new_ptr,
     tokens_ptr,
+    sizes_ptr,
     grad_held_ptr,
     grad_sums_ptr,
     grad_q_ptr,
     grad_k_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -219,7 +217,7 @@ def _chunks_kernel(
 ):
     """Of a chunk and the heads of a key head: the gradients of q and `held`, and of k and g what is not from A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     for head in range(key_head * SHARED, (key_head + 1) * SHARED):
         line, at, key_row = first * HEADS + head, (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY
@@ -267,7 +265,7 @@ def _chunks_kernel(
         tl.store(grad_sums_ptr + at + each, grad_sums)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _systems_kernel(
     k_ptr,
     v_ptr,
@@ -280,13 +278,13 @@ def _systems_kernel(
     grad_held_ptr,
     grad_new_ptr,
     tokens_ptr,
+    sizes_ptr,
     grad_sums_ptr,
     grad_system_ptr,
     grad_k_ptr,
     grad_v_ptr,
     grad_decay_ptr,
     grad_beta_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -299,7 +297,7 @@ def _systems_kernel(
     """Of a chunk and the heads of a key head, through `held` and `values`: the gradients of v, beta, g and so of decay;
     of k what is not from A; and that of k_i k_j in A."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
     keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     for start in range(0, KEY, KEY_PART):
@@ -342,13 +340,13 @@ def _systems_kernel(
     store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit
 def _keys_kernel(
     k_ptr,
     grad_system_ptr,
     tokens_ptr,
+    sizes_ptr,
     grad_k_ptr,
-    n_tokens,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     PRODUCTS: tl.constexpr,
@@ -360,7 +358,7 @@ def _keys_kernel(
 ):
     """Of a chunk and a key head: the rest of the gradient of k, each of which is in A as a row and as a column."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first, inside = chunk_tokens(tokens_ptr, chunk, n_tokens, SIZE)
+    first, inside = chunk_tokens(tokens_ptr, sizes_ptr, chunk, SIZE)
     key_line = first * (HEADS // SHARED) + key_head
     system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
     system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)

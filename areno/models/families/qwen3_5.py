@@ -15,6 +15,7 @@ from areno.models.families.rope import read_rope
 from areno.models.folder.raw_config import RawConfig
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_MOST_KEYS = 128  # of a head: kernels hold columns of a state whole, and 256 do not fit the memory of a processor
 
 
 def read(raw: RawConfig) -> TransformerConfig:
@@ -33,7 +34,7 @@ def read(raw: RawConfig) -> TransformerConfig:
         layers=tuple(layer for layer, does in enumerate(recurs) if does),
         n_key_heads=raw.get("linear_num_key_heads", int, 16, ge=1),
         n_value_heads=raw.get("linear_num_value_heads", int, 32, ge=1),
-        key_dim=raw.get("linear_key_head_dim", int, 128, ge=1),
+        key_dim=raw.get("linear_key_head_dim", int, 128, ge=1, le=_MOST_KEYS),
         value_dim=raw.get("linear_value_head_dim", int, 128, ge=1),
         width=raw.get("linear_conv_kernel_dim", int, 4, ge=2, le=64),
     )
