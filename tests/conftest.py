@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import quick_hydra
 import warm
+import warm_python
 
 _SHIPPED = Path(__file__).parent / "tokenizers"
 _REAL = Path(__file__).parents[2] / "shared/data/tokenizers"
@@ -52,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    config.add_cleanup(warm_python.share())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
