@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -91,6 +92,16 @@ def quick_compositions() -> Iterator[None]:
     """Hydra does not parse the same texts again; see quick_hydra.py."""
     with pytest.MonkeyPatch.context() as patch:
         quick_hydra.quicken(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_revision() -> Iterator[None]:
+    """Each run writes down the revision of the checkout, for which git looks at all its files: here once."""
+    from areno.tracking import new_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new_run, "_git_revision", functools.cache(new_run._git_revision))
         yield
 
 
