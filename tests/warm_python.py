@@ -83,10 +83,26 @@ class WarmPython:
 # By its name: what such a process imports, before it knows of the environment of a command, and when it imports these.
 _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "commands": (
-        ["areno.engine.worker", "areno.api.trainers.policy_only", "areno.launch.compose", "transformers"],
+        [
+            "areno.engine.worker",
+            "areno.engine.state.planners",
+            "areno.api.trainers.policy_only",
+            "areno.agents.server.build",
+            "areno.launch.compose",
+            "tensorboard.plugins.hparams.summary_v2",
+            "transformers.models.auto.tokenization_auto",
+        ],
         {},
     ),
-    "interpreting": (["torch", "triton", "transformers", "tests.interpreted"], {"TRITON_INTERPRET": "1"}),
+    "interpreting": (
+        [
+            "pytest",
+            "torch.distributed.tensor",
+            "transformers",
+            "tests.interpreted",
+        ],
+        {"TRITON_INTERPRET": "1"},
+    ),
 }
 _SHARED = "ARENO_TESTS_WARM"  # in the environment: the folder of the sockets
 
@@ -162,9 +178,11 @@ def said_by(words: Sequence[str]) -> Iterator[tuple[Started, TextIO]]:
 
 
 def serve_all(fd: int, imports: Sequence[str]) -> None:
-    """What a process that is shared does until stdin is closed: it forks for each that connects to the socket `fd`."""
+    """What a process that is shared does until stdin is closed: it forks for each that connects to the socket `fd`.
+
+    They are few: one for each process of pytest-xdist.
+    """
     ready = False
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those
     with socket.socket(fileno=fd) as place:
         while place in select.select([place, sys.stdin], [], [])[0]:
             client, _ = place.accept()
@@ -172,7 +190,6 @@ def serve_all(fd: int, imports: Sequence[str]) -> None:
                 _prepare(imports)
                 ready = True
             if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 place.close()
                 _serve(client.detach())
             client.close()
