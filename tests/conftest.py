@@ -28,7 +28,7 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite on several cores with pytest-xdist, unless -n says otherwise.
+    """Run the whole suite on all cores with pytest-xdist, unless -n says otherwise.
 
     Tests that are named on the command line, and those for a GPU, run one by one in this process: a debugger works, and
     a single test does not wait for workers to start.
@@ -54,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
+    """One more than there are cores: the default tests wait now and then, for what they start or for a limit."""
+    n = yield
+    is_default = "not slow" in config.getoption("markexpr") and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ
+    return n + is_default
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -40,6 +40,9 @@ class Started:
             self.returncode = self._pipe.recv()
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not self._pipe.poll(timeout):
@@ -209,18 +212,16 @@ def _prepare(imports: Sequence[str]) -> None:
 
 
 def _serve(fd: int) -> NoReturn:
-    with Connection(fd) as pipe:
+    with Connection(fd) as pipe, contextlib.suppress(EOFError, OSError):  # until nobody is there any more
         while True:
-            try:
-                given = pipe.recv()
-            except EOFError:
-                os._exit(0)
+            given = pipe.recv()
             pid = os.fork()
             if pid == 0:
                 os.close(fd)
                 _become(*given)
             pipe.send(pid)
             pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
 def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> NoReturn:
