@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from processes import children, is_running, started
+from processes import children, is_running
+from warm_python import said_by
 
 from areno.launch import command
 from areno.recipes import gspo, sft
@@ -98,11 +96,9 @@ class Driver:
             *ENDLESS[phase],
             *overrides,
         ]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "areno.recipes.gspo", *arguments]
         self.lines: list[str] = []
         with contextlib.ExitStack() as stack:
-            self.process = stack.enter_context(started(words, env=environment, stderr=subprocess.PIPE))
+            self.process, self._said = stack.enter_context(said_by(["-m", "areno.recipes.gspo", *arguments]))
             in_phase = threading.Event()
             self.reader = threading.Thread(target=self._read, args=(f"stage={phase}_start", in_phase), daemon=True)
             self.reader.start()
@@ -118,8 +114,7 @@ class Driver:
         self._stack.close()
 
     def _read(self, awaited: str, found: threading.Event) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in self._said:
             self.lines.append(line)
             if awaited in line:
                 found.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import quick_hydra
 import warm
+import warm_python
 
 _SHIPPED = Path(__file__).parent / "tokenizers"
 _REAL = Path(__file__).parents[2] / "shared/data/tokenizers"
@@ -26,7 +28,7 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite on several cores with pytest-xdist, unless -n says otherwise.
+    """Run the whole suite on all cores with pytest-xdist, unless -n says otherwise.
 
     Tests that are named on the command line, and those for a GPU, run one by one in this process: a debugger works, and
     a single test does not wait for workers to start.
@@ -52,6 +54,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background jobs this way. The processes that tests start would then ignore Ctrl-C, too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
+    """One more than there are cores: the default tests wait now and then, for what they start or for a limit."""
+    n = yield
+    is_default = "not slow" in config.getoption("markexpr") and "PYTEST_XDIST_AUTO_NUM_WORKERS" not in os.environ
+    return n + is_default
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    config.add_cleanup(warm_python.share())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -85,6 +100,16 @@ def quick_compositions() -> Iterator[None]:
     """Hydra does not parse the same texts again; see quick_hydra.py."""
     with pytest.MonkeyPatch.context() as patch:
         quick_hydra.quicken(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_revision() -> Iterator[None]:
+    """Each run writes down the revision of the checkout, for which git looks at all its files: here once."""
+    from areno.tracking import new_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(new_run, "_git_revision", functools.cache(new_run._git_revision))
         yield
 
 

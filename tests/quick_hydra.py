@@ -120,6 +120,7 @@ def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
     import yaml
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra.core import config_store
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf, base, omegaconf
 
     def keep(self: Any, delegate: Any) -> None:
@@ -160,6 +161,19 @@ def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
         found.node = pickle.loads(kept[id(found.node)][1])
         return found
 
+    def set_hydra_config(self: Any, cfg: Any) -> None:
+        node = cfg.hydra
+        OmegaConf.set_readonly(node, True)
+        parent, node.__dict__["_parent"] = node._get_parent(), None  # or pickle would copy the whole configuration
+        try:
+            copied = pickle.loads(pickle.dumps(node))
+        finally:
+            node.__dict__["_parent"] = parent
+        self.cfg = OmegaConf.create()
+        self.cfg.__dict__["_content"]["hydra"] = copied
+        copied._set_parent(cfg)
+
+    patch.setattr(HydraConfig, "set_config", set_hydra_config)
     patch.setattr(CachingConfigRepository, "__init__", keep)
     patch.setattr(base, "parse", cache(base.parse))
     patch.setattr(omegaconf, "yaml", SimpleNamespace(**{**vars(yaml), "load": load}))

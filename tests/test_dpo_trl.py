@@ -23,7 +23,6 @@ from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
 from areno.types import TrainSequence
 
-trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
 pytestmark = pytest.mark.slow
 
 ROWS = [
@@ -75,6 +74,8 @@ def theirs(folders, tokenizer, tmp_path):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
+    # Not above: the default run does without these tests, and would wait a second for it in each of its processes.
+    trl = pytest.importorskip("trl", reason="trl is not installed; it is in the dev extra")
     policy, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
 
     def run(**settings):

@@ -168,7 +168,7 @@ def test_sft_on_conversations(tmp_path):
 defaults: [recipe, valid_dataset: default, _self_]
 experiment_name: chat
 tokenizer_path: {MINIMIND}
-total_train_epochs: 8
+total_train_epochs: 6
 actor:
   path: {model}
   init_from_scratch: true
@@ -176,7 +176,7 @@ actor:
   mb_spec: {{max_tokens_per_mb: 4096}}
 train_dataset: {{path: {CONVERSATIONS}, loader: {loader}, batch_size: 3, max_length: 1500}}
 valid_dataset: {{path: {CONVERSATIONS}, loader: {loader}, max_length: 1500}}
-evaluator: {{freq_steps: 4, eval_before_train: true}}
+evaluator: {{freq_steps: 3, eval_before_train: true}}
 """,
         encoding="utf-8",
     )
@@ -184,8 +184,8 @@ evaluator: {{freq_steps: 4, eval_before_train: true}}
     losses, evaluated = series(run_dir, "train/loss"), series(run_dir, "eval/loss")
     assert losses[0] == pytest.approx(math.log(6400), abs=0.1)
     assert losses[-1] < losses[0] - 0.5
-    # Evaluation after none and after four steps sees what the first and the fifth step see.
-    assert evaluated[:2] == pytest.approx([losses[0], losses[4]], rel=1e-5)
+    # Evaluation after none and after three steps sees what the first and the fourth step see.
+    assert evaluated[:2] == pytest.approx([losses[0], losses[3]], rel=1e-5)
     assert len(evaluated) == 3
     assert evaluated[2] < evaluated[1] < evaluated[0] - 0.5
 

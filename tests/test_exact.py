@@ -32,9 +32,9 @@ from areno.types import TrainSequence
 from tests.interpreted import run_interpreted
 
 # Prompts shorter and longer than a span, one of them a span exactly.
-LENGTHS = [3, 40, 64, 100, SPAN - 1, SPAN, SPAN + 5, SPAN + 200]
+LENGTHS = [3, 40, 64, 115, SPAN - 1, SPAN, SPAN + 5, SPAN + 200]
 REQUESTS = [
-    request(i, n_samples=1 + i % 3, length=length, max_new_tokens=30 + 5 * i, temperature=0.7)
+    request(i, n_samples=1 + i % 3, length=length, max_new_tokens=10 + 3 * i, temperature=0.7)
     for i, length in enumerate(LENGTHS)
 ]
 ROOMY = RolloutSpec(max_running=16, max_len=400)
@@ -343,7 +343,7 @@ def compare_interpreted() -> None:
         torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     for n_shared in (64, SPAN, 2 * SPAN):  # less than the lead of a team, as much, and more
         n_tokens = n_shared + 70
-        q, k, v, starts = packed([n_tokens] * 4)
+        q, k, v, starts = packed([n_tokens] * 4, 2, 1, 16)
         for row in (1, 2):  # begin as the first one
             for x in (k, v):
                 x[starts[row] : starts[row] + n_shared] = x[:n_shared]

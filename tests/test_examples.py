@@ -51,7 +51,7 @@ def test_loader_on_gsm8k():
 
 
 @needs_gsm8k
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reward", ["examples", "built-in"])
 def test_reward_agrees_with_the_labels(reward, every):
     if reward == "examples":

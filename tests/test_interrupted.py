@@ -74,7 +74,7 @@ def test_killed_worker(phase):
 def test_killed_driver(phase):
     with Driver(phase, "engine.workers=spawn") as driver:
         assert len(driver.children) >= 2
-        driver.process.kill()
+        driver.process.send_signal(signal.SIGKILL)
         driver.process.wait()
         deadline = time.monotonic() + 5
         while any(is_running(pid) for pid in driver.children):

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_python
 from processes import started
 from tiny_engine import model_folder
+from warm_python import Started
 
 from areno.engine.processes.child import dumps, without_main_module
 
@@ -93,12 +95,24 @@ def driver(script: str, folder: Path, *args: str) -> Iterator[subprocess.Popen[s
         yield process
 
 
-def worker_pid(process: subprocess.Popen[str]) -> int:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, process.communicate()[1]
-    time.sleep(0.3)  # into the middle of the work
-    return int(line)
+@contextlib.contextmanager
+def busy_driver(folder: Path, work: str, tmp_path: Path) -> Iterator[tuple[Started, int]]:
+    """A driver from a warm process, and its worker's pid. What they say is in the files out and err."""
+    path = folder / "busy.py"
+    path.write_text(BUSY)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = warm_python.commands().start([str(path), str(folder), work], tmp_path, environment, out, err)
+    try:
+        while not out.exists() or "\n" not in out.read_text():
+            assert process.poll() is None, err.read_text()
+            time.sleep(0.05)
+        time.sleep(0.3)  # into the middle of the work
+        yield process, int(out.read_text())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def ends_within(pid: int, seconds: float) -> bool:
@@ -124,22 +138,20 @@ def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Pat
 
 
 @pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
-def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str) -> None:
-    with driver(BUSY, folder, work) as process:
-        pid = worker_pid(process)
+def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str, tmp_path: Path) -> None:
+    with busy_driver(folder, work, tmp_path) as (process, pid):
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-        assert out == "closed in time\n", err
-        assert process.returncode == 0
+        code, err = process.wait(timeout=10), (tmp_path / "err").read_text()
+        assert (tmp_path / "out").read_text() == f"{pid}\nclosed in time\n", err
+        assert code == 0
         assert "Traceback" not in err
         assert ends_within(pid, 0.1)
 
 
 @pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
-def test_a_killed_driver_leaves_nobody(folder: Path, work: str) -> None:
-    with driver(BUSY, folder, work) as process:
-        pid = worker_pid(process)
-        process.kill()
+def test_a_killed_driver_leaves_nobody(folder: Path, work: str, tmp_path: Path) -> None:
+    with busy_driver(folder, work, tmp_path) as (process, pid):
+        process.send_signal(signal.SIGKILL)
         assert ends_within(pid, 5)
 
 

@@ -76,7 +76,7 @@ def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(se
     stream = client.chat.completions.create(
         model="mine",
         messages=HELLO,
-        max_tokens=800,
+        max_tokens=400,
         stream=True,
         extra_body={"ignore_eos": True},  # type: ignore[arg-type]
     )

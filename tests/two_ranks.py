@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import transformers
 import warm
 
 from areno.layers.attention import PackedAttend
@@ -16,6 +16,9 @@ from areno.models.config import HeadName
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
+
+if TYPE_CHECKING:
+    import transformers
 
 
 def load(folder: Path, tp: ParallelGroup | None = None, head: HeadName = "lm") -> Transformer:
@@ -59,6 +62,8 @@ def _rank_main(rank: int, check: Callable[[Path, ParallelGroup], None], folders:
 
 def assert_saved_alike(reference: transformers.PreTrainedModel, folder: Path) -> None:
     """transformers reads from the folder the very weights of the reference."""
+    import transformers
+
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for name, parameter in reference.state_dict().items():
         torch.testing.assert_close(saved.state_dict()[name], parameter, atol=0, rtol=0, msg=f"{folder}: {name}")

@@ -1,4 +1,7 @@
-"""`python ...` in a process that has imported what takes seconds: for command lines and for Triton's interpreter."""
+"""`python ...` in a process that has imported what takes seconds: for command lines and for Triton's interpreter.
+
+The processes of pytest-xdist share these: see `share`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,19 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +40,9 @@ class Started:
             self.returncode = self._pipe.recv()
         return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not self._pipe.poll(timeout):
@@ -46,20 +54,11 @@ class Started:
 class WarmPython:
     """A process that forks for each command; it ends with this one. One command at a time.
 
-    imports: what it imports, before it knows of the environment of a command. environment: when it imports these.
+    pipe: to a process that serves.
     """
 
-    def __init__(self, imports: Sequence[str], environment: Mapping[str, str]):
-        self._pipe, theirs = Pipe()
-        code = f"from tests.warm_python import serve; serve({theirs.fileno()}, {tuple(imports)})"
-        path = os.pathsep.join([str(ROOT), *sys.path])
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
+    def __init__(self, pipe: Connection):
+        self._pipe = pipe
 
     def start(
         self, words: Sequence[str], cwd: Path | str, environment: Mapping[str, str], out: Path | str, err: Path | str
@@ -84,18 +83,85 @@ class WarmPython:
             return subprocess.CompletedProcess(started.args, code, *(file.read_text() for file in files))
 
 
+# By its name: what such a process imports, before it knows of the environment of a command, and when it imports these.
+_KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "commands": (
+        [
+            "areno.engine.worker",
+            "areno.engine.state.planners",
+            "areno.api.trainers.policy_only",
+            "areno.agents.server.build",
+            "areno.launch.compose",
+            "tensorboard.plugins.hparams.summary_v2",
+            "transformers.models.auto.tokenization_auto",
+        ],
+        {},
+    ),
+    "interpreting": (
+        [
+            "pytest",
+            "torch.distributed.tensor",
+            "transformers",
+            "tests.interpreted",
+        ],
+        {"TRITON_INTERPRET": "1"},
+    ),
+}
+_SHARED = "ARENO_TESTS_WARM"  # in the environment: the folder of the sockets
+
+
 @cache
 def interpreting() -> WarmPython:
     """Kernels of Triton are interpreted in it."""
-    return WarmPython(["torch", "triton", "transformers", "tests.interpreted"], {"TRITON_INTERPRET": "1"})
+    return _warm("interpreting")
 
 
 @cache
 def commands() -> WarmPython:
     """For our own command lines, the libraries of which read their environment later."""
-    return WarmPython(
-        ["areno.engine.worker", "areno.api.trainers.policy_only", "areno.launch.compose", "transformers"], {}
+    return _warm("commands")
+
+
+def _warm(kind: str) -> WarmPython:
+    if _SHARED in os.environ:
+        place = socket.socket(socket.AF_UNIX)
+        place.connect(str(Path(os.environ[_SHARED], kind)))
+        return WarmPython(Connection(place.detach()))
+    ours, theirs = Pipe()
+    _launch(kind, "serve", theirs.fileno())
+    theirs.close()
+    return WarmPython(ours)
+
+
+def _launch(kind: str, function: str, fd: int) -> subprocess.Popen[bytes]:
+    imports, environment = _KINDS[kind]
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from tests.warm_python import {function}; {function}({fd}, {tuple(imports)})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
+        stdin=subprocess.PIPE,
+        pass_fds=[fd],
+        start_new_session=True,
     )
+
+
+def share() -> Callable[[], None]:
+    """Processes that this one starts have one warm process of each kind for all of them; returns what ends these."""
+    folder = tempfile.TemporaryDirectory()
+    started = []
+    for kind in _KINDS:
+        with socket.socket(socket.AF_UNIX) as place:
+            place.bind(str(Path(folder.name, kind)))
+            place.listen()
+            started.append(_launch(kind, "serve_all", place.fileno()))
+    os.environ[_SHARED] = folder.name
+
+    def end() -> None:
+        del os.environ[_SHARED]
+        for process in started:
+            process.communicate()  # closes its stdin
+        folder.cleanup()
+
+    return end
 
 
 @contextlib.contextmanager
@@ -114,26 +180,51 @@ def said_by(words: Sequence[str]) -> Iterator[tuple[Started, TextIO]]:
                 command.wait()
 
 
+def serve_all(fd: int, imports: Sequence[str]) -> None:
+    """What a process that is shared does until stdin is closed: it forks for each that connects to the socket `fd`.
+
+    They are few: one for each process of pytest-xdist.
+    """
+    ready = False
+    with socket.socket(fileno=fd) as place:
+        while place in select.select([place, sys.stdin], [], [])[0]:
+            client, _ = place.accept()
+            if not ready:  # many runs of pytest need none
+                _prepare(imports)
+                ready = True
+            if os.fork() == 0:
+                place.close()
+                _serve(client.detach())
+            client.close()
+    os._exit(0)  # libraries report what is left of their objects
+
+
 def serve(fd: int, imports: Sequence[str]) -> None:
-    """What the process does."""
+    """What a process of one other does."""
+    _prepare(imports)
+    _serve(fd)
+
+
+def _prepare(imports: Sequence[str]) -> None:
     for name in imports:
         importlib.import_module(name)
     gc.freeze()  # or each child would copy the memory of all objects
-    with Connection(fd) as pipe:
+
+
+def _serve(fd: int) -> NoReturn:
+    with Connection(fd) as pipe, contextlib.suppress(EOFError, OSError):  # until nobody is there any more
         while True:
-            try:
-                given = pipe.recv()
-            except EOFError:
-                os._exit(0)
+            given = pipe.recv()
             pid = os.fork()
             if pid == 0:
                 os.close(fd)
                 _become(*given)
             pipe.send(pid)
             pipe.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
-def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> None:
+def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[str]) -> NoReturn:
     """Run the command in this process, and end it."""
     os.setsid()
     for descriptor, (path, flags) in enumerate(

@@ -1,7 +1,8 @@
 """The reward process's half of scoring: imports the user's function and calls it for the records that it is sent.
 
 areno.rewards.pool talks to this process, and its keeper (areno.rewards.keeper) ends it together with all that the
-function started. Nothing large is imported here, so that it starts quickly.
+function started. Nothing large is imported here, so that it starts quickly; asyncio, which would be half of it, where
+a function needs it.
 
 Messages are pickled over one socket. In: (functions, key, timeout_s, tells) once, then chunks [(position, pickled
 record), ...]. Out: ("ready", is_async) or ("failed", Problems) once, then (position, Answer) for each record, as soon
@@ -10,24 +11,27 @@ as it is scored. tells: whether the message of an error is its traceback, and no
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import os
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.user_code import describe_error, function_of, load_module
 from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, is_async, unpickle
 from areno.rewards.verdict import Answer, verdict
+
+if TYPE_CHECKING:
+    import asyncio
 
 Chunk = list[tuple[int, bytes]]
 
@@ -112,7 +116,12 @@ class _Scorer:
 
     def __post_init__(self) -> None:
         self.is_async = any(function.is_async for function in self.functions)
-        self.loop = asyncio.new_event_loop()
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        import asyncio
+
+        return asyncio.new_event_loop()
 
     def score(self, chunk: Chunk) -> None:
         """Score the records of a chunk one after another, or all at once if a function is async."""
@@ -133,6 +142,8 @@ class _Scorer:
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:
+        import asyncio
+
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
             with self.copies.stay_inside():
@@ -167,12 +178,18 @@ class _Scorer:
     def _failure(self, error: BaseException) -> Answer:
         if isinstance(error, CameBack):
             return Answer("error", None, str(error))
-        status = "timeout" if isinstance(error, TimeoutError | asyncio.TimeoutError) else "error"
+        status = "timeout" if _is_timeout(error) else "error"
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         path = next((f.path for f in self.functions if str(f.path) in files), None)
         if self.tells:
             return Answer(status, None, _traceback(error)[-_MOST_TRACEBACK:])
         return Answer(status, None, describe_error(error, path)[:MOST_TEXT])
+
+
+def _is_timeout(error: BaseException) -> bool:
+    """TimeoutError, or that of asyncio, which Python 3.10 tells from it."""
+    of_asyncio = sys.modules.get("asyncio")
+    return isinstance(error, TimeoutError) or (of_asyncio is not None and isinstance(error, of_asyncio.TimeoutError))
 
 
 def _traceback(error: BaseException) -> str:

@@ -23,10 +23,9 @@ def build(
     dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
     """
     problems = list(found)
-    all_keys = [row.key for row in rows(cls)]
 
     def explain(key: str, prefix: str, siblings: Iterable[str]) -> str:
-        return hint(prefix + key) or _suggest(key, prefix, siblings, all_keys)
+        return hint(prefix + key) or _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
 
     config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -254,9 +253,11 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
     """What the checks of a section find. Nested sections have checks of their own, which are not run."""
-    found = []
+    found, attributes = [], {}
     # Checks of a base come first, and one that is overridden keeps its place.
-    for attribute in ChainMap(*(dict(vars(base)) for base in type(section).__mro__)).values():
+    for base in reversed(type(section).__mro__):
+        attributes.update(vars(base))
+    for attribute in attributes.values():
         if isinstance(attribute, check) and (in_build or not isinstance(attribute, build_check)):
             with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
