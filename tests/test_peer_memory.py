@@ -85,3 +85,22 @@ def test_each_rank_tries_the_memory_with_numbers_of_its_own(monkeypatch: pytest.
         assert torch.equal(torch.get_rng_state(), before)
     large = [x for x in tried if len(x) > 8]
     assert not any(torch.equal(x, y) for i, x in enumerate(large) for y in large[:i] if len(x) == len(y))
+
+
+def test_no_warp_takes_a_turn_from_one_that_has_not_read_it() -> None:
+    """A late one would wait for the numbers of the next call. In rows of 32 numbers nothing else makes warps meet."""
+    triton = pytest.importorskip("triton")
+    compiler = pytest.importorskip("triton.backends.compiler")
+    from areno.kernels.peers.triton import _add_norm_kernel as kernel
+
+    types = {
+        "x_ptr": "*fp32", "part_ptr": "*bf16", "sum_ptr": "*fp32", "weight_ptr": "*bf16", "normed_ptr": "*bf16",
+        "size": "i32", "eps": "fp32", "inboxes_ptr": "i64", "turns_ptr": "*i32", "rank": "i32",
+    }  # fmt: skip
+    constants = {"SIZE": 2, "PIECE": 8192, "N_PROGRAMS": 512, "BLOCK": 8, "PLUS_ONE": False}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(
+        kernel, signature, {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    )
+    compiled = triton.compile(source, compiler.GPUTarget("cuda", 90, 32), {"num_warps": 8})
+    assert "bar.sync" in compiled.asm["ptx"]

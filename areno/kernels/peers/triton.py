@@ -146,6 +146,7 @@ def _sum_of_all(
             while tl.sum((found == NONE).to(tl.int32), 0) > 0:
                 found = tl.load(come, mask=inside, other=0, volatile=True)
         total += found.to(x.dtype, bitcast=True).to(tl.float32)
+    tl.debug_barrier()  # all threads know the turn: of a short row, warps have copies, and sums do not make them meet
     tl.store(turns_ptr + program, (turn + 1) % 3)
     tl.store(turns_ptr + N_PROGRAMS + program, tl.cdiv(n_inside * N_BYTES, _CLEARED))
     return total
