@@ -1,4 +1,4 @@
-"""Kernels in which two GPUs read each other's memory, against NCCL. In CUDA graphs too, whose replays count on."""
+"""Kernels in which two GPUs reach each other's memory, against NCCL. In CUDA graphs too, whose replays count on."""
 
 from __future__ import annotations
 

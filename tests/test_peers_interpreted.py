@@ -1,4 +1,4 @@
-"""Kernels in which ranks read each other's memory, interpreted: the ranks are processes that share files."""
+"""Kernels in which ranks reach each other's memory, interpreted: the ranks are processes that share files."""
 
 from __future__ import annotations
 

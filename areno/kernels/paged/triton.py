@@ -39,7 +39,8 @@ def decode_attention(
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
-    # The fastest on an H200. With 8 query heads for a key head, two warps would spill registers.
+    # The fastest on an H200. With 8 query heads for a key head, two warps would spill many registers: 47 us instead of
+    # 44. With 5, two take 43 us, and four 54.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
     own_splits, shared_splits = batch.splits
     n_groups, group_size = (0, 1) if batch.prefix_groups_GR is None else batch.prefix_groups_GR.shape

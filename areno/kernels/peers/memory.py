@@ -1,4 +1,4 @@
-"""Memory that the GPUs of one machine read from each other (torch's symmetric memory over NVLink), for small tensors.
+"""Memory of the GPUs of one machine that all of them reach (torch's symmetric memory over NVLink), for small tensors.
 
 A step of decoding sums small tensors, two for each layer, and the latency of a library for all sizes and networks
 would be a large part of its time. Here each GPU writes its numbers to the others itself, or reads theirs, in one
@@ -121,8 +121,8 @@ def open_peer_memory(group: Any, device: torch.device) -> PeerMemory | None:
     sizes = (_ALIGNMENT, _ONE_SHOT_BYTES, memory.most_bytes)
     # Other numbers on each rank and each time: else what is there already would be right, too.
     generator = torch.Generator(device).manual_seed(dist.get_rank(group))
-    # Three times each, since calls take turns in two places.
-    wrong = [n_bytes for n_bytes in sizes for _ in range(3) if not _is_right(memory, n_bytes, group, generator)]
+    # Four times each: sums take turns in three places, which are emptied in between.
+    wrong = [n_bytes for n_bytes in sizes for _ in range(4) if not _is_right(memory, n_bytes, group, generator)]
     if _is_any(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
         return None
