@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,16 @@ from areno.errors import ConfigError
 def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
     assert group_of(name) == group
     assert group in GROUPS
+
+
+def test_a_name_of_our_kernels_is_in_one_group() -> None:
+    """A profile knows no more of a kernel than its name."""
+    folder, groups = Path(bench.__file__).parents[1] / "kernels", defaultdict(set)
+    for file in folder.glob("*/**/triton*.py"):
+        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.M):
+            groups[name].add(OWN_FOLDERS[file.relative_to(folder).parts[0]])
+    assert {name: found for name, found in groups.items() if len(found) > 1} == {}
+    assert group_of("_meet_add_norm_kernel") == "between GPUs"
 
 
 def test_every_folder_of_our_kernels_has_a_group() -> None:

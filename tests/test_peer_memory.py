@@ -91,7 +91,7 @@ def test_no_warp_takes_a_turn_from_one_that_has_not_read_it() -> None:
     """A late one would wait for the numbers of the next call. In rows of 32 numbers nothing else makes warps meet."""
     triton = pytest.importorskip("triton")
     compiler = pytest.importorskip("triton.backends.compiler")
-    from areno.kernels.peers.triton import _add_norm_kernel as kernel
+    from areno.kernels.peers.triton import _meet_add_norm_kernel as kernel
 
     types = {
         "x_ptr": "*fp32", "part_ptr": "*bf16", "sum_ptr": "*fp32", "weight_ptr": "*bf16", "normed_ptr": "*bf16",

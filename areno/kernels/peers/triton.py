@@ -61,7 +61,7 @@ def add(x: Tensor, shared: Shared) -> Tensor:
     """
     out = torch.empty_like(x)
     piece = REGION // x.element_size()
-    _add_kernel[(triton.cdiv(x.numel(), piece),)](
+    _meet_add_kernel[(triton.cdiv(x.numel(), piece),)](
         x, out, x.numel(), shared.inboxes, shared.turns, shared.rank,
         SIZE=shared.size, PIECE=piece, N_PROGRAMS=PROGRAMS, num_warps=_WARPS,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def add_and_norm(
     n, size = x_ND.shape
     block = triton.next_power_of_2(size)
     sum_ND, normed_ND = torch.empty_like(x_ND), torch.empty_like(x_ND, dtype=weight_D.dtype)
-    _add_norm_kernel[(n,)](
+    _meet_add_norm_kernel[(n,)](
         x_ND, part_ND, sum_ND, weight_D, normed_ND, size, eps, shared.inboxes, shared.turns, shared.rank,
         SIZE=shared.size, PIECE=REGION // part_ND.element_size(), N_PROGRAMS=PROGRAMS, PLUS_ONE=plus_one,
         BLOCK=block, num_warps=_WARPS if block <= 4096 else 4,  # 256 rows of 5,120: 13.0 us, and 14.4 with 8
@@ -95,7 +95,7 @@ def gather(x: Tensor, shared: Shared) -> Tensor:
     """
     out = x.new_empty((shared.size, *x.shape))
     piece = REGION // x.element_size()
-    _gather_kernel[(triton.cdiv(x.numel(), piece),)](
+    _meet_gather_kernel[(triton.cdiv(x.numel(), piece),)](
         x, out, x.numel(), shared.shown, shared.signals, shared.counts, shared.rank,
         SIZE=shared.size, PIECE=piece, N_PROGRAMS=PROGRAMS, num_warps=_WARPS,
     )  # fmt: skip
@@ -153,7 +153,7 @@ def _sum_of_all(
 
 
 @triton.jit
-def _add_kernel(
+def _meet_add_kernel(
     x_ptr,
     out_ptr,
     n,
@@ -175,7 +175,7 @@ def _add_kernel(
 
 
 @triton.jit
-def _add_norm_kernel(
+def _meet_add_norm_kernel(
     x_ptr,
     part_ptr,
     sum_ptr,
@@ -227,7 +227,7 @@ def _meet_others(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRA
 
 
 @triton.jit
-def _gather_kernel(
+def _meet_gather_kernel(
     x_ptr,
     out_ptr,
     n,
