@@ -85,13 +85,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
+
+
 @contextlib.contextmanager
 def driver(script: str, folder: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
     path = folder / "script.py"
     path.write_text(script)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
     command = [sys.executable, str(path), str(folder), *args]
-    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         yield process
 
 
@@ -100,9 +103,8 @@ def busy_driver(folder: Path, work: str, tmp_path: Path) -> Iterator[tuple[Start
     """A driver from a warm process, and its worker's pid. What they say is in the files out and err."""
     path = folder / "busy.py"
     path.write_text(BUSY)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
     out, err = tmp_path / "out", tmp_path / "err"
-    process = warm_python.commands().start([str(path), str(folder), work], tmp_path, environment, out, err)
+    process = warm_python.commands().start([str(path), str(folder), work], tmp_path, environment(), out, err)
     try:
         while not out.exists() or "\n" not in out.read_text():
             assert process.poll() is None, err.read_text()

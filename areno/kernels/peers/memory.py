@@ -52,15 +52,17 @@ class PeerMemory:
         """A collective call. RuntimeError where the GPUs cannot read each other's memory."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        # A copy each, which the other GPUs have mapped.
-        tables = [
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+        inboxes, shown, signals = (
             symmetric_memory.rendezvous(each, self._group).buffer_ptrs_dev
             for each in (self._inbox, self._shown, self._signals)
-        ]
-        turns, counts = (torch.zeros(n, self._most_rows, dtype=torch.int32, device=self.device) for n in (2, 1))
-        self._shared = self._kernels.Shared(
-            dist.get_rank(self._group), self._size, tables[0], turns, tables[1], tables[2], counts[0]
         )
+        self._shared = self._kernels.Shared(
+            rank=dist.get_rank(self._group), size=self._size, inboxes=inboxes, turns=zeros(2, self._most_rows),
+            shown=shown, signals=signals, counts=zeros(self._most_rows),
+        )  # fmt: skip
         if self._whole is not None:
             symmetric_memory.rendezvous(self._whole, self._group)
 
