@@ -206,16 +206,17 @@ def test_a_dead_worker_is_raised_in_every_stream(folder: Path) -> None:
 
 
 class Scripted:
-    """Workers whose polls return what was written down."""
+    """Workers whose polls return what was written down, beginning when so many requests were submitted."""
 
-    def __init__(self, polls: list[list[GenerationOutput]]):
-        self.polls, self.sent = polls, []
+    def __init__(self, polls: list[list[GenerationOutput]], n_requests: int = 1):
+        self.polls, self.n_requests, self.sent = polls, n_requests, []
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         self.sent.append((method, *args))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        return self.polls.pop(0) if self.polls and self.sent else []
+        n_submitted = sum(len(sent[1]) for sent in self.sent if sent[0] == "submit")
+        return self.polls.pop(0) if self.polls and n_submitted >= self.n_requests else []
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return []
@@ -245,7 +246,7 @@ def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     with Engine(spec(folder), "inline") as engine:
         engine.begin_rollout(ROLLOUT)
         polls = [[piece([5])], [piece([6, 7])], [piece([3], "stop", request_id=1)], [piece([5, 6, 7, 1], "stop")]]
-        monkeypatch.setattr(engine, "_workers", Scripted(polls))
+        monkeypatch.setattr(engine, "_workers", Scripted(polls, n_requests=2))
         yield engine
 
 
@@ -307,9 +308,20 @@ def test_an_aborted_stream_tells_the_workers(scripted: Engine) -> None:
                 break
 
     workers: Any = scripted._workers
-    workers.polls = [[piece([5])]]
+    workers.polls, workers.n_requests = [[piece([5])]], 1
     asyncio.run(main())
     assert workers.sent[-1] == ("abort", [0])
+
+
+def test_an_output_of_no_request_is_raised_in_every_stream(scripted: Engine) -> None:
+    workers: Any = scripted._workers
+    workers.polls, workers.n_requests = [[piece([5], request_id=7)]], 1
+
+    async def main() -> None:
+        await asyncio.wait_for(collect(scripted, request(0)), 20)
+
+    with pytest.raises(KeyError, match="7"):
+        asyncio.run(main())
 
 
 def test_a_request_streams_its_tokens(engine: Engine) -> None:

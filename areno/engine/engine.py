@@ -180,15 +180,15 @@ class Engine(AbstractContextManager["Engine"]):
         """Poll the workers, give out what came, and send what there is room for now. Called with `_turn` held."""
         try:
             outputs = self._workers.poll(timeout)
+            with self._books:
+                self._give(self._dispatcher.received(outputs))
+                if (ask := self._dispatcher.to_ask(self._workers.stats())) is not None:
+                    rank, n_samples = ask
+                    self._workers.cast(rank, "give_back", n_samples)
+                self._send_due()
         except Exception as error:
             self._streams.fail(error)
             raise
-        with self._books:
-            self._give(self._dispatcher.received(outputs))
-            if (ask := self._dispatcher.to_ask(self._workers.stats())) is not None:
-                rank, n_samples = ask
-                self._workers.cast(rank, "give_back", n_samples)
-            self._send_due()
 
     def _give(self, outputs: Iterable[GenerationOutput]) -> None:
         """Give each output to its stream or put it into `_ready`. Called with `_books` held."""
