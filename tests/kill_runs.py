@@ -1,6 +1,7 @@
 """Kills runs at random moments, starts them again with the same command, and compares what they leave.
 
     python tests/kill_runs.py --runs 100 --seed 0
+    python tests/kill_runs.py --recipes gspo --runs 4 engine.world_size=4 engine.deterministic=true
 
 Every run is a small one of the quickstarts, on the CPU in fp32. SIGKILL hits the driver, a worker, or all processes of
 the run; at a random moment, while a state is written or while a checkpoint is; and sometimes the run is killed twice.
@@ -245,21 +246,22 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("settings", nargs="*", help="settings of all runs, KEY=VALUE")
     args = parser.parse_args()
     rng, failed = random.Random(args.seed), 0
     with tempfile.TemporaryDirectory() as folder:
         recipes = args.recipes.split(",")
         expected = {}
         for recipe in recipes:
-            whole = Run(recipe, Path(folder, f"{recipe}-whole"))
+            whole = Run(recipe, Path(folder, f"{recipe}-whole"), args.settings)
             expected[recipe] = reference(whole)
             print(f"{recipe}: a whole run takes {expected[recipe][1]:.1f} s", flush=True)
         for number in range(args.runs):
             recipe, kills = recipes[number % len(recipes)], draw(rng)
-            in_driver = "worker" not in {kill.whom for kill in kills} and rng.random() < 0.5
+            in_driver = "worker" not in {kill.whom for kill in kills} and not args.settings and rng.random() < 0.5
             settings = [*rng.choice(OFTEN), f"engine.workers={'inline' if in_driver else 'spawn'}"]
             settings.append(f"recover.retries={rng.choice(RETRIES)}")
-            run = Run(recipe, Path(folder, str(number)), settings)
+            run = Run(recipe, Path(folder, str(number)), [*settings, *args.settings])
             try:
                 told = check(run, kills, *expected[recipe])
             except (AssertionError, subprocess.TimeoutExpired) as error:
