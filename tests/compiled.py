@@ -1,0 +1,141 @@
+"""Compiles the kernels of areno for an H200 without one: as they are launched by commands that run here on the CPU.
+
+    python -m tests.compiled ["step --shape tiny --dtype bfloat16" ...]
+
+The interpreter of Triton shows what kernels compute. It does not show whether they compile: it takes variables that
+change their type, and tests give it float32 where a GPU has bfloat16. Here a launch compiles its kernel and computes
+nothing, and new tensors hold zeros. So all that a rollout and a training step launch is met in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KERNELS = Path(__file__).parents[1] / "areno" / "kernels"
+SIZES = "--prompts 2 --samples 4 --prompt-len 200 --new-tokens 6 --repeats 1"
+COMMANDS = [
+    f"step --shape tiny --dtype bfloat16 {SIZES}",
+    f"step --shape tiny --dtype bfloat16 {SIZES} --lora-rank 8",
+    f"rollout --shape tiny --dtype bfloat16 {SIZES} --exact",
+    f"train --shape tiny --dtype bfloat16 {SIZES} --exact",
+    f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_8bit",
+    f"sampling --shape tiny --dtype bfloat16 {SIZES}",
+    f"step --shape tiny-moe --dtype bfloat16 {SIZES}",
+    f"step --shape tiny-qwen3.5 --dtype bfloat16 {SIZES}",
+]
+
+
+class Hopper:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_launches() -> tuple[dict[str, int], list[str]]:
+    """From here on launches compile for an H200. Returns what grows: how often each kernel was compiled, and errors."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from areno.engine.same_bits import exact
+    from areno.kernels import backend
+
+    driver.set_active(Hopper())  # type: ignore[arg-type]
+    backend._interprets = lambda: True  # Triton itself must not
+    compile_, seen, counts, errors = JITFunction.run, set(), dict[str, int](), list[str]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        types = [of.dtype if isinstance(of, torch.Tensor) else of for of in args]
+        key = repr((self.fn.__module__, self.fn.__name__, types, sorted(kwargs.items())))
+        if key in seen:
+            return
+        seen.add(key)
+        counts[self.fn.__name__] = counts.get(self.fn.__name__, 0) + 1
+        try:
+            compile_(self, *map(_without_data, args), grid=grid, warmup=True, **kwargs)
+        except Exception as error:
+            errors.append(f"{self.fn.__module__}.{self.fn.__name__}: {error}")
+
+    JITFunction.run = run
+    _fill_new_tensors()
+    # Products of the CPU fill up their rows, which kernels do not expect.
+    exact.row_multiple, exact._try_on_cpu, exact._try_adapter = lambda: 1, lambda *_: None, lambda *_: None
+    return counts, errors
+
+
+def _without_data(argument: Any) -> Any:
+    """A tensor as Triton's compiler may see it without its device; it lies at a multiple of 16 bytes."""
+    from triton.runtime.jit import MockTensor
+
+    return MockTensor(argument.dtype) if isinstance(argument, torch.Tensor) else argument
+
+
+def _fill_new_tensors() -> None:
+    def with_zeros(zeros: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, memory_format=None, **kwargs: zeros(*args, **kwargs)
+
+    torch.empty, torch.empty_like = with_zeros(torch.zeros), with_zeros(torch.zeros_like)
+    torch.Tensor.new_empty = with_zeros(torch.Tensor.new_zeros)
+
+
+def launch_alone() -> None:
+    """Kernels that no command launches without GPUs."""
+    from areno.kernels.paged import decode_attention
+    from areno.kernels.peers import triton as peers
+    from areno.kernels.products import unsplit_product
+    from tests.test_paged import SHAPES, make_case
+
+    for heads, kv_heads, dim, block_size in SHAPES:
+        *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, torch.bfloat16)
+        decode_attention(*qkv, blocks, batch, window=16)
+    halves = torch.zeros(16, 128, dtype=torch.bfloat16)
+    unsplit_product(halves, halves, torch.bfloat16)
+    numbers = torch.zeros(4, 16, dtype=torch.int32)
+    shared = peers.Shared(
+        rank=0, size=2, inboxes=1 << 40, turns=numbers, shown=1 << 40, signals=1 << 40, counts=numbers
+    )
+    peers.add(halves, shared)
+    peers.add(halves.float(), shared)
+    peers.add_and_norm(halves, halves, halves[0], 1e-6, False, shared)
+    peers.gather(numbers, shared)
+
+
+def kernels_of(folder: Path) -> Iterator[str]:
+    """The names of the kernels in the files of a folder."""
+    for path in sorted(folder.rglob("*.py")):
+        yield from re.findall(r"^@triton\.jit.*?^def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
+
+
+def main(commands: Sequence[str]) -> int:
+    assert os.environ.get("TRITON_INTERPRET") != "1"
+    counts, errors = compile_launches()
+    from areno.bench.__main__ import main as bench
+
+    for command in commands or COMMANDS:
+        print(f"python -m areno.bench {command}", flush=True)
+        bench(command.split())
+    launch_alone()
+    print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
+    print("not launched:", " ".join(sorted(set(kernels_of(KERNELS)) - set(counts))))
+    for error in errors:
+        print(error, file=sys.stderr)
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
