@@ -15,6 +15,7 @@ from areno.models.families.missing import MISSING
 from areno.models.registry import FAMILIES
 
 PAGE = ROOT / "docs/families.md"
+MODEL = ROOT / "examples/quickstart/model"
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +31,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
             said = capsys.readouterr().out
             assert code == ("FAIL" in said)
         elif kind == "python":
-            names: dict[str, Any] = {"__name__": "__main__"}
+            names: dict[str, Any] = {"__name__": "__main__", "base": str(MODEL)}
             exec(compile(text, str(PAGE), "exec"), names)
             said = capsys.readouterr().out
         elif kind == "text":

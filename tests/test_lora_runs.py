@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kill_runs
 import pytest
+import tiny_shape
 from openai import OpenAI
 from resumed import folder_of, go, killed_after, whole
 from safetensors.torch import load_file
@@ -15,11 +16,13 @@ from test_serve import Served
 
 from areno import ArenoConfig, SamplingParams, Trainer
 from areno.api import get_algorithm
+from areno.api.inputs.lora import lora_of
 from areno.cli.main import main
 from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError
 from areno.launch.command import run
 from areno.launch.compose import load
+from areno.models.registry import load_config
 
 MODEL = str(Path(__file__).parents[1] / "examples/quickstart/model")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3")
@@ -155,6 +158,14 @@ def test_modules_that_the_model_has_not() -> None:
     assert query.startswith("actor.target_modules: has query, which is no linear layer of the model")
     assert "did you mean down_proj or o_proj?" in down
     assert "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear" in down
+
+
+def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: Path) -> None:
+    text = {**tiny_shape.SHAPE, "model_type": "gemma3_text", "sliding_window": 8}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="use_lora: is true, but the folder is of Gemma3ForConditionalGeneration"):
+        lora_of(ModelConfig(path=str(tmp_path), use_lora=True), load_config(tmp_path))
 
 
 def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

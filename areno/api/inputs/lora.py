@@ -20,6 +20,10 @@ from areno.models.config import TransformerConfig
 from areno.models.folder.hub import HUB_ID, resolve
 
 KEY = "actor.init_lora_from"
+_WITHIN = (
+    "is true, but the folder is of {}, in which peft has other names for adapters; save its text model with "
+    "Trainer.save_checkpoint, and name the new folder in {}"
+)
 Actor = TypeVar("Actor", bound=ModelConfig)
 
 
@@ -31,6 +35,8 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     """
     if not actor.use_lora:
         return None
+    if model.within:
+        raise ConfigError([Problem("actor.use_lora", _WITHIN, model.within, Key("actor.path"))])
     local = existing_path(actor.path)
     base = actor.path if local is None else str(local)
     if actor.init_lora_from is None:

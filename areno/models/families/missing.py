@@ -11,7 +11,6 @@ MISSING: dict[str, str] = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "Gemma2ForCausalLM": "soft caps on attention scores and logits",
-    "Gemma3ForConditionalGeneration": _TEXT_ONLY,
     "Gemma3nForConditionalGeneration": _TEXT_ONLY,
     "GemmaForCausalLM": "norms that multiply by 1 + weight in Llama's places; Gemma 3 runs",
     "GlmForCausalLM": "GLM-4 of 2024 without norms behind attention and MLP; glm4 (0414) runs",
