@@ -57,6 +57,11 @@ def test_every_family_is_in_the_table() -> None:
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= FAMILIES.keys()
 
 
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path)]) == 1
+    assert f"{tmp_path} has no config.json; expected a Hugging Face model folder (FOLDER)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", MISSING)
 def test_a_known_architecture_says_what_it_would_need(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -230,6 +230,8 @@ def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
         ({"layers_to_transform": [0]}, "layers_to_transform is [0]"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"target_modules": ["q_proj", "0.self_attn.k_proj"]}, "layers.0.mlp.down_proj.lora_A.weight"),
+        ({"target_modules": "("}, "which target_modules of adapter_config.json does not name"),
         ({"r": 0}, "r is 0"),
         ({"r": None, "lora_alpha": "x"}, "r is missing"),
     ],

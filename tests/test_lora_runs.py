@@ -158,6 +158,10 @@ def test_modules_that_the_model_has_not() -> None:
     assert query.startswith("actor.target_modules: has query, which is no linear layer of the model")
     assert "did you mean down_proj or o_proj?" in down
     assert "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear" in down
+    with pytest.raises(ConfigError, match=r"actor\.lora_rank: is 97, but none of the layers .* wider than 96"):
+        trainer_of(lora_rank=97)
+    with pytest.raises(ConfigError, match=r"actor\.lora_rank: is 49, but none of the layers .* wider than 48"):
+        trainer_of(lora_rank=49, target_modules=["k_proj", "v_proj"])
 
 
 def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: Path) -> None:
@@ -176,8 +180,12 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
         trainer_of(init_lora_from=MODEL)
     with pytest.raises(ConfigError, match=r"actor\.use_rslora: is true, but the adapters"):
         trainer_of(init_lora_from=str(folder), use_rslora=True)
-    trainer_of(init_lora_from=str(folder), lora_rank=4)
+    lora = lora_of(ModelConfig(path=MODEL, use_lora=True, init_lora_from=str(folder), lora_rank=4), load_config(MODEL))
+    assert lora is not None
+    assert (lora.init_from, lora.trained_on) == (str(folder), MODEL)
     moved = shutil.copytree(folder.resolve(), tmp_path / "moved")
+    assert main(["check", str(moved)]) == 1
+    assert f"{moved} holds adapters and no model; check the one they are for: {MODEL}" in capsys.readouterr().out
     config = json.loads((moved / "adapter_config.json").read_text())
     (moved / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/nowhere/at/all"}))
     assert main(["evaluate", str(moved), "--run", str(of_gspo / "t"), "-o", str(tmp_path / "e")]) == 1

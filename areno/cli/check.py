@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_folder(report: _Report, folder: Path) -> int:
     """A line for each field that is why the model cannot run; 1 where there is one."""
     from areno.errors import CheckpointError
+    from areno.models.adapters.folder import base_of, is_adapter
     from areno.models.cost import parameters, state_bytes
     from areno.models.registry import has_value_head, load_config
 
@@ -87,9 +88,13 @@ def _check_folder(report: _Report, folder: Path) -> int:
         report.line("FAIL", "model", f"{folder} is no folder; expected a model folder in the Hugging Face format")
         return 1
     try:
+        if is_adapter(folder):
+            raise CheckpointError(
+                "{} holds adapters and no model; check the one they are for: {}", folder, base_of(folder)
+            )
         config = load_config(folder, "value" if has_value_head(folder) else "lm")
     except CheckpointError as error:
-        for line in map(str, error.problems or [error]):
+        for line in map(str, error.renamed({"actor.path": "FOLDER"}.get).problems):
             report.line("FAIL", "model", line)
         return 1
     windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
