@@ -24,6 +24,7 @@ from areno.models.adapters.folder import is_adapter, read_adapter_config
 from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.registry import FAMILIES, build_model, load_config
 from areno.models.weights import save_weights
+from tests.family_cases import random_model
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # fused layers have an adapter on some of their projections
@@ -201,6 +202,21 @@ def test_a_folder_of_peft_is_started_from(folder: Path, tmp_path: Path) -> None:
     assert read.base == str(folder)
     with engine_of(folder, LoraSpec(adapters=read.adapters, init_from=str(tmp_path), base=str(folder))) as engine:
         assert apart(scored(engine, "actor", ROWS), of_peft(folder, tmp_path)) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["gemma3-tied", "glm4", "mistral", "olmo2-tied", "phi3", "smollm3"])
+def test_other_families(case: str, tmp_path: Path) -> None:
+    """Adapters on all that the family has, as peft has them: rows of heads in the order of the file, norms behind."""
+    random_model(case, tmp_path)
+    with engine_of(tmp_path, None) as plain:
+        before = scored(plain, "actor", ROWS)
+    with engine_of(tmp_path, lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))))) as engine:
+        train(engine)
+        assert train(engine, 1)["logp_abs_diff_max"] < 1e-4
+        engine.save(str(tmp_path / "a"))
+        found = scored(engine, "actor", ROWS)
+    assert apart(found, of_peft(tmp_path, tmp_path / "a")) < 1e-5
+    assert apart(found, before) > 0.1
 
 
 def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
