@@ -21,11 +21,14 @@ KINDS = {
     "glm4": transformers.Glm4Config,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "mixtral": transformers.MixtralConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
     "smollm3": transformers.SmolLM3Config,
 }
 
