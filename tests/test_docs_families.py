@@ -60,6 +60,8 @@ def test_every_family_is_in_the_table() -> None:
 def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path)]) == 1
     assert f"{tmp_path} has no config.json; expected a Hugging Face model folder (FOLDER)" in capsys.readouterr().out
+    assert main(["check", str(tmp_path), "--world-size", "2"]) == 2
+    assert "--device and --world-size are not for FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", MISSING)

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from areno.errors import ArenoError
+from areno.errors import ArenoError, ConfigError
 
 _MODEL = "examples/quickstart/model"
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     report = _Report(arguments.debug)
     if arguments.folder is not None:
+        if arguments.device != "auto" or arguments.world_size is not None:
+            raise ConfigError("--device and --world-size are not for FOLDER, of which only config.json is read")
         return _check_folder(report, Path(arguments.folder))
     with RunLog(own_process=True, console="quiet"):
         _try_all(report, arguments)
