@@ -15,6 +15,7 @@ from areno.models.families.missing import MISSING
 from areno.models.registry import FAMILIES
 
 PAGE = ROOT / "docs/families.md"
+MODEL = ROOT / "examples/quickstart/model"
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,7 +31,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
             said = capsys.readouterr().out
             assert code == ("FAIL" in said)
         elif kind == "python":
-            names: dict[str, Any] = {"__name__": "__main__"}
+            names: dict[str, Any] = {"__name__": "__main__", "base": str(MODEL)}
             exec(compile(text, str(PAGE), "exec"), names)
             said = capsys.readouterr().out
         elif kind == "text":
@@ -54,6 +55,13 @@ def test_the_diff_is_what_the_files_have() -> None:
 def test_every_family_is_in_the_table() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \|", PAGE.read_text(encoding="utf-8"), re.M)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= FAMILIES.keys()
+
+
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path)]) == 1
+    assert f"{tmp_path} has no config.json; expected a Hugging Face model folder (FOLDER)" in capsys.readouterr().out
+    assert main(["check", str(tmp_path), "--world-size", "2"]) == 2
+    assert "--device and --world-size are not for FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", MISSING)

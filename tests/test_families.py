@@ -151,6 +151,41 @@ def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
             assert values[-1].item() == pytest.approx(reference(row[None]).logits.item(), abs=1e-4)
 
 
+IMAGES = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_of_a_gemma_with_images(tied: bool, tmp_path: Path) -> None:
+    """Which those of 4B and more are. It is read, and saved as a text model; fields may be left out as published."""
+    torch.manual_seed(0)
+    text = {**SHAPE, **CASES["gemma3"][1], "num_attention_heads": 8, "tie_word_embeddings": tied}
+    whole = transformers.Gemma3Config(text_config=text, vision_config=IMAGES, tie_word_embeddings=tied)
+    reference = transformers.Gemma3ForConditionalGeneration(whole).eval()
+    reference.save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    values = json.loads(file.read_text())
+    del values["text_config"]["num_attention_heads"]
+    file.write_text(json.dumps({**values, "eos_token_id": [1, 7]}))
+    rows = random_rows(101, (20, 33, 7))
+    model = load(tmp_path / "in")
+    assert model.config.within == "Gemma3ForConditionalGeneration"
+    assert (model.head is None) == tied
+    save_weights(model, tmp_path / "out")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(saved).__name__ == "Gemma3ForCausalLM"
+    with torch.no_grad():
+        expected = torch.cat([reference(input_ids=row[None]).logits[0] for row in rows])
+        torch.testing.assert_close(model.logits(model(*packed(rows))), expected, atol=1e-4, rtol=0)
+        assert torch.equal(logits_of(saved, rows), expected)
+    assert expected.std() > 0.1
+    file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match="quantization_config is 'fp8'"):
+        load_config(tmp_path / "in")
+
+
 WRONG = [
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0.*capped logits are not implemented"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True.*expected false"),
@@ -164,6 +199,7 @@ WRONG = [
         "has 1 numbers, expected 4",
     ),
     ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1]}}, "short_factor is missing"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod is 2.*expected 1"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1.*there is no dropout"),
     ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "partial_rotary_factor is .*an even number"),
     ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is .*all layers go by sliding_window"),

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from two_ranks import load, packed
+from moe_models import CASES as WITH_EXPERTS
+from moe_models import random_reference
+from two_ranks import load, on_two_ranks, packed
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
@@ -17,9 +19,12 @@ from areno.engine.decoder.kv.held_blocks import HeldBlocks
 from areno.engine.decoder.kv.layout import KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
+from areno.layers.parallel import ParallelGroup
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.family_cases import CASES, random_model
+from tests.test_models import CASES as OLDER
+from tests.test_models import random_reference as random_older
 
 Outputs = dict[tuple[int, int], GenerationOutput]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -69,10 +74,19 @@ def trained_logprobs(model: Transformer, outputs: Outputs) -> list[torch.Tensor]
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+ALL = [*CASES, *(f"older {case}" for case in OLDER), *(f"experts {case}" for case in WITH_EXPERTS)]
+
+
+def make(case: str, folder: Path) -> Path:
+    """A model of any family, saved."""
+    kind, _, name = case.rpartition(" ")
+    {"": random_model, "older": random_older, "experts": random_reference}[kind](name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", ALL)
 def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Path) -> None:
-    random_model(case, tmp_path)
-    model = load(tmp_path)
+    model = load(make(case, tmp_path))
     found = {name: decode(model, **settings) for name, settings in SETTINGS.items()}
     outputs, _ = found["roomy"]
     assert sum(map(len, (out.tokens for out in outputs.values()))) == 3 * 10 + 2 * 12 + 24 + 2 * 6
@@ -86,6 +100,23 @@ def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Pat
             )
         if name == "few blocks":
             assert decoder.stats.preemptions > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    on_two_ranks(compare_decoders, *(make(case, tmp_path / case.replace(" ", "-")) for case in ALL))
+
+
+def compare_decoders(folder: Path, tp: ParallelGroup) -> None:
+    """With prompts that are cut and rows that are preempted, and both against training on two ranks."""
+    model = load(folder, tp)
+    expected, _ = decode(load(folder))
+    found, _ = decode(model, max_prefill_tokens=7, n_blocks=14)
+    trained = trained_logprobs(model, found)
+    for (key, out), of_training in zip(found.items(), trained, strict=True):
+        assert out.tokens == expected[key].tokens, f"{folder.name} {key}"
+        torch.testing.assert_close(torch.tensor(out.logprobs), of_training, atol=1e-4, rtol=0, msg=folder.name)
 
 
 # Blocks behind the window ---------------------------------------------------------------------------------------------

@@ -13,17 +13,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_engine import model_folder, request, rollout, saved_tensors, scored, spec, tokens_of, train_rows, wait_saved
+from two_ranks import load, packed, random_rows
 
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, RoleSpec
 from areno.errors import CheckpointError
 from areno.layers.adapter_config import AdapterSpec
+from areno.layers.rotary import in_order
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models import cost
-from areno.models.adapters.folder import is_adapter, read_adapter_config
+from areno.models.adapters.folder import is_adapter, load_adapters, read_adapter_config
+from areno.models.adapters.model import add_adapters, stored_adapters
 from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.registry import FAMILIES, build_model, load_config
 from areno.models.weights import save_weights
+from tests.family_cases import random_model
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # fused layers have an adapter on some of their projections
@@ -203,6 +207,53 @@ def test_a_folder_of_peft_is_started_from(folder: Path, tmp_path: Path) -> None:
         assert apart(scored(engine, "actor", ROWS), of_peft(folder, tmp_path)) < 1e-5
 
 
+@pytest.mark.parametrize("case", ["gemma3-tied", "glm4", "mistral", "olmo2-tied", "phi3", "smollm3"])
+def test_other_families(case: str, tmp_path: Path) -> None:
+    """Adapters on all that the family has, as peft has them: rows of heads in the order of the file, norms behind."""
+    random_model(case, tmp_path)
+    with engine_of(tmp_path, None) as plain:
+        before = scored(plain, "actor", ROWS)
+    with engine_of(tmp_path, lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))))) as engine:
+        train(engine)
+        assert train(engine, 1)["logp_abs_diff_max"] < 1e-4
+        engine.save(str(tmp_path / "a"))
+        found = scored(engine, "actor", ROWS)
+    assert apart(found, of_peft(tmp_path, tmp_path / "a")) < 1e-5
+    assert apart(found, before) > 0.1
+
+
+@pytest.mark.parametrize("case", ["gemma3-tied", "glm4", "olmo3", "qwen2-window"])
+def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    random_model(case, tmp_path)
+    targets = linear_shapes(load_config(tmp_path))
+    torch.manual_seed(3)
+    theirs = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32),
+        peft.LoraConfig(r=3, lora_alpha=10, target_modules=list(targets), init_lora_weights=False),
+    ).eval()
+    theirs.save_pretrained(str(tmp_path / "a"))
+    ours = load(tmp_path)
+    add_adapters(ours, AdapterSpec(3, 10.0, tuple(targets)))
+    load_adapters(ours, tmp_path / "a")
+    rows = random_rows(101, (7, 33, 1))
+    logits = ours.logits(ours(*packed(rows)))
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2)) / 10
+    (logits * weights).sum().backward()
+    (torch.cat([theirs(row[None]).logits[0] for row in rows]) * weights).sum().backward()
+    grads = {name.replace(".default", ""): each.grad for name, each in theirs.named_parameters()}
+    expected = {name: grad for name, grad in grads.items() if grad is not None}
+    found = stored_adapters(ours)
+    assert found.keys() == expected.keys()
+    for name, ([entry], [order]) in found.items():
+        assert entry.parameter.grad is not None
+        wanted = expected[name] if order is None else in_order(expected[name], order)
+        scale = max(1.0, wanted.abs().max().item())
+        torch.testing.assert_close(entry.part.region(entry.parameter.grad), wanted, atol=1e-4 * scale, rtol=0, msg=name)
+
+
 def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
     with engine_of(folder, lora(folder)) as engine:
         train(engine, 1)
@@ -230,6 +281,8 @@ def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
         ({"layers_to_transform": [0]}, "layers_to_transform is [0]"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"target_modules": ["q_proj", "0.self_attn.k_proj"]}, "layers.0.mlp.down_proj.lora_A.weight"),
+        ({"target_modules": "("}, "which target_modules of adapter_config.json does not name"),
         ({"r": 0}, "r is 0"),
         ({"r": None, "lora_alpha": "x"}, "r is missing"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kill_runs
 import pytest
+import tiny_shape
 from openai import OpenAI
 from resumed import folder_of, go, killed_after, whole
 from safetensors.torch import load_file
@@ -15,14 +16,18 @@ from test_serve import Served
 
 from areno import ArenoConfig, SamplingParams, Trainer
 from areno.api import get_algorithm
+from areno.api.inputs.lora import lora_of
 from areno.cli.main import main
 from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError
 from areno.launch.command import run
 from areno.launch.compose import load
+from areno.models.registry import load_config
+from areno.tracking.reader import RunReader
 
 MODEL = str(Path(__file__).parents[1] / "examples/quickstart/model")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3")
+LEARNS = ("actor.use_lora=true", "actor.lora_rank=8", "actor.optimizer.lr=1e-3")  # as in docs/adapters.md
 SHORT = ["total_train_steps=2", "train_dataset.batch_size=8", "gconfig.n_samples=4", "engine.device=cpu"]
 MORE = {"gspo": ("ref=default", "actor.kl_ctl=0.01"), "sft": ("actor.init_from_scratch=false", f"actor.path={MODEL}")}
 
@@ -92,6 +97,21 @@ def test_a_checkpoint_of_adapters_is_served(of_gspo: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_adapters_learn_what_the_whole_model_learns(tmp_path: Path) -> None:
+    """The rewards of its step n by step 1.5 n, within 0.05."""
+    rewards: dict[str, list[float]] = {}
+    for trial, *settings in (("whole", "total_train_steps=40"), ("lora", "total_train_steps=60", *LEARNS)):
+        words = ["--config-name=quickstart", "valid_dataset=null", "engine.device=cpu", f"cluster.fileroot={tmp_path}"]
+        assert run(get_algorithm("gspo"), "areno", [*words, f"trial_name={trial}", *settings]) == 0
+        rewards[trial] = RunReader(tmp_path / "quickstart" / trial).series("rollout/rewards_mean").values
+    for n in (20, 30, 40):
+        whole, later = sum(rewards["whole"][n - 5 : n]) / 5, sum(rewards["lora"][n * 3 // 2 - 5 : n * 3 // 2]) / 5
+        assert later > whole - 0.05, n
+    assert later > 0.85
+
+
 def test_a_script_trains_adapters(tmp_path: Path) -> None:
     runtime = {"device": "cpu", "use_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "down_proj"]}
     params = SamplingParams(max_new_tokens=4, greedy=True)
@@ -155,6 +175,18 @@ def test_modules_that_the_model_has_not() -> None:
     assert query.startswith("actor.target_modules: has query, which is no linear layer of the model")
     assert "did you mean down_proj or o_proj?" in down
     assert "there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-linear" in down
+    with pytest.raises(ConfigError, match=r"actor\.lora_rank: is 97, but none of the layers .* wider than 96"):
+        trainer_of(lora_rank=97)
+    with pytest.raises(ConfigError, match=r"actor\.lora_rank: is 49, but none of the layers .* wider than 48"):
+        trainer_of(lora_rank=49, target_modules=["k_proj", "v_proj"])
+
+
+def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: Path) -> None:
+    text = {**tiny_shape.SHAPE, "model_type": "gemma3_text", "sliding_window": 8}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="use_lora: is true, but the folder is of Gemma3ForConditionalGeneration"):
+        lora_of(ModelConfig(path=str(tmp_path), use_lora=True), load_config(tmp_path))
 
 
 def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +197,12 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
         trainer_of(init_lora_from=MODEL)
     with pytest.raises(ConfigError, match=r"actor\.use_rslora: is true, but the adapters"):
         trainer_of(init_lora_from=str(folder), use_rslora=True)
-    trainer_of(init_lora_from=str(folder), lora_rank=4)
+    lora = lora_of(ModelConfig(path=MODEL, use_lora=True, init_lora_from=str(folder), lora_rank=4), load_config(MODEL))
+    assert lora is not None
+    assert (lora.init_from, lora.trained_on) == (str(folder), MODEL)
     moved = shutil.copytree(folder.resolve(), tmp_path / "moved")
+    assert main(["check", str(moved)]) == 1
+    assert f"{moved} holds adapters and no model; check the one they are for: {MODEL}" in capsys.readouterr().out
     config = json.loads((moved / "adapter_config.json").read_text())
     (moved / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/nowhere/at/all"}))
     assert main(["evaluate", str(moved), "--run", str(of_gspo / "t"), "-o", str(tmp_path / "e")]) == 1

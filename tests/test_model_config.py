@@ -21,11 +21,14 @@ KINDS = {
     "glm4": transformers.Glm4Config,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "mixtral": transformers.MixtralConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
     "smollm3": transformers.SmolLM3Config,
 }
 
@@ -75,6 +78,7 @@ def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
         ({"model_type": "mistral"}, r"model_type is 'mistral'.*'llama'.*LlamaForCausalLM"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1.*expected 0"),
         ({"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map.AutoModelForCausalLM.*expected none"),
+        ({"auto_map": {"AutoModelForCausalLM": ["LlamaForCausalLM"]}}, "auto_map.AutoModelForCausalLM.*expected none"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
@@ -206,6 +210,60 @@ def test_what_other_tools_leave_behind_is_let_pass(tmp_path: Path) -> None:
     load_config(write_config(tmp_path, **qwen2, sliding_window=4096, max_window_layers=1, use_mrope=False))
     with pytest.raises(CheckpointError, match="sliding_window is 4096, a field"):
         load_config(write_config(tmp_path, sliding_window=4096))
+
+
+# What is special in config.json as published. Phi-3.5-mini and Phi-4-mini: code that transformers has by now, too.
+PUBLISHED: dict[str, dict[str, object]] = {
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoTokenizer": "Xenova/gpt-4o",
+        },
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1, 1.118320672, 32.6]},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+    },
+    "Qwen3.6": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "vision_config": {"depth": 27},
+        "image_token_id": 7,
+        "text_config": {
+            **SHAPE,
+            "model_type": "qwen3_5_text",
+            "attn_output_gate": True,
+            "output_gate_type": "swish",
+            "mamba_ssm_dtype": "float32",
+            "mtp_num_hidden_layers": 1,
+            "num_hidden_layers": 4,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_files_as_they_are_published(name: str, tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, **PUBLISHED[name]))
+    assert config.max_position_embeddings == (64 if name == "Phi-4-mini" else 256)
+    assert not any(kind.window for kind in config.kinds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,7 +188,7 @@ def test_ranks_that_do_not_divide_the_model_name_the_key(tmp_path: Path) -> None
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients (after gathering), initialisation and saving; 101 tokens leave the last rank a padded row."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    cases = ("qwen3-tied", "llama-linear")
+    cases = ("qwen3", "qwen3-tied", "llama-linear", "llama3-rope", "qwen2", "qwen2-tied")  # each family, tied and not
     references = [random_reference(case, tmp_path / case) for case in cases]
     on_two_ranks(compare_models, *(tmp_path / case for case in cases))
     for case, reference in zip(cases, references, strict=True):

@@ -66,7 +66,7 @@ def test_gradients_are_those_of_transformers(case: str, recompute: bool, tmp_pat
     assert n_experts > 10
 
 
-@pytest.mark.parametrize("case", ["qwen3", "mixtral-tied"])
+@pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
     reference = random_reference(case, tmp_path / "theirs")
     save_weights(load(tmp_path / "theirs"), tmp_path / "ours")
@@ -84,10 +84,9 @@ def test_transformers_loads_what_is_saved(case: str, tmp_path: Path) -> None:
 def test_two_ranks_compute_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, gradients (after gathering), initialisation and saving, each rank with half of the experts."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    cases = ("qwen3", "mixtral-tied")
-    references = [random_reference(case, tmp_path / case) for case in cases]
-    on_two_ranks(compare_models, *(tmp_path / case for case in cases))
-    for case, reference in zip(cases, references, strict=True):
+    references = [random_reference(case, tmp_path / case) for case in CASES]
+    on_two_ranks(compare_models, *(tmp_path / case for case in CASES))
+    for case, reference in zip(CASES, references, strict=True):
         assert_saved_alike(reference, Path(f"{tmp_path / case}-saved"))
 
 

@@ -42,7 +42,7 @@ def test_peft_loads_what_was_trained_on_attention(folder: Path, tmp_path: Path) 
         trained = [name for name, p in engine._workers.worker.actor.named_parameters() if p.requires_grad]  # type: ignore[attr-defined]
     assert apart(found, base) > 0.01
     assert all(".attention." in name and ".adapter." in name for name in trained)
-    assert apart(found, of_peft(folder, tmp_path / "alone")) < 1e-4
+    assert apart(found, of_peft(folder, tmp_path / "alone")) < 1e-5
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed

@@ -30,6 +30,7 @@ MAY_IMPORT_RE = {
     "areno.data.encode": "looks for a tag in a chat template",
     "areno.data.sources": "tells a dataset's name from a path",
     "areno.launch.hydra_text": "puts quotes around words of the command line",
+    "areno.models.adapters.folder": "matches the pattern of target_modules, as peft does",
     "areno.models.folder.hub": "tells a model's name from a path",
     "areno.config.rollout.reward": "checks a pattern of a user",
     "areno.rewards.built_in.answers": "finds the answer in a completion",

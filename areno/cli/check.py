@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from areno.errors import ArenoError
+from areno.errors import ArenoError, ConfigError
 
 _MODEL = "examples/quickstart/model"
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     report = _Report(arguments.debug)
     if arguments.folder is not None:
+        if arguments.device != "auto" or arguments.world_size is not None:
+            raise ConfigError("--device and --world-size are not for FOLDER, of which only config.json is read")
         return _check_folder(report, Path(arguments.folder))
     with RunLog(own_process=True, console="quiet"):
         _try_all(report, arguments)
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_folder(report: _Report, folder: Path) -> int:
     """A line for each field that is why the model cannot run; 1 where there is one."""
     from areno.errors import CheckpointError
+    from areno.models.adapters.folder import base_of, is_adapter
     from areno.models.cost import parameters, state_bytes
     from areno.models.registry import has_value_head, load_config
 
@@ -87,9 +90,13 @@ def _check_folder(report: _Report, folder: Path) -> int:
         report.line("FAIL", "model", f"{folder} is no folder; expected a model folder in the Hugging Face format")
         return 1
     try:
+        if is_adapter(folder):
+            raise CheckpointError(
+                "{} holds adapters and no model; check the one they are for: {}", folder, base_of(folder)
+            )
         config = load_config(folder, "value" if has_value_head(folder) else "lm")
     except CheckpointError as error:
-        for line in map(str, error.problems or [error]):
+        for line in map(str, error.renamed({"actor.path": "FOLDER"}.get).problems):
             report.line("FAIL", "model", line)
         return 1
     windows = sorted({kind.window for kind in config.kinds if kind.window is not None})

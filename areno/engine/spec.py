@@ -21,12 +21,13 @@ class LoraSpec:
     """The adapters that are trained in the place of the actor's weights.
 
     init_from: folder of peft that they start from; "" draws them from the seed. base: what is recorded in the folders
-    that they are saved to as the model which they belong to.
+    that they are saved to as the model which they belong to. trained_on: what is recorded so in the folder init_from.
     """
 
     adapters: AdapterSpec
     init_from: str = ""
     base: str = ""
+    trained_on: str = ""
 
 
 @dataclass(kw_only=True)

@@ -39,6 +39,7 @@ class TransformerConfig:
     1 + weight. embed_scale: what embeddings are multiplied by.
     attention_gate: what attention gives is multiplied by the sigmoid of as many numbers, which come with the queries.
     delta: the layers that have a recurrent state in the place of attention; `kinds` says nothing about these.
+    within: the model with images that transformers makes of the folder, whose names of tensors peft goes by.
     head: "lm" predicts the next token, "value" gives one number for each token. has_head: the checkpoint holds that
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
@@ -71,6 +72,7 @@ class TransformerConfig:
     hf: dict[str, Any]  # config.json as read, written back when the model is saved
     experts: Experts | None = None  # of the layers that have them in place of the plain MLP
     delta: Delta | None = None
+    within: str = ""
     head: HeadName = "lm"
     has_head: bool = True
 
@@ -105,7 +107,9 @@ class Family(NamedTuple):
 
     names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
     stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
-    around: the architecture with images whose `text_config` is such a model; its text is under `model.language_model`.
+    around: the architecture with images whose `text_config` is such a model. assumed: fields that this leaves out.
+    is_whole: transformers makes the model with images of such a folder, also where a text model is asked for.
+    beginnings: how names of its tensors begin there, and how they begin in a text model.
     unread: how tensors begin that belong to neither.
     """
 
@@ -116,6 +120,9 @@ class Family(NamedTuple):
     names: Mapping[str, tuple[str, ...]] = {}
     stacked: Mapping[str, tuple[str, ...]] = {}
     around: str = ""
+    assumed: Mapping[str, Any] = {}
+    is_whole: bool = False
+    beginnings: Mapping[str, str] = {}
     unread: tuple[str, ...] = ()
 
 
@@ -194,9 +201,11 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
     """Fields that would change the numbers and that nothing here implements."""
     if raw.get("attention_dropout", float, 0.0):
         raw.refuse("attention_dropout", "0, since there is no dropout")
-    own_code = [name for name in raw.get("auto_map", dict, {}) if name.startswith("AutoModel")]
-    if own_code:
-        raw.wrong(f"auto_map.{own_code[0]} names code that comes with the model, which is not run; expected none")
+    for name, code in raw.get("auto_map", dict, {}).items():
+        # A class that transformers has, too, was published before it had it. transformers takes its own, as we do.
+        known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
+        if name.startswith("AutoModel") and not known:
+            raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
     quantization = raw.get("quantization_config", dict, {})
     if quantization:
         method = quantization.get("quant_method", quantization)

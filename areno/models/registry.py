@@ -49,7 +49,8 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
-    raw = _text_of(RawConfig(read_json(file), str(file)))
+    outer = RawConfig(read_json(file), str(file))
+    raw = _text_of(outer)
     family, has_value_head = _find_family(raw)
     if head == "value" and (has_value_head or needs_head):
         _check_value_head(raw, has_value_head)
@@ -67,7 +68,9 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     if raw.problems:
         raise raw.error()
     has_head = head == "lm" or has_value_head
-    return dataclasses.replace(config, eos_token_ids=tuple(sorted(eos_ids)), head=head, has_head=has_head)
+    within = family.around if family.is_whole and raw is not outer else ""
+    eos = tuple(sorted(eos_ids))
+    return dataclasses.replace(config, eos_token_ids=eos, within=within, head=head, has_head=has_head)
 
 
 def has_value_head(folder: Path) -> bool:
@@ -121,9 +124,11 @@ def _text_of(raw: RawConfig) -> RawConfig:
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
-            values = {"architectures": [family.architecture], "model_type": family.name, **text}
-            if "tie_word_embeddings" in raw.values:
-                values["tie_word_embeddings"] = raw.values["tie_word_embeddings"]
+            values = {"architectures": [family.architecture], "model_type": family.name, **family.assumed, **text}
+            values.setdefault("eos_token_id", raw.values.get("eos_token_id"))
+            # transformers goes by the outer one of these, where there is one.
+            outer = ("tie_word_embeddings", "quantization_config")
+            values |= {name: raw.values[name] for name in outer if name in raw.values}
             return RawConfig(values, f"{raw.origin}: text_config", raw.problems)
     return raw
 

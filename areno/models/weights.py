@@ -408,8 +408,10 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
 
 def _own_name(name: str, family: Family) -> str:
     """Of a tensor in the text model, which may be within a model with images."""
-    within = "model.language_model."
-    return f"model.{name.removeprefix(within)}" if family.around and name.startswith(within) else name
+    for within, own in family.beginnings.items():
+        if name.startswith(within):
+            return own + name.removeprefix(within)
+    return name
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:

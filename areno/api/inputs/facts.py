@@ -11,7 +11,7 @@ from areno.api.inputs.plan import TrainerPlan
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec
+from areno.engine.spec import LoraSpec, RoleSpec
 from areno.tracking.run_log import IN_FULL
 
 logger = logging.getLogger("areno")
@@ -57,10 +57,15 @@ def tell_model(engine: Engine) -> None:
     if lora is not None:
         share = info.n_adapter_params / info.n_params
         logger.info(
-            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s", info.n_adapter_params / 1e6, 100 * share,
-            lora.adapters.rank, ", ".join(lora.adapters.targets),
+            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s%s", info.n_adapter_params / 1e6, 100 * share,
+            lora.adapters.rank, ", ".join(lora.adapters.targets), _origin(lora),
         )  # fmt: skip
     _tell_memory(engine)
+
+
+def _origin(lora: LoraSpec) -> str:
+    """Where adapters come from. A reader can say whether two names are of one model."""
+    return lora.init_from and f", from {lora.init_from}, trained on {lora.trained_on or 'a model that is not named'}"
 
 
 def _tell_memory(engine: Engine) -> None:

@@ -20,6 +20,10 @@ from areno.models.config import TransformerConfig
 from areno.models.folder.hub import HUB_ID, resolve
 
 KEY = "actor.init_lora_from"
+_WITHIN = (
+    "is true, but the folder is of {}, in which peft has other names for adapters; save its text model with "
+    "Trainer.save_checkpoint, and name the new folder in {}"
+)
 Actor = TypeVar("Actor", bound=ModelConfig)
 
 
@@ -31,10 +35,12 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     """
     if not actor.use_lora:
         return None
+    if model.within:
+        raise ConfigError([Problem("actor.use_lora", _WITHIN, model.within, Key("actor.path"))])
     local = existing_path(actor.path)
     base = actor.path if local is None else str(local)
     if actor.init_lora_from is None:
-        if problems := list(_unknown_targets(actor, model)):
+        if problems := [*_unknown_targets(actor, model), *_too_high_rank(actor, model)]:
             raise ConfigError(problems)
         chosen = actor.target_modules
         targets = tuple(name for name in linear_shapes(model) if name in chosen or chosen == [ALL_LINEAR])
@@ -44,10 +50,10 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 
     with model_of(KEY):
         folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from))
-        adapters = read_adapter_config(folder, model).adapters
+        adapters, trained_on = read_adapter_config(folder, model)
     if problems := list(_other_than(adapters, actor)):
         raise ConfigError(problems)
-    return LoraSpec(adapters=adapters, init_from=folder, base=base)
+    return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
@@ -60,6 +66,15 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
             if model.experts is not None and name in OF_EXPERTS:
                 what = "belongs to the experts, and adapters on these are not supported"
             yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")
+
+
+def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
+    """A rank that no adapted layer can have. It may be too high for some of them, as for a narrow k_proj."""
+    shapes, chosen = linear_shapes(model), actor.target_modules
+    known = [name for name in shapes if name in chosen or chosen == [ALL_LINEAR]]
+    if known and actor.lora_rank > (most := max(min(shapes[name]) for name in known)):
+        text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
+        yield Problem("actor.lora_rank", text, actor.lora_rank, most)
 
 
 def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:

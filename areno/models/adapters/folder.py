@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -90,12 +91,12 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     raw.refuse_unknown({*_HARMLESS, *_NOT_HERE})
     if raw.problems:
         raise raw.error()
-    targets = _targets(folder, model)
+    targets = _targets(folder, model, raw.values.get("target_modules"))
     return PeftFolder(AdapterSpec(rank, alpha, targets, use_rslora), raw.values.get("base_model_name_or_path") or "")
 
 
-def _targets(folder: Path, model: TransformerConfig) -> tuple[str, ...]:
-    """The adapted modules by the names of the tensors: target_modules may also be a pattern."""
+def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
+    """The adapted modules by the names of the tensors. given: target_modules, which may also be a pattern."""
     with opened(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
     known = linear_shapes(model)
@@ -108,8 +109,22 @@ def _targets(folder: Path, model: TransformerConfig) -> tuple[str, ...]:
         raise CheckpointError(
             f"{folder}: the weights hold {listing(strange)}; expected adapters of {', '.join(known)} only"
         )
+    unnamed = [name for name, module in of_module.items() if not _is_named(module.removeprefix(PREFIX), given)]
+    if unnamed:
+        text = "{}: the weights hold {}, which target_modules of {} does not name and peft would leave out"
+        raise CheckpointError(text, folder, listing(unnamed), ADAPTER_CONFIG)
     found = {module.rsplit(".", 1)[-1] for module in of_module.values()}
     return tuple(name for name in known if name in found)
+
+
+def _is_named(module: str, given: object) -> bool:
+    """Whether peft would give the module of a model an adapter. given: target_modules."""
+    if isinstance(given, str) and given != "all-linear":
+        try:
+            return re.fullmatch(given, module) is not None
+        except re.error:
+            return False
+    return not isinstance(given, list) or any(f".{module}".endswith(f".{name}") for name in given)
 
 
 def load_adapters(model: Transformer, path: str | Path) -> None:

@@ -1,7 +1,8 @@
 """Gemma 3 (arXiv 2503.19786), text: five of six layers have a window and a rope of their own.
 
 Norms are before and behind attention and MLP and multiply by 1 + weight, embeddings are scaled, the MLP has GELU.
-Gemma 2's caps on logits and scores are not implemented; Gemma 3 has none.
+Gemma 2's caps on logits and scores are not implemented; Gemma 3 has none. Of a model with images, which those of 4B
+and more are, the text model is read, and saved as one without.
 """
 
 from __future__ import annotations
@@ -53,4 +54,20 @@ GEMMA3 = Family(
         "post_norm": ("pre_feedforward_layernorm",),
         "mlp_norm": ("post_feedforward_layernorm",),
     },
+    around="Gemma3ForConditionalGeneration",
+    assumed={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    is_whole=True,
+    beginnings={
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",  # as published
+        "language_model.lm_head.": "lm_head.",
+    },
+    unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
 )

@@ -17,6 +17,9 @@ def read(raw: RawConfig) -> TransformerConfig:
     for name in ("resid_pdrop", "embd_pdrop"):
         if raw.get(name, float, 0.0):
             raw.refuse(name, "0, since there is no dropout")
+    for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's own code; transformers knows neither
+        if raw.get(name, int, 1, ge=0) != 1:
+            raw.refuse(name, "1")
     return with_window(raw, config)
 
 

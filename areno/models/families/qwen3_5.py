@@ -23,6 +23,8 @@ def read(raw: RawConfig) -> TransformerConfig:
     bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
         raw.refuse("attn_output_gate", "true")
+    if raw.get("output_gate_type", str, "swish") not in ("swish", "silu"):  # Qwen3.6 says it of the delta rule
+        raw.refuse("output_gate_type", "'swish'")
     rope = read_rope(raw, raw.get("max_position_embeddings", int, ge=1), partial=0.25, unused=_OF_IMAGES)
     config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, rope=rope)
     interval = raw.get("full_attention_interval", int, 4, ge=1)
@@ -73,5 +75,6 @@ QWEN3_5 = Family(
         "linear_attn.conv1d": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
     },
     around="Qwen3_5ForConditionalGeneration",
+    beginnings={"model.language_model.": "model."},
     unread=("mtp.", "model.visual."),
 )  # fmt: skip
