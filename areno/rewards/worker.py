@@ -20,6 +20,7 @@ from areno.rewards.keeper import exit_text
 
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
+_LAST_LINES_S = 1.0  # then for what was printed last; longer only where a process holds its output that nobody could end
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # kept for a socket whose other end does not read
 _LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
@@ -46,7 +47,8 @@ class Worker:
                 pass_fds=[fd],
                 start_new_session=True,
             )
-        threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True).start()
+        self._printed = threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True)
+        self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
         self.is_async = False
@@ -106,6 +108,7 @@ class Worker:
             self.process.kill()
         if self._sender is not None:
             self._sender.join(1.0)  # it ends with the process
+        self._printed.join(_LAST_LINES_S)
         self.connection.close()
 
 
