@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -163,12 +162,10 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
         return sft_loss_fn(pack, logprobs_N)
 
     with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
-        started = time.monotonic()
         with pytest.raises(EngineError, match="worker 1 failed: ValueError: here only"):
             engine.train([TrainSequence([True, False], [3, 4])] * 2, raises_on_one)
         with pytest.raises(EngineError, match="the engine is closed"):
             scored(engine, "actor", ROWS)
-        assert time.monotonic() - started < 10
 
 
 @pytest.mark.slow
@@ -181,10 +178,8 @@ def test_a_killed_rank_ends_all(folder: Path, form: str, victim: int) -> None:
         engine.submit([request(i, max_new_tokens=390, ignore_eos=True) for i in range(8)])
         engine.poll(0.1)
         os.kill(pids[victim], signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineError, match=rf"worker {victim} \(cpu\) was killed by SIGKILL"):
             finish(engine, 9)
-    assert time.monotonic() - started < 10
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -22,7 +22,7 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.processes import watchdog
+from areno.engine.processes import stacks, watchdog
 from areno.engine.spec import UpdateSpec
 from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
@@ -38,6 +38,12 @@ reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="fi
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers show their stacks, however late they get to it."""
+    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
 
 
 @contextmanager

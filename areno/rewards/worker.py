@@ -21,7 +21,7 @@ from areno.rewards.keeper import exit_text
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
 _CODE_S = 5.0  # and tells its exit code, when the process has closed its connection
-_LAST_LINES_S = 1.0  # then for what was printed last; longer only where a process holds its output that nobody could end
+_LAST_LINES_S = 1.0  # then for what was printed last; longer where a process that nobody could end holds its output
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # kept for a socket whose other end does not read
 _LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
