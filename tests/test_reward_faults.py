@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -305,19 +306,19 @@ def reward_fn(record):
 
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
     monkeypatch.setattr("areno.rewards.worker_pool._SLOW_S", 0.3)
-    with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=1.0) as pool:
+    with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
-        outcomes = pool.score(records("a", *["hang"] * 3))
+        outcomes = pool.outcomes(records(*["hang"] * 3))
         seconds = time.monotonic() - start
-    assert [outcome.status for outcome in outcomes] == ["ok", *["timeout"] * 3]
+    assert [outcome.status for outcome in outcomes] == ["timeout"] * 3
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rewards: ")]
     assert 1 <= len(lines) <= 1 + math.log2(seconds / 0.3), lines
     for words in (
-        " of 4 samples wait after",
+        " of 3 samples wait after",
         "timeouts), for at most ",
         "raise reward.workers (1) or lower",
-        "(1 s)",
+        "(0.5 s)",
     ):
         assert words in lines[0]
 
@@ -325,13 +326,16 @@ def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypa
 def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, monkeypatch):
     """A judge that goes down in a later step: four timeouts of a process and a long silence are enough."""
     monkeypatch.setattr("areno.rewards.pool._QUIET_S", 1.0)
-    with pool_of(reward_file(SLOW), timeout_s=0.7) as pool:
+    with pool_of(reward_file(SLOW)) as pool:
+        patient, hasty = pool.config, dataclasses.replace(pool.config, timeout_s=0.5)
         pool.score(records("a"))
-        outcomes = pool.score(records("a", *["hang"] * 100))
+        pool.config = hasty
+        outcomes = pool.outcomes(records(*["hang"] * 100))
+        pool.config = patient
         assert pool.score(records("a"))[0].value == 1.0, "the pool still works"
-    assert [outcome.status for outcome in outcomes] == ["ok", *["timeout"] * 100]
-    assert outcomes[1].message == "no answer within 0.7 s (reward.timeout_s)"
-    assert outcomes[-1].message == "not scored: the 4 calls before it had no answer within 0.7 s (reward.timeout_s)"
+    assert [outcome.status for outcome in outcomes] == ["timeout"] * 100
+    assert outcomes[0].message == "no answer within 0.5 s (reward.timeout_s)"
+    assert outcomes[-1].message == "not scored: the 4 calls before it had no answer within 0.5 s (reward.timeout_s)"
     assert "giving up" in caplog.text
 
 
