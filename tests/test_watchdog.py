@@ -62,17 +62,21 @@ def be_strict(engine: Engine, limit_s: float = LIMIT_S) -> None:
     engine._workers.watchdog.limit_s = limit_s
 
 
-def sleeps(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    time.sleep(60)
-    return sft_loss_fn(pack, logprobs_N)
+def be_strict_when(begun: Path, engine: Engine) -> None:
+    """As soon as there is a file: on a busy machine, what is to hang may come late."""
+
+    def wait() -> None:
+        until(begun.exists)
+        be_strict(engine)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def sleeps_on_rank_1(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 1:
-        time.sleep(60)
-    return sft_loss_fn(pack, logprobs_N)
+def until(what: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
 
 
 @reads_proc
@@ -106,9 +110,21 @@ def wait(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
-def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, form: str, caplog: Any) -> None:
+def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(
+    folder: Path, form: str, tmp_path: Path, caplog: Any
+) -> None:
+    begun = tmp_path / "begun"
+
+    def sleeps_on_rank_1(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            begun.touch()
+            time.sleep(60)
+        return sft_loss_fn(pack, logprobs_N)
+
     with started(folder, devices=2, tp_size=TP_SIZE[form]) as engine:
-        be_strict(engine)
+        be_strict_when(begun, engine)
         with pytest.raises(WorkerLost, match=r"^worker 1 \(cpu\) made no progress for \d+ s in train and was ended"):
             engine.train(ROWS, sleeps_on_rank_1)
         text = caplog.text
@@ -126,12 +142,6 @@ def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> No
         while not (tmp_path / f"on {step}").exists():
             time.sleep(0.005)
         return sft_loss_fn(pack, logprobs_N)
-
-    def until(what: Callable[[], bool]) -> None:
-        ends_at = time.monotonic() + 60
-        while not what():
-            assert time.monotonic() < ends_at
-            time.sleep(0.005)
 
     with started(folder) as engine, ThreadPoolExecutor(1) as beside:
         be_strict(engine, 1000.0)
@@ -152,13 +162,20 @@ def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("hangs", ["sleeping", "computing"])
-def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, caplog: Any) -> None:
+def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tmp_path: Path, caplog: Any) -> None:
+    begun = tmp_path / "begun"
+
+    def sleeps(*_: Any) -> Any:
+        begun.touch()
+        time.sleep(60)
+
     def computes(*_: Any) -> Any:
+        begun.touch()
         while True:
             pass
 
     with started(folder, "inline") as engine:
-        be_strict(engine)
+        be_strict_when(begun, engine)
         with pytest.raises(
             WorkerLost, match=r"^worker 0, which lives in the driver \(train\), made no progress for 1.5 s"
         ):
