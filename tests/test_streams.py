@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import warm_python
-from tiny_engine import MIXED, ROLLOUT, model_folder, request, rollout, spec, tokens_of
+from tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, spec, tokens_of
 
 from areno.engine.engine import Engine
 from areno.engine.requests.streams import FairLock, joined
@@ -70,7 +70,7 @@ def test_streams_give_what_generate_gives(engine: Engine) -> None:
     engine.begin_rollout(ROLLOUT)
     assert tokens_of(asyncio.run(all_of_them())) == tokens_of(expected)
     engine.submit([request(0)])  # the id is free again, and polling is as without streams
-    assert [output.request_id for output in engine.poll(30.0)] == [0]
+    assert list(finish(engine, 1)) == [(0, 0)]
     engine.end_rollout()
 
 
