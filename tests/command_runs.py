@@ -102,7 +102,7 @@ class Driver:
             in_phase = threading.Event()
             self.reader = threading.Thread(target=self._read, args=(f"stage={phase}_start", in_phase), daemon=True)
             self.reader.start()
-            assert in_phase.wait(60), "".join(self.lines)
+            assert in_phase.wait(200), "".join(self.lines)
             time.sleep(0.3)
             self.children = children(self.process.pid)
             self._stack = stack.pop_all()
@@ -126,7 +126,7 @@ class Driver:
         while left := [pid for pid in self.children if is_running(pid)]:
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.05)
-        self.reader.join(5)
+        self.reader.join(60)
         assert "Traceback" not in "".join(self.lines), "".join(self.lines)
         return code, self.lines[-1]
 

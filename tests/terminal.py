@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import termios
 import threading
@@ -27,11 +28,12 @@ class Terminal:
         self.end = end
         self.stream: TextIO = os.fdopen(end, "w", encoding="utf-8")
         self._bytes = b""
+        self._stay, self._leave = os.pipe()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        while True:
+        while self._stay not in select.select([self._reads, self._stay], [], [])[0]:
             try:
                 chunk = os.read(self._reads, 65536)
             except OSError:  # nobody has the other end any more
@@ -48,8 +50,18 @@ class Terminal:
     def close(self) -> None:
         """Nothing more will be written."""
         self.stream.close()
-        self._thread.join(10)
-        os.close(self._reads)
+        self._thread.join(60)
+        self._end()
+
+    def vanish(self) -> None:
+        """Who writes from now on gets an error."""
+        os.write(self._leave, b".")
+        self._thread.join()  # while it reads, the terminal is there
+        self._end()
+
+    def _end(self) -> None:
+        for number in (self._reads, self._stay, self._leave):
+            os.close(number)
 
     @property
     def lines(self) -> list[str]:

@@ -18,6 +18,7 @@ from resumed import lost_in
 
 import areno
 from areno import SamplingParams
+from areno.agents.processes.pool import _Running
 from areno.api.agent_rows import reward_records, trajectory_rows
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
 from areno.errors import ArenoError, DataError, WorkerLost
@@ -92,12 +93,23 @@ def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> Non
     assert played.series("train/logp_abs_diff_max")[0] < 1e-4
 
 
-def test_failing_samples_leave_their_group_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": word} for word in ("ok", "raise", "edited", "nothing", "sleep")]
+def test_failing_samples_leave_their_group_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, told, settle = tmp_path / "over", [], _Running._settle
+    rows = [{"prompt": word} for word in ("ok", "raise", "edited", "nothing", f"sleep {over}")]
+
+    def settled(self: _Running, *outcome: Any) -> None:
+        told.append(outcome)
+        if len(told) == 8:  # the others
+            over.touch()
+        settle(self, *outcome)
+
+    monkeypatch.setattr(_Running, "_settle", settled)
     with caplog.at_level(logging.INFO, "areno"):
         played = run(
-            tmp_path, "faulty.py", "agent.timeout_s=3", "train_dataset.batch_size=5", "total_train_steps=1",
-            "gconfig.n_samples=2", rows=rows,
+            tmp_path, "faulty.py", "agent.timeout_s=60", "train_dataset.batch_size=5", "total_train_steps=1",
+            "gconfig.n_samples=2", "train_dataset.max_length=200", rows=rows,
         )  # fmt: skip
     assert len(played.rows[0]) == 2
     assert played.series("rollout/agent_errors") == [6.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import re
@@ -46,14 +47,21 @@ def run(
     session: RolloutSession,
     *prompts: str,
     function: str = "run_agent",
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     workers: int = 1,
-    on_wait: Callable[[int], object] = lambda n: None,
+    **told: Callable[..., object],
 ) -> Any:
+    """told: on_wait, on_done."""
     context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, timeout_s)
     with AgentPool(AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers)) as pool:
         pool.wait_ready()
-        return pool.run(list(batch_of(*prompts)), context, on_wait)
+        return pool.run(list(batch_of(*prompts)), context, **told)
+
+
+def after(n: int, file: Path) -> Callable[..., object]:
+    """Makes the file at the n-th call."""
+    calls = itertools.count(1)
+    return lambda *_: next(calls) == n and file.touch()
 
 
 def builder(session: RolloutSession) -> RowBuilder:
@@ -82,9 +90,10 @@ def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> Non
         assert re.search(message, outcomes[name].message), outcomes[name]
 
 
-def test_agents_that_only_wait_are_no_hang(session: RolloutSession) -> None:
+def test_agents_that_only_wait_are_no_hang(session: RolloutSession, tmp_path: Path) -> None:
     beats: list[int] = []
-    run(session, "sleep", timeout_s=1.2, on_wait=lambda n: beats.append(heartbeat.count()))
+    over = after(2, tmp_path / "over")
+    run(session, f"sleep {tmp_path}/over", on_wait=lambda n: (beats.append(heartbeat.count()), over()))
     assert len(beats) >= 2
     assert sorted(set(beats)) == beats
 
@@ -95,33 +104,33 @@ def test_what_an_agent_prints_is_logged(session: RolloutSession, caplog: pytest.
     assert "agent: said by the agent" in caplog.text
 
 
-def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutSession) -> None:
-    outcomes = run(session, "sleep", "ok", "ok again", timeout_s=2.0)
+def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutSession, tmp_path: Path) -> None:
+    outcomes = run(session, f"sleep {tmp_path}/over", "ok", "ok again", on_done=after(2, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["timeout", "ok", "ok"]
     assert "agent.timeout_s" in outcomes[0].message
 
 
 def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
-    outcomes = run(session, "ok", "block for ever", "ok too", timeout_s=2.0)
+    outcomes = run(session, "ok", "block for ever", "ok too")
     assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
     assert "held the event loop" in outcomes[1].message
     assert "faulty.py" in outcomes[1].message
 
 
-def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSession) -> None:
-    told: list[tuple[int, Any, float]] = []
-    items = list(batch_of("raise", "sleep", "ok", "die", "locked"))
+def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSession, tmp_path: Path) -> None:
+    told: list[tuple[int, Any]] = []
+    over = after(4, tmp_path / "over")
+    items = list(batch_of("raise", f"sleep {tmp_path}/over", "ok", "die", "locked"))
     items[4].record["lock"] = threading.Lock()
-    with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=2.0, workers=2)) as pool:
+    with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=60.0, workers=2)) as pool:
         pool.wait_ready()
-        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 2.0)
-        done = pool.run(items, context, on_done=lambda *given: told.append((*given, time.monotonic())))
+        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
+        done = pool.run(items, context, on_done=lambda *given: (told.append(given), over()))
         assert [outcome.status for outcome in done] == ["error", "timeout", "ok", "error", "error"]
         assert "cannot pickle '_thread.lock'" in done[4].message
-        assert sorted(place for place, _, _ in told) == list(range(5))
-        assert all(done[place] is outcome for place, outcome, _ in told)
-        at = {place: when for place, _, when in told}
-        assert max(at[place] for place in (0, 2, 4)) < at[1] - 0.5
+        assert sorted(place for place, _ in told) == list(range(5))
+        assert all(done[place] is outcome for place, outcome in told)
+        assert told[-1][0] == 1, "the one that waited until the others were told"
 
         def full(place: int, outcome: Any) -> None:
             raise OSError("no space left")  # of who asks, not of the process
@@ -141,7 +150,7 @@ def test_an_agent_that_ends_its_process_costs_only_its_own_sample(session: Rollo
 def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: RolloutSession, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     assert [outcome.status for outcome in run(session, f"stray {file}", "ok")] == ["ok", "ok"]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.kill(int(file.read_text()), 0)
@@ -156,9 +165,9 @@ def test_an_agent_has_sent_its_request_before_the_next_one_begins(session: Rollo
     assert "a begins, a sends, b begins, b sends, c begins, c sends" in outcome.message
 
 
-def test_a_plain_function_runs_in_threads(session: RolloutSession) -> None:
-    prompts = [f"ok {number}" for number in range(20)]
-    outcomes = run(session, *prompts, "sleep", function="run_plain", timeout_s=3.0)
+def test_a_plain_function_runs_in_threads(session: RolloutSession, tmp_path: Path) -> None:
+    prompts = [*(f"ok {number}" for number in range(20)), f"sleep {tmp_path}/over"]
+    outcomes = run(session, *prompts, function="run_plain", on_done=after(20, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["ok"] * 20 + ["timeout"]
 
 
@@ -211,12 +220,15 @@ def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -
     def interrupt(done: int) -> None:
         raise KeyboardInterrupt
 
-    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 20.0)
+    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
     with AgentPool(AgentConfig(fn=str(FILE), workers=1)) as pool:
         pool.wait_ready()
         with pytest.raises(KeyboardInterrupt):
             pool.run(list(batch_of("sleep", "ok")), context, interrupt)
         assert [outcome.status for outcome in pool.run(list(batch_of("ok")), context)] == ["ok"]
+    ends_at = time.monotonic() + 60
+    while session.proxy.server.sampler.n_samples and time.monotonic() < ends_at:
+        time.sleep(0.01)
     assert not session.proxy.server.sampler.n_samples
 
 

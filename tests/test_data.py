@@ -86,11 +86,13 @@ def test_folder_of_data_files(tmp_path, monkeypatch):
 
 def test_hub_name_without_network(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    import datasets  # noqa: F401  # takes seconds
+
     start = time.monotonic()
     for path in ("openai/gsm8k:main", "gsm8k", "org/repo:config:split"):
         with pytest.raises(DataError, match=r"hub cannot be reached.*set train_dataset\.path to a file or folder"):
             load_rows(DatasetConfig(path=path), "prompt")
-    assert time.monotonic() - start < 20.0  # the import of `datasets` included
+    assert time.monotonic() - start < 60.0, "nothing is tried again and again"
 
 
 @pytest.mark.parametrize("path", ["nowhere.jsonl", "/no/such/folder", "./here", "a/b/c"])

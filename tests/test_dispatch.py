@@ -131,9 +131,9 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
     ]
     few_blocks = RolloutSpec(max_running=32, max_len=96, decoder=DecoderConfig(max_kv_tokens=160))
     found, n_given_back = [], 0
-    for devices, rollout in ((1, ROLLOUT), (2, few_blocks)):
+    # A driver that looks late finds nothing to be given back any more: then it tries again.
+    for devices, rollout, most in ((1, ROLLOUT, 1), (2, few_blocks, 20)):
         with Engine(spec(folder, devices, optimizer=None)) as engine:
-            engine.begin_rollout(rollout)
             received = engine._dispatcher.received
 
             def counted(outputs: Sequence[GenerationOutput], received: Any = received) -> Any:
@@ -142,8 +142,11 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
                 return received(outputs)
 
             engine._dispatcher.received = counted  # type: ignore[method-assign]
-            found.append(tokens_of(engine.generate(requests)))
-            assert not engine._dispatcher.missing
-            engine.end_rollout()
-    assert found[0] == found[1]
+            while most and not n_given_back:
+                engine.begin_rollout(rollout)
+                found.append(tokens_of(engine.generate(requests)))
+                assert not engine._dispatcher.missing
+                engine.end_rollout()
+                most -= 1
+    assert all(each == found[0] for each in found[1:])
     assert n_given_back

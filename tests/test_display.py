@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import math
@@ -180,15 +181,15 @@ def test_what_is_printed_goes_above_the_lines(terminal, monkeypatch):
     screen.start()
     for number in range(40):
         print(f"line {number}", file=sys.stderr)
-        time.sleep(0.005)
+        time.sleep(0.002)
     print("10 %\r50 %\r100 %", file=sys.stderr)
     print("no end", end="", file=sys.stderr)
+    wait_for(terminal, "region 2")
     screen.close("the end\n")
     screen.close("not again")
     assert sys.stderr is terminal.stream
     terminal.close()
     assert terminal.lines == [*(f"line {number}" for number in range(40)), "100 %", "no end", "the end", ""]
-    assert terminal.written.count("region") > 2
     assert "\x1b[?25l" not in terminal.written, "a process that is killed cannot bring the cursor back"
 
 
@@ -215,7 +216,7 @@ def test_a_display_that_fails_gives_the_terminal_back(terminal, monkeypatch):
     screen = a_screen(terminal, lines, failures)
     screen.start()
     print("heard", file=sys.stderr)
-    screen._thread.join(5)
+    screen._thread.join(60)
     assert [str(error) for error in failures] == ["no"]
     assert sys.stderr is terminal.stream
     print("after", file=sys.stderr, flush=True)
@@ -224,15 +225,30 @@ def test_a_display_that_fails_gives_the_terminal_back(terminal, monkeypatch):
     assert [line for line in terminal.lines if line] == ["heard", "after"]
 
 
+def test_what_is_printed_while_the_display_ends_is_not_lost(terminal, monkeypatch):
+    """Whoever has got hold of the stream by then may write at any moment, before or behind the last lines."""
+    monkeypatch.setattr(sys, "stderr", terminal.stream)  # here: pytest sets its own when a test begins
+    screen = a_screen(terminal)
+    screen.start()
+    above = screen._streams[0][2]
+    monkeypatch.setattr(above, "end", lambda: None)  # as if somebody were just behind the look at it
+    print("before", file=above)
+    screen.close("the end\n")
+    print("after", file=above)
+    terminal.close()
+    assert terminal.lines == ["before", "the end", "after", ""]
+
+
 def test_a_terminal_that_is_gone_does_not_hold_anything_up(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal.stream)  # here: pytest sets its own when a test begins
     failures = []
     screen = a_screen(terminal, failures=failures)
     screen.start()
-    os.close(terminal._reads)
-    for number in range(3):
-        print(f"lost {number}", file=sys.stderr)
-    screen._thread.join(5)
+    terminal.vanish()
+    with contextlib.suppress(OSError):  # where the screen has noticed it
+        for number in range(3):
+            print(f"lost {number}", file=sys.stderr)
+    screen._thread.join(60)
     assert len(failures) == 1
     assert isinstance(failures[0], OSError)
     screen.close()

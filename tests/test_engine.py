@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from tiny_engine import (
-    CONTEXT,
     MIXED,
     ROLLOUT,
     VOCAB,
@@ -38,14 +37,15 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 AT_TEMPERATURE_1 = [item for item in MIXED if item.params.temperature == 1]
-LONG = 300  # tokens: enough for the driver to do something meanwhile, on a busy machine too
-LONG_ROLLOUT = RolloutSpec(max_running=16, max_len=LONG + 10)
+LONG, ENDLESS = 80, 20_000  # tokens; the latter take half a minute: the driver does something meanwhile
+CONTEXT = ENDLESS + 10
+LONG_ROLLOUT = RolloutSpec(max_running=6, max_len=CONTEXT)
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
+    return model_folder(tmp_path_factory.mktemp("model"), context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -123,35 +123,39 @@ def test_rollout_and_scoring_agree(engine: Engine, temperature: float) -> None:
 
 
 def test_requests_join_others_and_outputs_come_as_they_finish(engine: Engine) -> None:
-    alone = rollout(engine, [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])[7]
+    joining = [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)]
+    joining.append(request(8, max_new_tokens=LONG, ignore_eos=True))
     engine.begin_rollout(LONG_ROLLOUT)
-    engine.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(3)])
+    alone = engine.generate(joining)
+    engine.submit([request(i, max_new_tokens=ENDLESS, ignore_eos=True) for i in range(3)])
     assert engine.poll(0.0) == []  # nothing is finished, decoding is under way
-    engine.submit([request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])
+    engine.submit(joining)
     order: list[GenerationOutput] = []
-    while len(order) < 5:
+    while len(order) < 3:
         order += engine.poll(30.0)
-    assert [output.request_id for output in order[:2]] == [7, 7]
-    assert sorted(output.request_id for output in order[2:]) == [0, 1, 2]
-    joined = sorted(order[:2], key=lambda output: output.sample)
-    assert [output.tokens for output in joined] == [output.tokens for output in alone]
-    assert all(output.finish_reason == "length" and len(output.tokens) == LONG for output in order[2:])
     engine.end_rollout()
+    assert [output.request_id for output in order] == [7, 7, 8]
+    joined = sorted(order, key=lambda output: (output.request_id, output.sample))
+    assert [output.tokens for output in joined] == [output.tokens for output in [*alone[7], *alone[8]]]
+    assert (joined[2].finish_reason, len(joined[2].tokens)) == ("length", LONG)
 
 
 def test_abort_ends_a_request_and_no_other(engine: Engine) -> None:
     whole = rollout(engine, [request(1, n_samples=2, max_new_tokens=LONG, ignore_eos=True)])[1]
     engine.begin_rollout(LONG_ROLLOUT)
-    engine.submit([request(i, n_samples=2, max_new_tokens=LONG, ignore_eos=True) for i in (0, 1)])
-    engine.poll(0.0)
+    for i, length in enumerate((LONG, ENDLESS)):
+        engine.submit([request(i, n_samples=2, max_new_tokens=length, ignore_eos=True)])
+    early = engine.poll(0.0)
     engine.abort(1)
     engine.abort(99)  # unknown, or finished already
-    outputs = finish(engine, 4)
+    outputs = finish(engine, 4 - len(early))
+    outputs |= {(output.request_id, output.sample): output for output in early}
     assert [outputs[0, sample].finish_reason for sample in (0, 1)] == ["length"] * 2
     for sample in (0, 1):
         assert outputs[1, sample].finish_reason == "abort"
-        assert outputs[1, sample].tokens == whole[sample].tokens[: len(outputs[1, sample].tokens)]
-        assert len(outputs[1, sample].tokens) < LONG
+        n_tokens = len(outputs[1, sample].tokens)
+        assert outputs[1, sample].tokens[:LONG] == whole[sample].tokens[:n_tokens]
+        assert n_tokens < ENDLESS
     engine.submit([request(1)])  # the id is free again
     assert finish(engine, 1)
     engine.end_rollout()

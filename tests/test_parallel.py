@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -37,13 +36,13 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
-LONG = 120  # tokens: enough for the driver to do something meanwhile
+ENDLESS = 10_000  # tokens: half a minute, in which the driver does something
 TP_SIZE = {"tp": 2, "dp": 1}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"), vocab_size=65)  # which two ranks do not divide
+    return model_folder(tmp_path_factory.mktemp("model"), 65, ENDLESS + 10)  # a vocabulary that two ranks do not divide
 
 
 @pytest.fixture(scope="module", params=["tp", "dp"])
@@ -103,17 +102,15 @@ def test_training_is_that_of_one_rank(folder: Path, two: Engine, tmp_path: Path)
 
 def test_requests_join_and_end_while_others_decode(two: Engine) -> None:
     alone = rollout(two, [request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])[7]
-    two.begin_rollout(RolloutSpec(max_running=16, max_len=LONG + 10))
-    two.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(4)])
+    two.begin_rollout(RolloutSpec(max_running=6, max_len=ENDLESS + 10))
+    two.submit([request(i, max_new_tokens=ENDLESS, ignore_eos=True) for i in range(4)])
     assert two.poll(0.0) == []
     two.submit([request(7, n_samples=2, max_new_tokens=5, ignore_eos=True)])
     two.abort(2)
-    outputs = finish(two, 6)
+    outputs = finish(two, 3)
     assert [outputs[7, sample].tokens for sample in (0, 1)] == [output.tokens for output in alone]
-    assert [outputs[i, 0].finish_reason for i in range(4)] == ["length", "length", "abort", "length"]
-    assert list(outputs).index((7, 0)) < list(outputs).index((3, 0))
-    two.submit([request(i, max_new_tokens=LONG, ignore_eos=True) for i in range(4)])
-    two.end_rollout()
+    assert outputs[2, 0].finish_reason == "abort"
+    two.end_rollout()  # the others are under way
     assert len(rollout(two)) == len(MIXED)
 
 
@@ -163,12 +160,10 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
         return sft_loss_fn(pack, logprobs_N)
 
     with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
-        started = time.monotonic()
         with pytest.raises(EngineError, match="worker 1 failed: ValueError: here only"):
             engine.train([TrainSequence([True, False], [3, 4])] * 2, raises_on_one)
         with pytest.raises(EngineError, match="the engine is closed"):
             scored(engine, "actor", ROWS)
-        assert time.monotonic() - started < 10
 
 
 @pytest.mark.slow
@@ -177,14 +172,12 @@ def test_an_error_of_one_rank_ends_the_engine(folder: Path, form: str) -> None:
 def test_a_killed_rank_ends_all(folder: Path, form: str, victim: int) -> None:
     with Engine(spec(folder, devices=2, tp_size=TP_SIZE[form])) as engine:
         pids = [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
-        engine.begin_rollout(RolloutSpec(max_running=8, max_len=400))
-        engine.submit([request(i, max_new_tokens=390, ignore_eos=True) for i in range(8)])
+        engine.begin_rollout(RolloutSpec(max_running=8, max_len=ENDLESS + 10))
+        engine.submit([request(i, max_new_tokens=ENDLESS, ignore_eos=True) for i in range(8)])
         engine.poll(0.1)
         os.kill(pids[victim], signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineError, match=rf"worker {victim} \(cpu\) was killed by SIGKILL"):
             finish(engine, 9)
-    assert time.monotonic() - started < 10
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -17,17 +17,18 @@ from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.processes.serving import _failure
-from areno.engine.spec import RoleSpec
+from areno.engine.spec import RoleSpec, RolloutSpec
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
 
 ROWS = [[3, 4, 5, 6], [7, 8]]
+ENDLESS = 20_000  # tokens: a minute
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory.mktemp("model"))
+    return model_folder(tmp_path_factory.mktemp("model"), context=ENDLESS + 100)
 
 
 def pids(engine: Engine) -> list[int]:
@@ -84,7 +85,7 @@ def test_an_engine_that_lost_a_worker_starts_again_as_freshly_loaded(folder: Pat
 
 def test_streams_end_when_the_workers_start_again(folder: Path) -> None:
     async def main(engine: Engine) -> list[Any]:
-        long = [request(100 + i, max_new_tokens=400, ignore_eos=True, length=40) for i in range(3)]
+        long = [request(100 + i, max_new_tokens=ENDLESS, ignore_eos=True, length=40) for i in range(3)]
         tasks = [asyncio.create_task(all_of(engine, each)) for each in long]
         await asyncio.sleep(0.05)
         await asyncio.to_thread(engine.restart)
@@ -96,7 +97,7 @@ def test_streams_end_when_the_workers_start_again(folder: Path) -> None:
     with Engine(spec(folder)) as engine:
         expected = rollout(engine)
         engine.train(train_rows(expected), sft_loss_fn)
-        engine.begin_rollout(ROLLOUT)
+        engine.begin_rollout(RolloutSpec(max_running=3, max_len=ENDLESS + 100))
         ends = asyncio.run(main(engine))
         assert [type(end) for end in ends] == [EngineError] * 3
         assert "every request under way is lost" in str(ends[0])

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import is_running, started
+from processes import children, is_running, started
 
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
 from areno.rewards.record import CompletionRecord, RecordedPrompt
+from areno.rewards.worker import Worker
 from areno.types import PromptItem, RewardRecord, TokenArrays
 
 REWARD = """
@@ -50,8 +51,14 @@ def reward_fn(record):
         time.sleep(60)
     return {"None": None, "nan": float("nan"), "inf": float("inf"), "str": "1.0", "bool": True}.get(action, len(action))
 
+begun = 0
+
 async def judge(record):
+    global begun
+    begun += 1
     await asyncio.sleep(0.2)
+    if record.completion == "together":
+        return begun
     if record.completion == "hang":
         await asyncio.sleep(60)
     if record.completion == "block":
@@ -76,7 +83,7 @@ def reward_file(tmp_path):
 
 
 def pool_of(fn, **settings) -> RewardPool:
-    return RewardPool(RewardConfig(fn=str(fn), **{"workers": 2, "timeout_s": 1.0, **settings}))
+    return RewardPool(RewardConfig(fn=str(fn), **{"workers": 2, "timeout_s": 30.0, **settings}))
 
 
 def pids_of(pool):
@@ -139,45 +146,48 @@ def test_each_bad_sample_costs_only_itself(reward_file, caplog):
 
 @pytest.mark.parametrize("action", ["hang", "hang in C", "child"])
 def test_hanging_call_is_cut_off(reward_file, action):
-    with pool_of(reward_file, timeout_s=0.5) as pool:
+    before = children()
+    with pool_of(reward_file, timeout_s=1.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
         outcomes = pool.score(records("a", action, "bb", "ccc", "dddd", "a", "a", "a", "a", "a", "a", "a"))
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 50.0
     assert outcomes[1].status == "timeout"
     assert "reward.timeout_s" in outcomes[1].message
     assert [o.value for o in outcomes[2:5]] == [2.0, 3.0, 4.0]
     assert [o.status for o in outcomes].count("ok") == 11
-    sleepers = subprocess.run(["pgrep", "-f", "^sleep 61$"], capture_output=True, text=True).stdout
-    assert not sleepers, "a child of the hanging call survived"
+    assert set(children()) <= set(before), "a child of the hanging call survived"
 
 
 def test_async_calls_run_together(reward_file):
-    with pool_of(f"{reward_file}:judge", timeout_s=5.0) as pool:
-        pool.wait_ready()
-        start = time.monotonic()
-        outcomes = pool.score(records(*["x" * n for n in range(60)]))
-        assert time.monotonic() - start < 2.0  # one after another would take 12 s
+    with pool_of(f"{reward_file}:judge") as pool:
+        together, *outcomes = pool.score(records("together", *["x" * n for n in range(60)]))
+    assert together.value >= 16, "calls that began before the first one was done"
     assert [o.value for o in outcomes] == list(range(60))
 
 
 def test_async_timeouts(reward_file, monkeypatch):
-    monkeypatch.setattr("areno.rewards.worker._ASYNC_SPARE_S", 0.2)
-    with pool_of(f"{reward_file}:judge", timeout_s=0.6) as pool:
+    monkeypatch.setattr("areno.rewards.worker._ASYNC_SPARE_S", 0.5)
+    with pool_of(f"{reward_file}:judge", timeout_s=1.5) as pool:
         outcomes = pool.score(records("a", "hang", "bb", "block", "ccc"))
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "timeout", "ok"]
     assert [o.value for o in outcomes] == [1.0, None, 2.0, None, 3.0]
 
 
-def test_order_and_speed(reward_file):
+def test_many_are_sent_together_and_come_back_in_order(reward_file, monkeypatch):
+    """A message for each would take the driver most of its time."""
+    sizes, send = [], Worker.send
+
+    def counted(self, chunk, timeout_s):
+        sizes.append(len(chunk))
+        send(self, chunk, timeout_s)
+
+    monkeypatch.setattr(Worker, "send", counted)
     with pool_of(f"{reward_file}:fast") as pool:
-        pool.wait_ready()
         rows = [RewardRecord(completion="x" * 200, solutions=n, tokens=list(range(100))) for n in range(4000)]
-        start = time.monotonic()
         outcomes = pool.score(rows)
-        rate = len(rows) / (time.monotonic() - start)
     assert [o.value for o in outcomes] == [2.0 * n for n in range(4000)]
-    assert rate > 2000, f"{rate:.0f} calls/s"  # 15k/s on an idle machine
+    assert sum(map(bool, sizes)) < 500
 
 
 def test_all_failing_is_an_error(reward_file):
@@ -233,7 +243,7 @@ def test_close_leaves_no_process(reward_file):
     pids = pids_of(pool)
     assert len(pids) == 2
     pool.close()
-    assert gone_within(pids, 2.0)
+    assert not any(map(is_running, pids))
 
 
 def test_processes_ignore_interrupts_and_import_no_torch(tmp_path):
@@ -268,7 +278,7 @@ pool.score([RewardRecord(completion={action!r})] * 2)
         time.sleep(0.3)
         driver.kill()
         driver.wait()
-        assert gone_within([int(pid) for pid in line.split()[1:]], 12.0)
+        assert gone_within([int(pid) for pid in line.split()[1:]], 50.0)
 
 
 def test_built_in_math_reward():

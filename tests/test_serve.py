@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,15 @@ class Served:
             else:
                 raise AssertionError("".join(self.lines))
             self.close = stack.pop_all().close
-        threading.Thread(target=lambda: self.lines.extend(said), daemon=True).start()
+        self._rest = threading.Thread(target=lambda: self.lines.extend(said), daemon=True)
+        self._rest.start()
+
+    def end(self) -> int:
+        """Its exit code after SIGTERM; then `lines` has all of them."""
+        os.kill(self.process.pid, signal.SIGTERM)
+        code = self.process.wait(100)
+        self._rest.join(60)
+        return code
 
 
 @pytest.fixture
@@ -76,14 +85,14 @@ def test_a_folder_is_served_until_a_signal_and_answers_under_way_are_finished(se
     stream = client.chat.completions.create(
         model="mine",
         messages=HELLO,
-        max_tokens=400,
+        max_tokens=1000,
         stream=True,
         extra_body={"ignore_eos": True},  # type: ignore[arg-type]
     )
     next(iter(stream))
-    os.kill(served.process.pid, signal.SIGTERM)
+    ending = ThreadPoolExecutor(1).submit(served.end)
     assert list(stream)[-1].choices[0].finish_reason == "length"
-    assert served.process.wait(30) == 0
+    assert ending.result() == 0
     assert "closing: 1 samples under way" in "".join(served.lines)
 
 
@@ -98,17 +107,20 @@ def test_too_many_requests_are_refused_and_a_second_signal_is_not_needed(served:
         client.chat.completions.create(**how)
     for stream in streams:
         stream.close()
-    for _ in range(200):  # both places are free again
+    ends_at, last = time.monotonic() + 60, None
+    while last is None:  # until a place is free again
+        assert time.monotonic() < ends_at
         with contextlib.suppress(RateLimitError):
             last = client.chat.completions.create(max_tokens=2000, stream=True, **how)
-            break
-        time.sleep(0.05)
     next(iter(last))
-    metrics = httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
+    while "areno_requests_aborted_total 2" not in (metrics := seen(served)):
+        assert time.monotonic() < ends_at, metrics
     assert 'areno_requests_total{path="/v1/chat/completions",status="429"}' in metrics
-    assert "areno_requests_aborted_total 2" in metrics
-    os.kill(served.process.pid, signal.SIGTERM)
-    assert served.process.wait(30) == 0
+    assert served.end() == 0
+
+
+def seen(served: Served) -> str:
+    return httpx2.get(f"{served.url.removesuffix('/v1')}/metrics").text
 
 
 @pytest.mark.slow
@@ -230,13 +242,13 @@ def test_a_server_ends_when_its_time_is_over_whatever_is_under_way(grace_s: floa
     host, port = server.start().removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as silent, socket.create_connection((host, int(port))) as client:
         client.sendall(b"GET /wait HTTP/1.1\r\nHost: here\r\n\r\n")
-        assert asked.wait(10)
+        assert asked.wait(60)
         begun = time.monotonic()
         stopping = threading.Thread(target=server.stop, daemon=True)
         stopping.start()
-        stopping.join(10)
+        stopping.join(60)
         assert not stopping.is_alive()
-        assert grace_s <= time.monotonic() - begun < 5
+        assert time.monotonic() - begun >= grace_s
         assert (client.recv(100), silent.recv(100)) == (b"", b"")
     assert ended == ["/wait"]
     server.stop()  # of no effect

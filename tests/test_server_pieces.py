@@ -100,7 +100,7 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
             for sample in range(2)
         ]
         session.proxy.expect(items)
-        ends_at = time.monotonic() + 10
+        ends_at = time.monotonic() + 60
         while len(conversations._first) < 2 and time.monotonic() < ends_at:
             time.sleep(0.005)
         assert 6 in trainer.engine.gathering._announced.values()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def holds(folder: Path, name: str) -> tuple[float | None, str]:
 
 
 def waits_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -82,6 +83,27 @@ def test_runs_go_on_together_and_one_that_fails_alone(tmp_path: Path) -> None:
     assert sorted(ended)[:2] == [(0, 1.0, ""), (1, 1.0, "")]
     assert [objective for _, objective, _ in sorted(ended)[2:]] == [None, None]
     assert "SHARE" not in os.environ
+
+
+def test_what_goes_wrong_with_telling_of_a_run_is_raised_when_it_has_ended(tmp_path: Path) -> None:
+    """Such as a full disk, where the sweep keeps its results. Nobody waits for ever, and no other run is lost."""
+    ended: list[tuple[float | None, str]] = []
+
+    def told(number: int, line: str) -> None:
+        raise OSError("the terminal is gone")
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    def begin(number: int, name: str, other: str, then: Callable[..., None]) -> Future[float]:
+        return runs.start(number, partial(meets, tmp_path, name, other), lambda: None, then)
+
+    with SideBySide([{"SHARE": "left"}, {"SHARE": "right"}], told) as runs:
+        futures = begin(0, "a", "b", lambda *found: ended.append(found)), begin(1, "b", "a", full)
+        for future, message in zip(futures, ("the terminal is gone", "no space left"), strict=True):
+            with pytest.raises(OSError, match=message):
+                future.result(60)
+    assert ended == [(1.0, "")]
 
 
 @pytest.mark.parametrize(("name", "signals"), [("hears", "SIGINT"), ("deaf", "SIGINT SIGINT")])

@@ -196,7 +196,8 @@ def test_states_one_after_another(folder: Path, tmp_path: Path) -> None:
 def test_closing_drops_what_is_under_way(folder: Path, tmp_path: Path, slow_disk: threading.Event) -> None:
     engine = built(folder)
     engine.save_state(tmp_path / "state")
-    threading.Timer(0.2, slow_disk.set).start()
+    closing: threading.Event = engine._workers.worker._states._closed  # type: ignore[attr-defined]
+    threading.Thread(target=lambda: closing.wait(60) and slow_disk.set()).start()
     engine.close()
     assert not (tmp_path / "state" / "index.json").exists()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("areno-state")]

@@ -239,18 +239,23 @@ def test_a_disk_that_would_be_full_is_not_filled(writer, monkeypatch, caplog):
 def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
     engine = FakeEngine()
     (tmp_path / "state").mkdir()
-    writer = StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None, slow_s=0.2)
-    assert writer.begin(1, {})
-    time.sleep(0.1)
-    assert not caplog.text
-    deadline = time.monotonic() + 20
+    slow, quick = (
+        StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None, slow_s=slow_s)
+        for slow_s in (0.01, 600.0)
+    )
+    assert slow.begin(1, {})
+    deadline = time.monotonic() + 60
     while not caplog.text and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.005)
     assert "the state of step 1 has been under way for 0 s: the disk of" in caplog.text
+    slow.poll(wait=True)
     caplog.clear()
-    assert writer.write(2, {})
-    time.sleep(0.4)
-    assert not caplog.text, "it was written in time"
+    assert quick.begin(2, {})
+    alarm = quick._write.alarm
+    quick.poll(wait=True)
+    alarm.join(60)
+    assert not alarm.is_alive(), "it was written in time"
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("place", ["rename", "write_text_whole"])

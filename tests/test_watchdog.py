@@ -8,7 +8,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
-from areno.engine.processes import watchdog
+from areno.engine.processes import stacks, watchdog
 from areno.engine.spec import UpdateSpec
 from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
@@ -37,6 +38,12 @@ reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="fi
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers show their stacks, however late they get to it."""
+    monkeypatch.setattr(stacks, "_ANSWER_S", 60.0)
 
 
 @contextmanager
@@ -55,17 +62,21 @@ def be_strict(engine: Engine, limit_s: float = LIMIT_S) -> None:
     engine._workers.watchdog.limit_s = limit_s
 
 
-def sleeps(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    time.sleep(60)
-    return sft_loss_fn(pack, logprobs_N)
+def be_strict_when(begun: Path, engine: Engine) -> None:
+    """As soon as there is a file: on a busy machine, what is to hang may come late."""
+
+    def wait() -> None:
+        until(begun.exists)
+        be_strict(engine)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
-def sleeps_on_rank_1(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    import torch.distributed as dist
-
-    if dist.get_rank() == 1:
-        time.sleep(60)
-    return sft_loss_fn(pack, logprobs_N)
+def until(what: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
 
 
 @reads_proc
@@ -79,7 +90,7 @@ def test_a_stopped_rank_is_told_and_ended(folder: Path, form: str, busy: str, ca
         os.kill(pids(engine)[1], signal.SIGSTOP)
         be_strict(engine)
         with pytest.raises(
-            WorkerLost, match=r"worker 1 \(cpu\) made no progress for \d s in \w+, since it is stopped \(SIGSTOP\),"
+            WorkerLost, match=r"worker 1 \(cpu\) made no progress for \d+ s in \w+, since it is stopped \(SIGSTOP\),"
         ):
             engine.train(ROWS, sft_loss_fn) if busy == "train" else wait(engine)
         text = caplog.text
@@ -99,10 +110,22 @@ def wait(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("form", ["dp", pytest.param("tp", marks=pytest.mark.slow)])
-def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, form: str, caplog: Any) -> None:
+def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(
+    folder: Path, form: str, tmp_path: Path, caplog: Any
+) -> None:
+    begun = tmp_path / "begun"
+
+    def sleeps_on_rank_1(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            begun.touch()
+            time.sleep(60)
+        return sft_loss_fn(pack, logprobs_N)
+
     with started(folder, devices=2, tp_size=TP_SIZE[form]) as engine:
-        be_strict(engine)
-        with pytest.raises(WorkerLost, match=r"^worker 1 \(cpu\) made no progress for \d s in train and was ended"):
+        be_strict_when(begun, engine)
+        with pytest.raises(WorkerLost, match=r"^worker 1 \(cpu\) made no progress for \d+ s in train and was ended"):
             engine.train(ROWS, sleeps_on_rank_1)
         text = caplog.text
         assert "in sleeps_on_rank_1" in text, "where rank 1 is"
@@ -110,28 +133,49 @@ def test_the_rank_that_others_wait_for_in_a_collective_is_blamed(folder: Path, f
         assert "Collective under way: gloo:all_reduce number" in text
 
 
-def test_a_worker_that_gets_on_is_left_alone(folder: Path) -> None:
+def test_a_worker_that_gets_on_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    """Each step takes nearly as long as it may, and all together four times that. The time is told, not waited for."""
+
     def slow(pack: DataPack, logprobs_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        time.sleep(0.7)
+        step = len(list(tmp_path.glob("begun *")))
+        (tmp_path / f"begun {step}").touch()
+        while not (tmp_path / f"on {step}").exists():
+            time.sleep(0.005)
         return sft_loss_fn(pack, logprobs_N)
 
-    with started(folder) as engine:
-        be_strict(engine, 2.0)
-        began = time.monotonic()
-        engine.train(ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
-        assert time.monotonic() - began > 2.8
-        time.sleep(2.5)  # with nothing to do
+    with started(folder) as engine, ThreadPoolExecutor(1) as beside:
+        be_strict(engine, 1000.0)
+        group: Any = engine._workers
+        training = beside.submit(engine.train, ROWS, slow, UpdateSpec(MicroBatchSpec(mini_bs=1)))
+        try:
+            for step in range(4):
+                until((tmp_path / f"begun {step}").exists)
+                group.watchdog.look(900.0)
+                (tmp_path / f"on {step}").touch()
+        finally:
+            for step in range(4):
+                (tmp_path / f"on {step}").touch()
+        assert training.result(60)["skipped_steps"] == 0
+        until(lambda: not group.pulses.is_due(0))
+        group.watchdog.look(5000.0)  # with nothing to do
         assert engine.train(ROWS, sft_loss_fn)["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("hangs", ["sleeping", "computing"])
-def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, caplog: Any) -> None:
+def test_an_inline_worker_that_hangs_is_interrupted(folder: Path, hangs: str, tmp_path: Path, caplog: Any) -> None:
+    begun = tmp_path / "begun"
+
+    def sleeps(*_: Any) -> Any:
+        begun.touch()
+        time.sleep(60)
+
     def computes(*_: Any) -> Any:
+        begun.touch()
         while True:
             pass
 
     with started(folder, "inline") as engine:
-        be_strict(engine)
+        be_strict_when(begun, engine)
         with pytest.raises(
             WorkerLost, match=r"^worker 0, which lives in the driver \(train\), made no progress for 1.5 s"
         ):

@@ -184,7 +184,7 @@ def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
     for _ in range(3):
         mine.send(Command("submit", bytes(1_000_000), None))  # more than a pipe holds
     mine.close()
-    thread.join(5)
+    thread.join(60)
     assert [len(inbox.get().arguments) for _ in range(3)] == [1_000_000] * 3
     assert inbox.get() is None
 
@@ -233,5 +233,5 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
     group.close()
     with pytest.raises(EngineError, match="the engine is closed"):
         group.call("wait")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50, "no 60 s, which the loss takes"
     assert not alive(pid)

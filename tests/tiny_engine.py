@@ -25,7 +25,7 @@ ROLLOUT = RolloutSpec(max_running=16, max_len=96)
 Outputs = Mapping[int, list[GenerationOutput]]
 
 
-def model_folder(folder: Path, vocab_size: int = VOCAB) -> Path:
+def model_folder(folder: Path, vocab_size: int = VOCAB, context: int = CONTEXT) -> Path:
     """A folder with a config.json and no weights: for `random_init`."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -37,7 +37,7 @@ def model_folder(folder: Path, vocab_size: int = VOCAB) -> Path:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",

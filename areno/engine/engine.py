@@ -157,7 +157,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._give(self._dispatcher.dropped(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """Outputs of requests, as soon as there are some; none after `timeout` seconds without any.
+        """Outputs of requests, as soon as there are some; none after `timeout` seconds or, perhaps, before.
 
         A request with `stream` or `pieces` gives partial outputs, whose finish_reason is None, before each finished
         sample.

@@ -20,6 +20,8 @@ from areno.rewards.keeper import exit_text
 
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
+_CODE_S = 5.0  # and tells its exit code, when the process has closed its connection
+_LAST_LINES_S = 1.0  # then for what was printed last; longer where a process that nobody could end holds its output
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # kept for a socket whose other end does not read
 _LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
@@ -46,7 +48,8 @@ class Worker:
                 pass_fds=[fd],
                 start_new_session=True,
             )
-        threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True).start()
+        self._printed = threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True)
+        self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
         self.is_async = False
@@ -89,7 +92,7 @@ class Worker:
 
     def exit_text(self) -> str:
         try:
-            return exit_text(self.process.wait(timeout=1.0))
+            return exit_text(self.process.wait(timeout=_CODE_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
@@ -106,6 +109,7 @@ class Worker:
             self.process.kill()
         if self._sender is not None:
             self._sender.join(1.0)  # it ends with the process
+        self._printed.join(_LAST_LINES_S)
         self.connection.close()
 
 

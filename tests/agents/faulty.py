@@ -6,10 +6,24 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp  # `openai` takes most of a second to import in each process; two_turns.py uses that
 
+from areno.agents.processes import process
 from areno.api.agentic import AgentItem, AgentTrajectory, AgentTrajectoryTurn
+
+_now, _sleep = time.monotonic, time.sleep
+
+
+def _later():
+    return _now() + 1000
+
+
+def time_is_over():
+    """The clock of the event loop jumps, so that agents are out of time at once; who looks after the loop sees none."""
+    process.time = SimpleNamespace(monotonic=_now, sleep=_sleep)
+    time.monotonic = _later
 
 
 async def ask(ctx, item):
@@ -34,17 +48,25 @@ async def run_agent(ctx, batch):
     if what == "die":
         os._exit(7)
     if what == "block":
+        process.time = SimpleNamespace(monotonic=_later, sleep=_sleep)  # for who looks after the loop, it has been long
         while True:
             time.sleep(0.1)
-    if what == "sleep":
-        await asyncio.sleep(1000)
+    if what == "sleep":  # until there is a file, if one is named, and the time is over
+        for file in map(Path, item.prompt.split()[1:]):
+            while not file.exists():
+                await asyncio.sleep(0.01)
+            time_is_over()
+        await asyncio.sleep(1_000_000)
     if what == "fork":
         if os.fork() == 0:
             return None
         os.wait()
-    if what == "stray" and os.fork() == 0:
-        Path(item.prompt.split()[1]).write_text(str(os.getpid()))
-        time.sleep(1000)
+    if what == "stray":
+        reads, writes = os.pipe()
+        if os.fork() == 0:
+            os.write(writes, str(os.getpid()).encode())
+            time.sleep(1000)
+        Path(item.prompt.split()[1]).write_bytes(os.read(reads, 20))
     if what == "thread":
         threading.Thread(target=time.sleep, args=(1000,)).start()
     if what == "print":
@@ -74,6 +96,9 @@ async def run_agent(ctx, batch):
 def run_plain(ctx, batch):
     [item] = batch.iter_samples()
     if item.prompt.startswith("sleep"):
+        while not Path(item.prompt.split()[1]).exists():
+            time.sleep(0.01)
+        time_is_over()
         time.sleep(1000)
     return asyncio.run(ask(ctx, item))
 
@@ -82,10 +107,11 @@ _steps: list[str] = []
 
 
 async def in_turns(ctx, batch):
-    """Says in which order the agents of this process began, and went on."""
+    """Says in which order the three agents of this process began, and went on."""
     [item] = batch.iter_samples()
     _steps.append(f"{item.prompt} begins")
     await asyncio.sleep(0)  # as between the head and the body of a request
     _steps.append(f"{item.prompt} sends")
-    await asyncio.sleep(0.1)
+    while len(_steps) < 6:
+        await asyncio.sleep(0.01)
     raise ValueError(", ".join(_steps))

@@ -27,12 +27,12 @@ class FairLock:
 
     def __enter__(self) -> None:
         turn = threading.Event()
-        with self._guard:
-            self._arrivals.append(turn)
-            self._arrivals[0].set()
         try:
+            with self._guard:
+                self._arrivals.append(turn)
+                self._arrivals[0].set()
             turn.wait()
-        except BaseException:  # Ctrl-C amid the wait
+        except BaseException:  # Ctrl-C amid the wait, or just before
             self._give_up(turn)
             raise
 
@@ -41,7 +41,8 @@ class FairLock:
 
     def _give_up(self, turn: threading.Event) -> None:
         with self._guard:
-            self._arrivals.remove(turn)
+            if turn in self._arrivals:
+                self._arrivals.remove(turn)
             if self._arrivals:
                 self._arrivals[0].set()
 

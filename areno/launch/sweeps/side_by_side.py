@@ -106,39 +106,43 @@ class SideBySide:
         return running.future
 
     def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
-        """Pass the lines of a run on until it has ended, and then what it came to."""
-        process = running.process
-        rest = b""
-        while True:
-            # What the run has started may hold its output open when it has ended.
-            ready = connection.wait([output, process.sentinel])
-            if output not in ready:
-                break
-            chunk = os.read(output.fileno(), _MOST_BYTES)
-            if not chunk:
-                break
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                self._told(number, line.decode(errors="replace"))
-        if rest:
-            self._told(number, rest.decode(errors="replace"))
+        """Follow a run to its end. Whatever goes wrong here is raised by its future: nobody else waits for it."""
+        try:
+            found: float | Exception = self._followed(running.process, number, output, result, ended)
+        except Exception as error:
+            found = error
+        output.close()
+        result.close()
+        if isinstance(found, Exception):
+            running.future.set_exception(found)
+        else:
+            running.future.set_result(found)
+        self._running.remove(running)
+        self._free.put(running.share)
+        running.done.set()
+
+    def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
+        """Pass the lines of a run on until it has ended, and then what it came to. Raises JobFailed with the reason."""
+        error: Exception | None = None
+        for line in _lines(output, process.sentinel):
+            try:
+                if error is None:
+                    self._told(number, line)
+            except Exception as first:  # the run goes on, for which somebody has to read what it says
+                error = first
         process.join()
         objective, reason = None, _how_it_ended(process.exitcode)
         with contextlib.suppress(EOFError, OSError):
             if result.poll():
                 objective, reason = result.recv()
-        output.close()
-        result.close()
         if objective is not None or not self._is_stopping:
             with self._lock:
                 ended(objective, reason)
+        if error is not None:
+            raise error
         if objective is None:
-            running.future.set_exception(JobFailed(reason))
-        else:
-            running.future.set_result(objective)
-        self._running.remove(running)
-        self._free.put(running.share)
-        running.done.set()
+            raise JobFailed(reason)
+        return objective
 
     def __enter__(self) -> SideBySide:
         return self
@@ -189,6 +193,18 @@ def _end_with(parent: Any) -> None:
     """End the run, with its state, when the driver is gone."""
     connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _lines(output: Any, sentinel: Any) -> Iterator[str]:
+    """What a run writes, line by line, until it has ended."""
+    rest = b""
+    # What the run has started may hold its output open when it has ended.
+    while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MOST_BYTES)):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 def _how_it_ended(exitcode: int | None) -> str:

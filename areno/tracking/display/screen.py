@@ -45,6 +45,8 @@ class Screen:
         self._stream, self._lines, self._failed = stream, lines, failed
         self._colors = _COLORS.get(Console(file=stream).color_system or "")
         self._above: deque[str] = deque()
+        self._is_over = False  # nothing of `_above` is written any more
+        self._ending = threading.RLock()  # held for the last of it; a signal handler may print, too
         self._widths: list[int] = []  # of the lines that are on the terminal now
         self._wake, self._shown, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._continued = False  # after a stop: what is on the terminal now is another's
@@ -66,8 +68,13 @@ class Screen:
 
     def print(self, text: str) -> None:
         """Print whole lines above what is shown. They are there a little later; see `flush`."""
-        self._above.append(text if text.endswith("\n") else text + "\n")
-        self._wake.set()
+        line = text if text.endswith("\n") else text + "\n"
+        with self._ending:
+            if not self._is_over:
+                self._above.append(line)
+                self._wake.set()
+                return
+        self._stream.write(line)
 
     def flush(self) -> None:
         """Wait until what was printed is on the terminal, but not for long: the terminal may be held by Ctrl-S.
@@ -121,13 +128,17 @@ class Screen:
                 before = time.thread_time()
                 self._draw()
                 interval = min(max(INTERVAL_S, (time.thread_time() - before) / SHARE), _LONGEST_S)
-            self._draw(keep=False)
+            with self._ending:
+                self._draw(keep=False)
+                self._is_over = True
         except Exception as error:
-            self._ended.set()
-            self._restore()
-            self._shown.set()
-            with contextlib.suppress(Exception):
-                self._stream.write("".join(self._above))
+            with self._ending:
+                self._ended.set()
+                self._restore()
+                self._is_over = True
+                self._shown.set()
+                with contextlib.suppress(Exception):
+                    self._stream.write("".join(self._above))
             self._failed(error)
 
     def _draw(self, keep: bool = True) -> None:
