@@ -13,11 +13,11 @@ from test_docs import blocks, run_here
 from areno.api import get_algorithm
 from areno.api.inputs import devices
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
-from areno.engine.processes.on_ray import cluster
+from areno.engine.processes.on_ray import cluster, processes
 from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
 from areno.engine.processes.on_ray.host import NodeReport, interface_of, leave_sign, versions
 from areno.engine.processes.on_ray.processes import check_folders, check_versions
-from areno.engine.spec import EngineSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError
 from areno.launch.compose import load
 
@@ -108,6 +108,20 @@ def test_what_is_left_of_a_layout() -> None:
     assert described([]) == "no node"
 
 
+def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may accept connections still, and Ray gives it up after a minute only."""
+    free = {"a": 8, "b": 0}
+    monkeypatch.setattr(Node, "answers", lambda node: node.id != "c")
+    monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
+    monkeypatch.setattr(processes, "_lost_nodes", {"b"})
+    assert not processes._sees_losses("cuda", 4, [BIG, SMALL])
+    assert processes._sees_losses("cuda", 4, [BIG])
+    free["b"] = 4
+    assert processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    monkeypatch.setattr(processes, "_lost_nodes", {"b", "c"})
+    assert not processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+
+
 def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:
     return NodeReport("a", host, {**versions(), **other}, list(missing))
 
@@ -127,6 +141,9 @@ def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
     check_folders(spec, [report()], {"cluster.fileroot": sign})
     with pytest.raises(CheckpointError, match=r"^actor\.path: node 10\.0\.0\.2 has no /models/m; each node reads"):
         check_folders(spec, [report(missing=("/models/m",))], {})
+    spec.planned = {"ref": RoleSpec(path="/models/ref", head="lm", key="ref.path")}
+    with pytest.raises(CheckpointError, match=r"^ref\.path: node 10\.0\.0\.2 has no /models/ref; each node reads"):
+        check_folders(spec, [report(missing=("/models/ref",))], {})
     with pytest.raises(
         ConfigError, match=rf"^cluster\.fileroot: node 10\.0\.0\.2 does not see what is .* {sign.parent};"
     ):

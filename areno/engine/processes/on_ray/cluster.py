@@ -170,6 +170,13 @@ def nodes() -> list[Node]:
     return sorted(found, key=lambda node: (-node.gpus, -node.cpus, node.host, node.id))
 
 
+def free_devices(kind: str) -> dict[str, int]:
+    """How many devices nobody holds, by the id of their node."""
+    from ray._private import state
+
+    return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
+
+
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str) -> list[Node]:
     """The nodes, as soon as they are enough or when the time is over. what: is missing, for the log."""
     deadline, told = time.monotonic() + timeout, False
