@@ -88,10 +88,33 @@ def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         on_nodes(monkeypatch, six, 2, tp_size=4)  # of 12 devices, 4 would be on both
 
 
-def test_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_of_this_machine() -> None:
     engine, local = EngineConfig(device="cpu"), SchedulerConfig()
     assert devices.devices_of(engine, ClusterConfig(n_gpus_per_node=3), local) == ["cpu"] * 3
     assert devices.devices_of(engine, ClusterConfig(), local) == ["cpu"]
+    with pytest.raises(ConfigError, match=r"^cluster\.n_gpus_per_node: is 5000; on the CPU of this machine"):
+        devices.devices_of(engine, ClusterConfig(n_gpus_per_node=5000), local)
+    with pytest.raises(
+        ConfigError, match=r"^engine\.tp_size: is 5000 with engine\.cp_size=1; on the CPU of this machine"
+    ):
+        devices.devices_of(EngineConfig(device="cpu", tp_size=5000), ClusterConfig(), local)
+
+
+def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other nodes take none of this machine's cores."""
+    local, ray = SchedulerConfig(), SchedulerConfig(type="ray")
+
+    def here(engine: EngineConfig, scheduler: SchedulerConfig = ray, **cluster: int) -> int:
+        return devices.n_workers_here(engine, ClusterConfig(**cluster), scheduler)
+
+    on_cpu = EngineConfig(device="cpu")
+    assert here(on_cpu, local, n_gpus_per_node=3) == 3
+    assert here(on_cpu, n_nodes=2, n_gpus_per_node=3) == 3
+    assert here(EngineConfig(device="cpu", world_size=16), n_nodes=4) == 4
+    for visible, expected in ((8, 8), (2, 2), (0, 0)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda n=visible: n)
+        assert here(EngineConfig(device="cuda"), n_nodes=2) == expected
+        assert here(EngineConfig(device="cuda", world_size=16), n_nodes=2) == expected
 
 
 def test_what_is_left_of_a_layout() -> None:

@@ -304,3 +304,18 @@ def test_a_cluster_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=message):
             of_ray.connect(2)
+
+
+def test_a_cluster_that_asks_for_a_token_is_told_at_once(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    def refuses(address: str) -> None:
+        assert address == nodes.cluster.address
+        raise AuthenticationError("InvalidAuthToken")
+
+    if ray.is_initialized():
+        ray.shutdown()
+    monkeypatch.setattr("ray._raylet.GcsClient", refuses)
+    with pytest.raises(ConfigError, match=r"cannot be joined: it asks for a token: set RAY_AUTH_MODE=token, and put"):
+        of_ray.connect(2)

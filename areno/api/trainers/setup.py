@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from areno.agents.processes.pool import AgentPool
-from areno.api.inputs.devices import find_devices
+from areno.api.inputs.devices import n_workers_here
 from areno.api.inputs.facts import facts, without_answers
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.api.inputs.schedule import schedule_warnings, with_schedules
@@ -114,11 +114,11 @@ class Setup(Generic[Config]):
             return None
         if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
             return None
-        n_devices = config.engine.world_size
-        if n_devices is None and config.reward.workers is None:
+        n_devices = 1
+        if config.reward.workers is None:
             with contextlib.suppress(ConfigError):  # the plan tells
-                n_devices = len(find_devices(config.engine))
-        return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices or 1))
+                n_devices = n_workers_here(config.engine, config.cluster, config.scheduler)
+        return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
 
     def _reward_name(self) -> str:
         """The function and the model that give the rewards."""

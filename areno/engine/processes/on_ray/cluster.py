@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -92,6 +93,8 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
             is_there = address is not None and _is_there(address)
             if given and not is_there:  # Ray would try for minutes
                 raise ConnectionError("nothing answers there")
+            if given:
+                _check_token(str(address))
             if is_there:
                 ray.init(
                     address=given, **quiet
@@ -112,6 +115,19 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 def _is_there(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
+
+
+def _check_token(address: str) -> None:
+    """ConnectionError where the cluster does not let this process in, of which Ray would say nothing for long."""
+    from ray.exceptions import AuthenticationError
+
+    raylet: Any = importlib.import_module("ray._raylet")  # without type hints
+    try:
+        raylet.GcsClient(address=address)
+    except AuthenticationError as error:
+        raise ConnectionError(
+            "it asks for a token: set RAY_AUTH_MODE=token, and put the token of its first node into ~/.ray/auth_token"
+        ) from error
 
 
 def _listens(host: str, port: int) -> bool:
