@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from areno.agents.processes.pool import AgentPool
 from areno.api.inputs.devices import n_workers_here
 from areno.api.inputs.facts import facts, without_answers
-from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.api.inputs.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
 from areno.api.inputs.schedule import schedule_warnings, with_schedules
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
@@ -83,7 +83,9 @@ class Setup(Generic[Config]):
                 lambda: valid_dataset is not None or check_valid_sources(config.valid_dataset),
                 lambda: check_services(config.stats_logger),
             )
-            if not trains:
+            if trains:
+                check_copies(config, plan.spec)
+            else:
                 plan, roles = _without_training(plan, roles)
             self.tokenizer = plan.tokenizer
             self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
