@@ -117,6 +117,21 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
     assert differences(expected) == []
 
 
+def test_a_run_ends_on_the_node_that_is_left(nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, calls = Engine.train, []
+
+    def losing(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            nodes.lose_node()
+        return train(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "train", losing)
+    assert go("gspo", *ON_TWO, "recover.freq_steps=1", "scheduler.setup_timeout=0") == 0
+    assert "going on with 1 of 2 copies of the model, on what is left" in log()
+    assert kill_runs.left_by(folder_of("gspo"))["state"] == "step-000007"
+
+
 def test_what_is_left_of_a_cluster_goes_on(nodes: TwoNodes, tmp_path: Path, caplog: Any) -> None:
     folder = model_folder(tmp_path)
     with Engine(on_two(folder), "ray") as engine, Engine(spec(folder, devices=2), "spawn") as local:

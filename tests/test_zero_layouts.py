@@ -20,6 +20,7 @@ from areno.engine.engine import Engine
 from areno.engine.spec import UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
@@ -72,6 +73,9 @@ def train(engine: Engine, rows: list[TrainSequence]) -> list[dict[str, float]]:
         engine.train(pairs(), partial(dpo_loss_fn, beta=0.1), pair_update),
         engine.train(rows[:5], sft_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=20))),
         engine.train(critic_rows(), value_loss_fn, UpdateSpec(spec), role="critic"),
+        # Fewer rows than there are copies of the model.
+        engine.train(rows[:1], partial(gspo_loss_fn, clip_eps=0.2), UpdateSpec(spec)),
+        engine.train(critic_rows()[:1], value_loss_fn, UpdateSpec(spec), role="critic"),
     ]
 
 
