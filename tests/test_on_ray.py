@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,19 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"^scheduler\.type: is ray, which is not installed: pip install 'areno\[ray\]'$"
+    ):
+        cluster.connect(2)
+
+
+def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('libray.so is missing')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in cluster.QUIET:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(
+        ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
 

@@ -59,9 +59,13 @@ def resource(kind: str) -> str:
 
 
 def check_installed() -> None:
-    """ConfigError where Ray is not."""
+    """ConfigError where Ray is not, or cannot be imported."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
+    try:
+        importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(Problem(_KEY, "is ray, which cannot be imported: {}; install it again", error)) from error
 
 
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
@@ -70,9 +74,9 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     Where there is none, start one on this machine for a run on one node, which ends with this process. n_devices: of
     that run, if it knows. ConfigError where none can be reached.
     """
-    check_installed()
-    for name, value in QUIET.items():
+    for name, value in QUIET.items():  # before it is imported
         os.environ.setdefault(name, value)
+    check_installed()
     import ray
 
     if ray.is_initialized():
