@@ -431,22 +431,20 @@ def test_workers_that_are_lost_too_often(monkeypatch, capsys):
 
 
 def test_workers_that_are_lost_while_they_start_again(monkeypatch, expected):
-    train, start, calls, losses = Engine.train, engine_module.start_workers, [], []
-
-    def losing(engine, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 5:
-            raise WorkerLost("worker 0 was lost")
-        return train(engine, *args, **kwargs)
-
-    def starting(spec, mode, again=False):
-        if again and not losses:
-            losses.append(1)
-            raise WorkerLost("a node was lost while its workers started")
-        return start(spec, mode, again)
-
-    monkeypatch.setattr(Engine, "train", losing)
-    monkeypatch.setattr(engine_module, "start_workers", starting)
+    raises_at(monkeypatch, Engine, "train", 5)
+    raises_at(monkeypatch, engine_module, "start_workers", 2)  # the restart
     assert go("sft", *OFTEN) == 0
     assert "(2 of recover.retries=3)" in log()
     check(expected)
+
+
+def raises_at(monkeypatch, place, name, number):
+    function, calls = getattr(place, name), []
+
+    def raising(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            raise WorkerLost("worker 0 was lost")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, raising)
