@@ -54,6 +54,11 @@ class Problem:
         """The same problem seen from the section that holds this one."""
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
+    def of_node(self, host: str) -> Problem:
+        """The same problem, which one machine of several has."""
+        template = self.template if self.args else self.template.replace("{", "{{").replace("}", "}}")
+        return type(self)(self.key, template + " (on node {})", *self.args, host)
+
     def mentions(self) -> set[str]:
         """The settings that it names."""
         return {self.key, *(arg.name for arg in self.args if isinstance(arg, Key))} - {""}

@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 from command_runs import MODEL, fails, files, run, write
 
+from areno.api import get_algorithm
+from areno.api.inputs.plan import check_copies
+from areno.engine.spec import EngineSpec
+from areno.errors import ConfigError
+from areno.launch.compose import load
 from areno.recipes import gspo, sft
 from areno.tracking.reader import list_runs
 
@@ -91,6 +96,35 @@ def test_more_devices_than_there_are(capsys, monkeypatch):
     fails(capsys, "engine.device: is cuda, but torch sees no CUDA device", 2, "engine.device=cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     fails(capsys, "engine.world_size: is 4, but only 2 CUDA devices", 2, "engine.device=cuda", "engine.world_size=4")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "task", "overrides", "message"),
+    [
+        ("sft", "quickstart_base", "train_dataset.batch_size=1", "an update of the actor has 1 rows for 2 copies"),
+        ("sft", "quickstart_base", "train_dataset.batch_size=1 engine.cp_size=2", None),
+        ("sft", "quickstart_base", "train_dataset.batch_size=1 engine.tp_size=2", None),
+        ("dpo", "quickstart_dpo", "train_dataset.batch_size=1", "an update of the actor has 1 pairs for 2 copies"),
+        ("dpo", "quickstart_dpo", "train_dataset.batch_size=3", None),
+        (
+            "ppo",
+            "quickstart_ppo",
+            "train_dataset.batch_size=4 critic.ppo_n_minibatches=16",
+            "an update of the critic has 1 rows for 2 copies of the model, and each needs one; raise it, "
+            "lower critic.ppo_n_minibatches, or lower engine.world_size",
+        ),
+        ("gspo", "quickstart", "train_dataset.batch_size=1 gconfig.n_samples=2", None),
+    ],
+)
+def test_fewer_rows_than_copies_of_the_model(recipe, task, overrides, message):
+    words = overrides.split()
+    config = load(get_algorithm(recipe).config, task, [*words, "gconfig.n_samples=4"] if recipe == "ppo" else words)
+    spec = EngineSpec(model_path="", devices=["cpu"] * 2, tp_size=config.engine.tp_size, cp_size=config.engine.cp_size)
+    if message is None:
+        check_copies(config, spec)
+        return
+    with pytest.raises(ConfigError, match=rf"^train_dataset.batch_size: is \d, so {message}"):
+        check_copies(config, spec)
 
 
 def test_a_name_that_is_taken(capsys):

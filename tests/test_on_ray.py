@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from test_docs import blocks, run_here
 from areno.api import get_algorithm
 from areno.api.inputs import devices
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
-from areno.engine.processes.on_ray import cluster
+from areno.engine.processes.on_ray import cluster, processes
 from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
 from areno.engine.processes.on_ray.host import NodeReport, interface_of, leave_sign, versions
 from areno.engine.processes.on_ray.processes import check_folders, check_versions
-from areno.engine.spec import EngineSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError
 from areno.launch.compose import load
 
@@ -88,10 +89,33 @@ def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         on_nodes(monkeypatch, six, 2, tp_size=4)  # of 12 devices, 4 would be on both
 
 
-def test_the_devices_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_of_this_machine() -> None:
     engine, local = EngineConfig(device="cpu"), SchedulerConfig()
     assert devices.devices_of(engine, ClusterConfig(n_gpus_per_node=3), local) == ["cpu"] * 3
     assert devices.devices_of(engine, ClusterConfig(), local) == ["cpu"]
+    with pytest.raises(ConfigError, match=r"^cluster\.n_gpus_per_node: is 5000; on the CPU of this machine"):
+        devices.devices_of(engine, ClusterConfig(n_gpus_per_node=5000), local)
+    with pytest.raises(
+        ConfigError, match=r"^engine\.tp_size: is 5000 with engine\.cp_size=1; on the CPU of this machine"
+    ):
+        devices.devices_of(EngineConfig(device="cpu", tp_size=5000), ClusterConfig(), local)
+
+
+def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other nodes take none of this machine's cores."""
+    local, ray = SchedulerConfig(), SchedulerConfig(type="ray")
+
+    def here(engine: EngineConfig, scheduler: SchedulerConfig = ray, **cluster: int) -> int:
+        return devices.n_workers_here(engine, ClusterConfig(**cluster), scheduler)
+
+    on_cpu = EngineConfig(device="cpu")
+    assert here(on_cpu, local, n_gpus_per_node=3) == 3
+    assert here(on_cpu, n_nodes=2, n_gpus_per_node=3) == 3
+    assert here(EngineConfig(device="cpu", world_size=16), n_nodes=4) == 4
+    for visible, expected in ((8, 8), (2, 2), (0, 0)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda n=visible: n)
+        assert here(EngineConfig(device="cuda"), n_nodes=2) == expected
+        assert here(EngineConfig(device="cuda", world_size=16), n_nodes=2) == expected
 
 
 def test_what_is_left_of_a_layout() -> None:
@@ -106,6 +130,20 @@ def test_what_is_left_of_a_layout() -> None:
         "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs)"
     )
     assert described([]) == "no node"
+
+
+def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel may accept connections still, and Ray gives it up after a minute only."""
+    free = {"a": 8, "b": 0}
+    monkeypatch.setattr(Node, "answers", lambda node: node.id != "c")
+    monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
+    monkeypatch.setattr(processes, "_lost_nodes", {"b"})
+    assert not processes._sees_losses("cuda", 4, [BIG, SMALL])
+    assert processes._sees_losses("cuda", 4, [BIG])
+    free["b"] = 4
+    assert processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    monkeypatch.setattr(processes, "_lost_nodes", {"b", "c"})
+    assert not processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
 
 
 def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:
@@ -127,6 +165,9 @@ def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
     check_folders(spec, [report()], {"cluster.fileroot": sign})
     with pytest.raises(CheckpointError, match=r"^actor\.path: node 10\.0\.0\.2 has no /models/m; each node reads"):
         check_folders(spec, [report(missing=("/models/m",))], {})
+    spec.planned = {"ref": RoleSpec(path="/models/ref", head="lm", key="ref.path")}
+    with pytest.raises(CheckpointError, match=r"^ref\.path: node 10\.0\.0\.2 has no /models/ref; each node reads"):
+        check_folders(spec, [report(missing=("/models/ref",))], {})
     with pytest.raises(
         ConfigError, match=rf"^cluster\.fileroot: node 10\.0\.0\.2 does not see what is .* {sign.parent};"
     ):
@@ -151,6 +192,19 @@ def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"^scheduler\.type: is ray, which is not installed: pip install 'areno\[ray\]'$"
+    ):
+        cluster.connect(2)
+
+
+def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('libray.so is missing')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in cluster.QUIET:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(
+        ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
 

@@ -108,8 +108,20 @@ def test_each_rank_has_its_own_rows_of_every_step():
         assert not theirs[0] & theirs[1]
         assert theirs[0] | theirs[1] == {row.reward for batch in whole.micro_batches for row in batch}
         assert {(part.step_tokens, part.step_rows) for part in parts} == {(whole.step_tokens, whole.step_rows)}
-    with pytest.raises(DataError, match=r"has 10 rows for 11 copies.*lower critic\.ppo_n_minibatches"):
-        share_steps(rows, update, dp_size=11, section="critic")
+
+
+def test_a_rank_without_a_row_has_one_in_which_nothing_is_trained():
+    rows = read_rows([row([1] * LENGTHS[i], [False] * LENGTHS[i], reward=float(i)) for i in range(20)], 10)
+    update = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, seed=3)
+    for steps in zip(*share_steps(rows, update, dp_size=11), strict=True):
+        found = [each for step in steps for batch in step.micro_batches for each in batch]
+        [idle] = [each for each in found if not each.trained.any()]
+        assert len(found) == 11
+        assert {(step.step_tokens, step.step_rows) for step in steps} == {(sum(each.n_trained for each in found), 10)}
+        assert idle.n_tokens == min(2, *LENGTHS[:20])
+    pairs = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, rows_per_unit=2)
+    with pytest.raises(DataError, match=r"has 10 rows, in units of 2, for 6 copies.*lower critic\.ppo_n_minibatches"):
+        share_steps(rows, pairs, dp_size=6, section="critic")
 
 
 def test_a_unit_larger_than_the_micro_batch_is_one():

@@ -141,12 +141,17 @@ def _raises(*_: Any) -> Any:
 
 
 def test_more_copies_than_rows(two: Engine) -> None:
+    """A copy without a row takes part with one that trains nothing; the rows of a pair are not divided."""
     row = TrainSequence([True, False, False], [3, 4, 5])
-    if two.spec.dp_size == 1:
-        assert two.train([row], sft_loss_fn)["skipped_steps"] == 0
-    else:
-        with pytest.raises(DataError, match="has 1 rows for 2 copies of the model"):
-            two.train([row], sft_loss_fn)
+    two.train([row], sft_loss_fn)
+    expected = two.train([row, TrainSequence([True, True], [7, 8])], sft_loss_fn)
+    assert expected["skipped_steps"] == 0
+    assert two.train([row], sft_loss_fn)["response_len"] == expected["response_len"] == 2
+    if two.spec.dp_size > 1:
+        with pytest.raises(
+            DataError, match="has 2 rows, in units of 2, for 2 copies of the model; each needs one: raise"
+        ):
+            two.train([row, row], sft_loss_fn, UpdateSpec(MicroBatchSpec(), rows_per_unit=2))
 
 
 @pytest.mark.slow

@@ -63,6 +63,12 @@ def differences(expected: dict[str, Any]) -> list[str]:
     return [name for name in found if not name.startswith("eval/")]
 
 
+def all_lines() -> str:
+    """The log of the run, with what it dropped when it went on, such as the words of a restart after an older state."""
+    dropped = folder_of("gspo") / "logs/dropped.log"
+    return log() + (dropped.read_text() if dropped.exists() else "")
+
+
 def on_two(folder: Path, **settings: Any) -> EngineSpec:
     return replace(spec(folder, devices=2), n_nodes=2, **settings)
 
@@ -109,12 +115,27 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
     monkeypatch.setattr(Engine, "restart", restarting)
     assert go("gspo", *ON_TWO, "recover.freq_steps=1") == 0
     assert noticed[0] < 10
-    dropped = folder_of("gspo") / "logs/dropped.log"  # such as the words of a restart after an older state
-    lines = log() + (dropped.read_text() if dropped.exists() else "")
+    lines = all_lines()
     assert re.search(r"node 127\.0\.0\.1 with worker \d was lost: ", lines)
     assert "starting the workers again (1 of recover.retries=3)" in lines
     assert "(raylet)" not in "".join(capfd.readouterr())
     assert differences(expected) == []
+
+
+def test_a_run_ends_on_the_node_that_is_left(nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, calls = Engine.train, []
+
+    def losing(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            nodes.lose_node()
+        return train(engine, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "train", losing)
+    assert go("gspo", *ON_TWO, "recover.freq_steps=1", "scheduler.setup_timeout=0") == 0
+    assert "going on with 1 of 2 copies of the model, on what is left" in all_lines()
+    found = kill_runs.left_by(folder_of("gspo"))
+    assert found["latest"] == found["state"], "it has come to its end"
 
 
 def test_what_is_left_of_a_cluster_goes_on(nodes: TwoNodes, tmp_path: Path, caplog: Any) -> None:
@@ -304,3 +325,18 @@ def test_a_cluster_that_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=message):
             of_ray.connect(2)
+
+
+def test_a_cluster_that_asks_for_a_token_is_told_at_once(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    def refuses(address: str) -> None:
+        assert address == nodes.cluster.address
+        raise AuthenticationError("InvalidAuthToken")
+
+    if ray.is_initialized():
+        ray.shutdown()
+    monkeypatch.setattr("ray._raylet.GcsClient", refuses)
+    with pytest.raises(ConfigError, match=r"cannot be joined: it asks for a token: set RAY_AUTH_MODE=token, and put"):
+        of_ray.connect(2)

@@ -105,9 +105,19 @@ def test_streams_end_when_the_workers_start_again(folder: Path) -> None:
         assert rollout(engine) == expected
 
 
-def test_a_state_under_way_is_lost_with_the_workers(folder: Path, tmp_path: Path) -> None:
+def lost_again(*_: Any, **__: Any) -> Any:
+    raise WorkerLost("once more")
+
+
+def test_a_state_under_way_is_lost_with_the_workers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(spec(folder)) as engine:
         engine.save_state(tmp_path / "first")
+        with monkeypatch.context() as patch:
+            patch.setattr("areno.engine.engine.start_workers", lost_again)
+            with pytest.raises(WorkerLost, match="once more"):
+                engine.restart()
         engine.restart()
         with pytest.raises(CheckpointError, match="the run state was not written: the workers were lost"):
             engine.state_written()

@@ -18,7 +18,9 @@ from areno.api.trainers.run import Run
 from areno.checkpoint.saver import Saver
 from areno.config.recover import RecoverConfig
 from areno.config.run import ClusterConfig
-from areno.errors import ConfigError
+from areno.engine import engine as engine_module
+from areno.engine.engine import Engine
+from areno.errors import ConfigError, WorkerLost
 from areno.launch.compose import load
 from areno.launch.resume import tell_next
 from areno.recipes.dpo import DPOConfig
@@ -426,3 +428,23 @@ def test_workers_that_are_lost_too_often(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("starting the workers again (1 of recover.retries=1)") == 1
     assert "error: worker 0 (cpu) was killed by SIGKILL" in said
+
+
+def test_workers_that_are_lost_while_they_start_again(monkeypatch, expected):
+    raises_at(monkeypatch, Engine, "train", 5)
+    raises_at(monkeypatch, engine_module, "start_workers", 2)  # the restart
+    assert go("sft", *OFTEN) == 0
+    assert "(2 of recover.retries=3)" in log()
+    check(expected)
+
+
+def raises_at(monkeypatch, place, name, number):
+    function, calls = getattr(place, name), []
+
+    def raising(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            raise WorkerLost("worker 0 was lost")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, raising)

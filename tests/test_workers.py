@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import WorkerGroup, start_workers
-from areno.engine.spec import EngineSpec, UpdateSpec
+from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import CheckpointError, EngineError
@@ -139,6 +140,19 @@ def test_errors_in_user_code_come_with_their_traceback(group: SpawnedGroup) -> N
     with pytest.raises(EngineError, match="worker 0 failed: AttributeError"):
         group.call("no_such_method")
     assert train(group, sft_loss_fn)["skipped_steps"] == 0
+
+
+def test_an_error_about_files_names_the_machine_where_there_are_several(
+    group: SpawnedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = RoleSpec(path="/no/{where}", head="lm", key="ref.path")
+    with pytest.raises(CheckpointError) as alone:
+        group.call("load_role", "ref", role)
+    monkeypatch.setattr(group, "spec", replace(group.spec, n_nodes=2, hosts=("10.0.0.2",)))
+    with pytest.raises(CheckpointError) as found:
+        group.call("load_role", "ref", role)
+    assert str(found.value) == f"{alone.value} (on node 10.0.0.2)"
+    assert "/no/{where} does not exist" in str(alone.value)
 
 
 def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup) -> None:

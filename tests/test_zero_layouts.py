@@ -20,6 +20,7 @@ from areno.engine.engine import Engine
 from areno.engine.spec import UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
@@ -33,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LAYOUTS = [(1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 4, 1), (1, 4, 2), (2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 1, 1), (4, 1, 1)]
+IN_CONTEXT = [(1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1)]  # where two copies share the tokens of each row
 
 
 def folder_of(path: Path, family: str) -> Path:
@@ -71,6 +73,9 @@ def train(engine: Engine, rows: list[TrainSequence]) -> list[dict[str, float]]:
         engine.train(pairs(), partial(dpo_loss_fn, beta=0.1), pair_update),
         engine.train(rows[:5], sft_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=20))),
         engine.train(critic_rows(), value_loss_fn, UpdateSpec(spec), role="critic"),
+        # Fewer rows than there are copies of the model.
+        engine.train(rows[:1], partial(gspo_loss_fn, clip_eps=0.2), UpdateSpec(spec)),
+        engine.train(critic_rows()[:1], value_loss_fn, UpdateSpec(spec), role="critic"),
     ]
 
 
@@ -90,12 +95,15 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp_size", "dp_size", "zero_stage"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp_size", "dp_size", "zero_stage", "cp_size"),
+    [*((*layout, 1) for layout in LAYOUTS), *((*layout, 2) for layout in IN_CONTEXT)],
+)
 def test_every_layout_is_as_one_rank(
-    one: dict[str, Any], tmp_path: Path, tp_size: int, dp_size: int, zero_stage: int
+    one: dict[str, Any], tmp_path: Path, tp_size: int, dp_size: int, zero_stage: int, cp_size: int
 ) -> None:
     """Loss and gradient norm, weights after several steps, greedy tokens and samples drawn from seeds."""
-    with engine_of(one["folder"], tp_size, dp_size, zero_stage) as engine:
+    with engine_of(one["folder"], tp_size, dp_size, zero_stage, cp_size=cp_size) as engine:
         for found, expected in zip(train(engine, one["rows"]), one["stats"], strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-5)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5, abs=1e-5)

@@ -17,6 +17,9 @@ class AttendedRun(Protocol):
 
     def attended(self) -> AbstractContextManager[None]: ...
 
+    @property
+    def may_restart(self) -> bool: ...
+
     def restart(self, lost: WorkerLost) -> None: ...
 
     def has_result(self, result: float) -> None: ...
@@ -35,12 +38,17 @@ def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     @functools.wraps(fit)
     def attended_fit(loop: Loop) -> float:
         with loop.run.attended():
+            lost: WorkerLost | None = None
             while True:
                 try:
+                    if lost is not None:
+                        loop.run.restart(lost)  # in which the next one may be lost
                     result = fit(loop)
                     break
-                except WorkerLost as lost:
-                    loop.run.restart(lost)
+                except WorkerLost as error:
+                    if not loop.run.may_restart:
+                        raise
+                    lost = error
         loop.run.has_result(result)
         return result
 

@@ -420,7 +420,8 @@ class Engine(AbstractContextManager["Engine"]):
         self._limits = None
         self._streams.end(EngineError("the workers were started again, and every request under way is lost"))
         with self._turn:
-            self._lost_state, self._writes_state = self._writes_state, False
+            self._lost_state = self._lost_state or self._writes_state  # which the restart before this may have found
+            self._writes_state = False
             self._workers.close()
             self._workers = start_workers(self._wanted, self._mode, again=True)
             with self._books:

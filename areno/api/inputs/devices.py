@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
-from areno.errors import ConfigError, Problem
+from areno.errors import ConfigError, Key, Problem
 
 
-def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) -> list[str]:
+def find_devices(
+    engine: EngineConfig, cuda_ids: Sequence[int] | None = None, key: str = "engine.world_size"
+) -> list[str]:
     """The devices of this machine that a run uses, one worker each. `cuda_ids`: which visible ones; None: the first.
 
-    Raises ConfigError when there are fewer than asked for.
+    key: the setting that engine.world_size comes from. Raises ConfigError when there are fewer than asked for.
     """
     import torch
 
@@ -26,8 +28,11 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
             raise ConfigError([Problem("devices", f"is {list(cuda_ids)}, but {why}; leave it out to run on the CPU")])
         wanted, most = engine.world_size or engine.tp_size * engine.cp_size, max(64, os.cpu_count() or 1)
         if wanted > most:
-            found = "is {}; on the CPU of this machine a run has at most {} worker processes"
-            raise ConfigError([Problem("engine.world_size", found, wanted, most)])
+            found = "; on the CPU of this machine a run has at most {} worker processes"
+            if engine.world_size is None:
+                text, cp = "is {} with {}={}" + found, Key("engine.cp_size")
+                raise ConfigError(Problem("engine.tp_size", text, engine.tp_size, cp, engine.cp_size, most))
+            raise ConfigError(Problem(key, "is {}" + found, wanted, most))
         return ["cpu"] * wanted
     if cuda_ids is not None:
         if missing := [index for index in cuda_ids if index >= visible]:
@@ -37,7 +42,7 @@ def find_devices(engine: EngineConfig, cuda_ids: Sequence[int] | None = None) ->
         return [f"cuda:{index}" for index in cuda_ids]
     wanted = engine.world_size or visible
     if wanted > visible:
-        raise ConfigError([Problem("engine.world_size", f"is {wanted}, but only {visible} CUDA devices are visible")])
+        raise ConfigError(Problem(key, f"is {wanted}, but only {visible} CUDA devices are visible"))
     return [f"cuda:{index}" for index in range(wanted)]
 
 
@@ -45,7 +50,25 @@ def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: Schedule
     """The devices of a run, in the order of its nodes. Raises ConfigError when there are fewer than asked for."""
     if scheduler.type == "ray":
         return _on_nodes(engine, cluster, scheduler)
-    return find_devices(replace(engine, world_size=engine.world_size or cluster.n_gpus_per_node))
+    if engine.world_size is None and cluster.n_gpus_per_node is not None:
+        return find_devices(replace(engine, world_size=cluster.n_gpus_per_node), key="cluster.n_gpus_per_node")
+    return find_devices(engine)
+
+
+def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> int:
+    """How many workers of a run share the cores of this machine; at most, where a cluster may place them elsewhere.
+
+    ConfigError where this machine has fewer devices than a local run is to have.
+    """
+    if scheduler.type == "local":
+        return len(devices_of(engine, cluster, scheduler))
+    import torch
+
+    each = cluster.n_gpus_per_node or (engine.world_size and engine.world_size // cluster.n_nodes)
+    visible = torch.cuda.device_count() if engine.device != "cpu" else 0
+    if visible or engine.device == "cuda":  # the node of the command may have none of the run's
+        return visible if each is None else min(each, visible)
+    return each or engine.tp_size
 
 
 def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:

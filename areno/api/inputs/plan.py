@@ -245,6 +245,30 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
                 yield Problem(f"{name}.stop_token_ids", found)
 
 
+def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
+    """ConfigError where an update has fewer rows of a full batch than there are copies of the model to train on them.
+
+    An agent makes any number of rows, and gradient_accumulation_steps counts micro-batches: then training itself tells.
+    """
+    rows, updates = config.train_dataset.batch_size, {"actor": 1}
+    if isinstance(config, PolicyExperimentConfig):
+        if config.agent.fn is not None:
+            return
+        rows, updates["actor"] = config.rows_per_step, config.actor.ppo_n_minibatches
+    if isinstance(config, CriticExperimentConfig):
+        updates["critic"] = config.critic.ppo_n_minibatches
+    if config.actor.gradient_accumulation_steps is not None:
+        del updates["actor"]
+    for name, n_updates in updates.items():
+        if (each := rows // n_updates) < spec.data_size:
+            what = "pairs" if isinstance(config, PreferenceExperimentConfig) else "rows"
+            text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
+            text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
+            keys = [Key(f"{name}.ppo_n_minibatches")] * (n_updates > 1) + [Key("engine.world_size")]
+            args = (config.train_dataset.batch_size, name, each, what, spec.data_size, *keys)
+            raise ConfigError(Problem("train_dataset.batch_size", text, *args))
+
+
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
     """The decoder's view of a gconfig section."""
     values = asdict(gconfig)

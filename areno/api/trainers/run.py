@@ -284,13 +284,16 @@ class Run:
         except ArenoError as error:  # such as that of a dead worker, which ended the run
             logger.warning("the state of step %d could not be written: %s", step, error)
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether recover.retries allows that."""
+        return self.recovery.may_restart
+
     def restart(self, lost: WorkerLost) -> None:
         """Start the workers again; the next `steps` goes on from the last state, or begins again without one.
 
-        Raises `lost` where recover.retries does not allow that.
+        Raises as Engine.restart does, also a WorkerLost: then call it again.
         """
-        if not self.recovery.may_restart:
-            raise lost
         self.recovery.restart(lost)
         self.load_state_dict(self._first)
         self._has_begun = False

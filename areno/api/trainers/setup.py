@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from areno.agents.processes.pool import AgentPool
-from areno.api.inputs.devices import find_devices
+from areno.api.inputs.devices import n_workers_here
 from areno.api.inputs.facts import facts, without_answers
-from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
+from areno.api.inputs.plan import TrainerPlan, check_copies, experiment_roles, plan_of_experiment
 from areno.api.inputs.schedule import schedule_warnings, with_schedules
 from areno.api.trainer import Trainer
 from areno.api.trainers.evaluator import Evaluator
@@ -83,7 +83,9 @@ class Setup(Generic[Config]):
                 lambda: valid_dataset is not None or check_valid_sources(config.valid_dataset),
                 lambda: check_services(config.stats_logger),
             )
-            if not trains:
+            if trains:
+                check_copies(config, plan.spec)
+            else:
                 plan, roles = _without_training(plan, roles)
             self.tokenizer = plan.tokenizer
             self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
@@ -114,11 +116,11 @@ class Setup(Generic[Config]):
             return None
         if reward_fn is None and config.reward.fn is None and (config.reward.path or config.agent.fn) is not None:
             return None
-        n_devices = config.engine.world_size
-        if n_devices is None and config.reward.workers is None:
+        n_devices = 1
+        if config.reward.workers is None:
             with contextlib.suppress(ConfigError):  # the plan tells
-                n_devices = len(find_devices(config.engine))
-        return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices or 1))
+                n_devices = n_workers_here(config.engine, config.cluster, config.scheduler)
+        return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=n_devices))
 
     def _reward_name(self) -> str:
         """The function and the model that give the rewards."""

@@ -18,7 +18,7 @@ from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailu
 from areno.engine.processes.pulses import Pulses
 from areno.engine.processes.watchdog import Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
-from areno.errors import ArenoError, EngineError, WorkerLost
+from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.types import GenerationOutput
 
 _DEATH_WAIT_S = 2.0  # for a process whose connection has ended to be seen as ended
@@ -146,6 +146,8 @@ class SpawnedGroup:
 
     def _take(self, rank: int, message: Reply | Outputs) -> None:
         heartbeat.beat()
+        if isinstance(message, Reply) and message.error is not None:
+            message.error = self._of_its_node(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
             self._stats[rank // self.spec.tp_size] = message.stats
@@ -153,6 +155,13 @@ class SpawnedGroup:
             self._error = self._error or message.error
         elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank
             self._replies[rank] = message
+
+    def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
+        """An error about files names the machine, where there are several: the folder may be there on the others."""
+        if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
+            return error
+        host = self.spec.addresses[rank].host
+        return CheckpointError([problem.of_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

@@ -6,7 +6,7 @@ A unit is a number of adjacent rows that are never separated: a single row, or t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,19 +56,19 @@ def share_steps(
     """The optimizer steps of each data-parallel rank, all ranks having equally many: result[rank][step].
 
     section: the configuration section that messages name. cost: of a token in the model, so that ranks have equally
-    much to compute; None counts tokens. cp_size: of `micro_batches`. DataError where rows do not fill the units, or a
-    step has fewer units than there are ranks.
+    much to compute; None counts tokens. cp_size: of `micro_batches`. A rank without a row of its own has one in which
+    nothing is trained: samples may be dropped, and a run must not end over it. DataError where rows do not fill the
+    units, or a step has fewer units of several rows than there are ranks.
     """
     units, update_of_units = _units(rows, update)
     lengths = [sum(row.n_tokens for row in unit) for unit in units]
     costs = [sum(_row_cost(row, cost) for row in unit) for unit in units] if dp_size > 1 else lengths
     shares: list[list[StepShare]] = [[] for _ in range(dp_size)]
     for step in optimizer_steps(lengths, update_of_units, cp_size):
-        if len(step) < dp_size:
-            in_units = f", in units of {update.rows_per_unit}," if update.rows_per_unit > 1 else ""
+        if len(step) < dp_size and update.rows_per_unit > 1:
             raise DataError(
-                f"an optimizer step has {len(step) * update.rows_per_unit} rows{in_units} for {dp_size} copies of the "
-                "model; each needs one: raise {}, or lower {} or {}",
+                f"an optimizer step has {len(step) * update.rows_per_unit} rows, in units of {update.rows_per_unit}, "
+                f"for {dp_size} copies of the model; each needs one: raise {{}}, or lower {{}} or {{}}",
                 Key("train_dataset.batch_size"), Key(f"{section}.ppo_n_minibatches"), Key("engine.world_size"),
             )  # fmt: skip
         trained = [row.n_trained for index in step for row in units[index]]
@@ -77,10 +77,19 @@ def share_steps(
             mine = [step[place] for place in share]
             micro = micro_batches([lengths[index] for index in mine], update_of_units.mb_spec, cp_size)
             batches.append([[row for place in batch for row in units[mine[place]]] for batch in micro])
+            if not mine:  # it takes part in what all ranks do together, without a part in the loss
+                batches[-1] = [[_untrained(units[index][0] for index in step)]]
         rounds = max(len(of_rank) for of_rank in batches)
         for rank, of_rank in enumerate(batches):
             shares[rank].append(StepShare(of_rank, sum(trained), sum(n > 0 for n in trained), rounds))
     return shares
+
+
+def _untrained(rows: Iterable[Row]) -> Row:
+    """The beginning of the shortest row, for a forward pass that costs little and trains nothing."""
+    row = min(rows, key=lambda row: row.n_tokens)
+    fields = {name: numbers[:2] for name, numbers in row.fields.items()}
+    return replace(row, tokens=row.tokens[:2], trained=np.zeros_like(row.trained[:2]), fields=fields)
 
 
 def _row_cost(row: Row, cost: Cost | None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -58,9 +59,13 @@ def resource(kind: str) -> str:
 
 
 def check_installed() -> None:
-    """ConfigError where Ray is not."""
+    """ConfigError where Ray is not, or cannot be imported."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
+    try:
+        importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(Problem(_KEY, "is ray, which cannot be imported: {}; install it again", error)) from error
 
 
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
@@ -69,9 +74,9 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     Where there is none, start one on this machine for a run on one node, which ends with this process. n_devices: of
     that run, if it knows. ConfigError where none can be reached.
     """
-    check_installed()
-    for name, value in QUIET.items():
+    for name, value in QUIET.items():  # before it is imported
         os.environ.setdefault(name, value)
+    check_installed()
     import ray
 
     if ray.is_initialized():
@@ -92,6 +97,8 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
             is_there = address is not None and _is_there(address)
             if given and not is_there:  # Ray would try for minutes
                 raise ConnectionError("nothing answers there")
+            if given:
+                _check_token(str(address))
             if is_there:
                 ray.init(
                     address=given, **quiet
@@ -112,6 +119,19 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 def _is_there(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
+
+
+def _check_token(address: str) -> None:
+    """ConnectionError where the cluster does not let this process in, of which Ray would say nothing for long."""
+    from ray.exceptions import AuthenticationError
+
+    raylet: Any = importlib.import_module("ray._raylet")  # without type hints
+    try:
+        raylet.GcsClient(address=address)
+    except AuthenticationError as error:
+        raise ConnectionError(
+            "it asks for a token: set RAY_AUTH_MODE=token, and put the token of its first node into ~/.ray/auth_token"
+        ) from error
 
 
 def _listens(host: str, port: int) -> bool:
@@ -168,6 +188,13 @@ def nodes() -> list[Node]:
         if node["Alive"]
     ]
     return sorted(found, key=lambda node: (-node.gpus, -node.cpus, node.host, node.id))
+
+
+def free_devices(kind: str) -> dict[str, int]:
+    """How many devices nobody holds, by the id of their node."""
+    from ray._private import state
+
+    return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str) -> list[Node]:

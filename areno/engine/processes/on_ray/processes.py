@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -37,7 +38,7 @@ _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
 _START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
 _RESERVE_S = 30.0  # for devices that should be free
-_FORGET_S = 40.0  # for Ray to see that a node is gone which is known to be
+_FORGET_S = 60.0  # for Ray to see that a node is gone which is known to be: it asks 5 times, for 10 seconds each
 # Variables of the driver that workers get, where their node does not set them.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
 
@@ -90,7 +91,7 @@ class RayProcesses:
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = cluster.wanted(kind, n_nodes, n_each)
         if again:
-            cluster.wait_for(self._sees_losses, _FORGET_S, "Ray to see which node is gone")
+            cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone")
         found = cluster.wait_for(lambda found: cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what)
         spread = cluster.has_room(found, kind, n_nodes, n_each)
         if not spread:
@@ -106,11 +107,6 @@ class RayProcesses:
                 )  # fmt: skip
             self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
-
-    @staticmethod
-    def _sees_losses(found: Sequence[cluster.Node]) -> bool:
-        """Whether the nodes that are up for Ray are so: until it sees a loss, it would place workers there."""
-        return all(node.answers() for node in found if node.id in _lost_nodes)
 
     def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[cluster.Node]) -> None:
         from ray.util.placement_group import placement_group, placement_group_table
@@ -292,6 +288,16 @@ def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
     return method.options(concurrency_group=group).remote(*args)
 
 
+def _sees_losses(kind: str, n_each: int, found: Sequence[cluster.Node]) -> bool:
+    """Whether the nodes that are up for Ray are so: until it sees a loss, it would place workers there.
+
+    On one that hangs, the connection may still be accepted, but what its workers had is not free.
+    """
+    lost = [node for node in found if node.id in _lost_nodes]
+    free = cluster.free_devices(kind) if lost else {}
+    return all(node.answers() and free.get(node.id, 0) >= n_each for node in lost)
+
+
 def check_versions(reports: Sequence[NodeReport]) -> None:
     """EngineError where a node has other versions than this process."""
     for report in reports:
@@ -304,7 +310,7 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
 def read_folders(spec: EngineSpec) -> dict[str, str]:
     """What every node reads itself, by setting."""
     adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
-    return {"actor.path": spec.model_path, **adapters}
+    return {"actor.path": spec.model_path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
