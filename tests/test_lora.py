@@ -216,7 +216,7 @@ def test_other_families(case: str, tmp_path: Path) -> None:
     random_model(case, tmp_path)
     with engine_of(tmp_path, None) as plain:
         before = scored(plain, "actor", ROWS)
-    adapters = lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))))
+    adapters = lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))), alpha=8.0)
     with engine_of(tmp_path, adapters) as engine:
         train(engine)
         assert train(engine, 1)["logp_abs_diff_max"] < 1e-4
@@ -225,11 +225,13 @@ def test_other_families(case: str, tmp_path: Path) -> None:
         found = scored(engine, "actor", ROWS)
         engine.ensure_roles({"ref": RoleSpec(path=str(tmp_path), head="lm", key="ref.path")})
         assert scored(engine, "ref", ROWS) == before
-    assert apart(found, of_peft(tmp_path, tmp_path / "a")) < 1e-5
+    # With recurrent states transformers itself is 5e-5 from what it computes in float64.
+    within = 1e-5 if load_config(tmp_path).delta is None else 1e-4
+    assert apart(found, of_peft(tmp_path, tmp_path / "a")) < within
     assert apart(found, before) > 0.1
     assert saved_tensors(tmp_path / "merged").keys() == saved_tensors(tmp_path).keys()
     with engine_of(tmp_path / "merged", None) as merged:
-        assert apart(scored(merged, "actor", ROWS), found) < 1e-4
+        assert apart(scored(merged, "actor", ROWS), found) < within
     with engine_of(tmp_path, replace(adapters, init_from=str(tmp_path / "a"))) as again:
         assert scored(again, "actor", ROWS) == found
 
