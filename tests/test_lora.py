@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +252,17 @@ def test_all_linear_is_what_peft_makes_of_it(case: str, tmp_path: Path) -> None:
     assert linear_shapes(config) == shapes
     n_trained, _ = found.get_nb_trainable_parameters()
     assert adapter_parameters(config, AdapterSpec(3, 1.0, tuple(shapes))) == n_trained
+
+
+def test_the_guide_names_the_layers(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs/adapters.md").read_text(encoding="utf-8")
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.endswith("_proj` |")]
+    guide = [(model.partition(",")[0].strip(), re.findall(r"`(\w+)`", names)) for model, names in rows]
+    for model, case in (("Phi-3", "phi3"), ("GLM-4", "glm4"), ("Qwen3.5", "qwen3.5"), ("all others", "olmo2")):
+        kind, extra = CASES[case]
+        kind(**{**SHAPE, **extra}).save_pretrained(tmp_path)
+        named = {name for label, names in guide if label == model for name in names}
+        assert named == linear_shapes(load_config(tmp_path)).keys(), model
 
 
 @pytest.mark.parametrize("case", ["gemma3-tied", "glm4", "olmo3", "phi3-partial-tied", "qwen2-window", "qwen3.5"])

@@ -66,7 +66,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
             if model.experts is not None and name in OF_EXPERTS:
                 what = "belongs to the experts, and adapters on these are not supported"
             elif name in within:
-                what = f"is a part of {within[name]}, which the model's files keep as one, so it has one adapter"
+                what = f"is a part of {within[name]} in the model's files, and that has one adapter for all its parts"
             yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")
 
 
