@@ -219,6 +219,7 @@ def test_other_families(case: str, tmp_path: Path) -> None:
         before = scored(plain, "actor", ROWS)
     adapters = lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))), alpha=8.0)
     with engine_of(tmp_path, adapters) as engine:
+        assert engine.info.n_adapter_params == adapter_parameters(load_config(tmp_path), adapters.adapters)
         train(engine)
         assert train(engine, 1)["logp_abs_diff_max"] < 1e-4
         engine.save(str(tmp_path / "a"))
@@ -301,15 +302,19 @@ def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
             torch.testing.assert_close(grad, ordered, atol=1e-4 * scale, rtol=0, msg=name)
 
 
-def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path) -> None:
-    with engine_of(folder, lora(folder)) as engine:
+@pytest.mark.parametrize("model", ["qwen3", "phi3", "qwen3.5"])
+def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path, model: str) -> None:
+    if model != "qwen3":
+        random_model(model, folder := tmp_path / "model")
+    adapters, tmp_path = lora(folder, tuple(linear_shapes(load_config(folder)))), tmp_path / "state"
+    with engine_of(folder, adapters) as engine:
         train(engine, 1)
         engine.save_state(tmp_path)
         assert engine.state_written(wait=True)
         stats, expected = train(engine), scored(engine, "actor", ROWS)
     n_bytes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert n_bytes < 3 * 4 * engine.info.n_adapter_params + 60_000  # none of the base
-    with engine_of(folder, lora(folder)) as other:
+    with engine_of(folder, adapters) as other:
         other.load_state(tmp_path)
         assert other.weights_version == 1
         assert times_apart(train(other)) == times_apart(stats)

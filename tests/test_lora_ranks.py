@@ -30,9 +30,9 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapters.model import add_adapters, init_adapters
-from areno.models.adapters.shapes import linear_shapes
+from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.registry import load_config
+from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from tests.family_cases import random_model
 from tests.interpreted import run_interpreted
@@ -95,6 +95,18 @@ def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, model: str, layo
         assert one.keys() == two.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(two[name], tensor, atol=2e-4 * more, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("model", ["glm4", "qwen3.5"])
+def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, model: str) -> None:
+    random_model(model, tmp_path)
+    config = load_config(tmp_path)
+    adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
+    for rank in range(2):
+        divided = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 2))
+        add_adapters(divided, adapters)
+        held = sum(parameter.numel() for parameter in divided.parameters() if parameter.requires_grad)
+        assert held == adapter_parameters(config, adapters, 2)
 
 
 @pytest.mark.slow
