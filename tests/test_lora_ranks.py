@@ -64,8 +64,7 @@ def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, model: str, layo
     """Loss, gradient, what is sampled, scored and saved, the reference, and a state read on the other layout."""
     found, rows = [], None
     if model != "qwen3":
-        folder = tmp_path / "model"
-        random_model(model, folder)
+        random_model(model, folder := tmp_path / "model")
     adapters = lora(folder, tuple(linear_shapes(load_config(folder))), alpha=8.0)
     for name, settings in (("one", {}), ("two", {"devices": 2, **LAYOUTS[layout]})):
         with engine_of(folder, adapters, **settings) as engine:
@@ -141,12 +140,18 @@ def test_two_ranks_agree_exactly(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu(folder: Path, dtype: str, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype", "exact"),
+    [*(("qwen3", dtype, exact) for dtype in ("float32", "bfloat16") for exact in (False, True)),
+     ("qwen3.5", "float32", False)],
+)  # fmt: skip
+def test_on_a_gpu(folder: Path, tmp_path: Path, model: str, dtype: str, exact: bool) -> None:
     """Rollouts by CUDA graphs that were captured before the first update have the adapters as they are now."""
-    on_cuda = spec(folder, random_init=False, lora=lora(folder), exact=exact, dtype=dtype, attn_backend="auto")
-    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, lora(folder)) as on_cpu:
+    if model != "qwen3":
+        random_model(model, folder := tmp_path)
+    adapters = lora(folder, tuple(linear_shapes(load_config(folder))))
+    on_cuda = spec(folder, random_init=False, lora=adapters, exact=exact, dtype=dtype, attn_backend="auto")
+    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, adapters) as on_cpu:
         first = rollout(on_cpu, REQUESTS)
         rows = train_rows(first, REQUESTS)
         for row in rows:
