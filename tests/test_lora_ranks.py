@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from test_fused import LENGTHS, SMALL
+from test_fused import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
 from tiny_engine import ROLLOUT, request, rollout, scored, spec, tokens_of, train_rows
 from torch import Tensor
@@ -29,12 +30,16 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapters.model import add_adapters, init_adapters
+from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.config import TransformerConfig
+from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
+from tests.family_cases import random_model
 from tests.interpreted import run_interpreted
 
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
 ALONE = ParallelGroup()
+LIKE_STATES: dict[str, Any] = {**LIKE_QWEN, "delta": replace(DELTA, n_value_heads=4)}
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +53,21 @@ LAYOUTS = {  # the last has fewer key-value heads than ranks
     "cp": {"cp_size": 2},
     "heads": {"devices": 4, "tp_size": 4},
 }
+SLOW = [("qwen3", "zero"), ("qwen3", "cp"), ("qwen3", "heads"), ("phi3", "tp"), ("phi3", "heads"), ("qwen3.5", "zero")]
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "cp", "heads"))]
+    ("model", "layout"),
+    [("qwen3", "tp"), ("qwen3.5", "tp"), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
-def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, layout: str) -> None:
+def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, model: str, layout: str) -> None:
     """Loss, gradient, what is sampled, scored and saved, the reference, and a state read on the other layout."""
     found, rows = [], None
+    if model != "qwen3":
+        random_model(model, folder := tmp_path / "model")
+    adapters = lora(folder, tuple(linear_shapes(load_config(folder))), alpha=8.0)
     for name, settings in (("one", {}), ("two", {"devices": 2, **LAYOUTS[layout]})):
-        with engine_of(folder, lora(folder), **settings) as engine:
+        with engine_of(folder, adapters, **settings) as engine:
             rows = rows or train_rows(rollout(engine, REQUESTS), REQUESTS)
             stats = [engine.train(rows, grpo_loss_fn) for _ in range(3)]
             numbers = [step[key] for step in stats for key in ("loss", "grad_norm", "grad_zero_frac")]
@@ -73,16 +83,29 @@ def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, layout: str) -> 
                 engine.load_state(tmp_path / "one-state")
                 assert apart(scored(engine, "actor", ROWS), found[0][2]) < 1e-4
     (numbers, tokens, logprobs, ref), (numbers_2, tokens_2, logprobs_2, ref_2) = found
-    assert numbers_2 == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    more = 10 if model == "qwen3.5" else 1  # states carry what is rounded on from token to token
+    assert numbers_2 == pytest.approx(numbers, rel=1e-4 * more, abs=1e-6)
     assert tokens_2 == tokens
-    assert apart(logprobs_2, logprobs) < 1e-4
-    assert apart(ref_2, ref) < 1e-5
+    assert apart(logprobs_2, logprobs) < 1e-4 * more
+    assert apart(ref_2, ref) < 1e-5 * more
     for kind, file in (("", "adapter_model"), ("-merged", "model")):
         files = [sorted((tmp_path / f"{name}{kind}").glob(f"{file}*.safetensors")) for name in ("one", "two")]
         one, two = ({k: v for each in of for k, v in load_file(each).items()} for of in files)
         assert one.keys() == two.keys()
         for name, tensor in one.items():
-            torch.testing.assert_close(two[name], tensor, atol=2e-4, rtol=0, msg=name)
+            torch.testing.assert_close(two[name], tensor, atol=2e-4 * more, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("model", ["glm4", "qwen3.5"])
+def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, model: str) -> None:
+    random_model(model, tmp_path)
+    config = load_config(tmp_path)
+    adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
+    for rank in range(2):
+        divided = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 2))
+        add_adapters(divided, adapters)
+        held = sum(parameter.numel() for parameter in divided.parameters() if parameter.requires_grad)
+        assert held == adapter_parameters(config, adapters, 2)
 
 
 @pytest.mark.slow
@@ -117,12 +140,18 @@ def test_two_ranks_agree_exactly(folder: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_on_a_gpu(folder: Path, dtype: str, exact: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "dtype", "exact"),
+    [*(("qwen3", dtype, exact) for dtype in ("float32", "bfloat16") for exact in (False, True)),
+     ("qwen3.5", "float32", False)],
+)  # fmt: skip
+def test_on_a_gpu(folder: Path, tmp_path: Path, model: str, dtype: str, exact: bool) -> None:
     """Rollouts by CUDA graphs that were captured before the first update have the adapters as they are now."""
-    on_cuda = spec(folder, random_init=False, lora=lora(folder), exact=exact, dtype=dtype, attn_backend="auto")
-    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, lora(folder)) as on_cpu:
+    if model != "qwen3":
+        random_model(model, folder := tmp_path)
+    adapters = lora(folder, tuple(linear_shapes(load_config(folder))))
+    on_cuda = spec(folder, random_init=False, lora=adapters, exact=exact, dtype=dtype, attn_backend="auto")
+    with Engine(replace(on_cuda, devices=["cuda:0"]), "inline") as engine, engine_of(folder, adapters) as on_cpu:
         first = rollout(on_cpu, REQUESTS)
         rows = train_rows(first, REQUESTS)
         for row in rows:
@@ -193,10 +222,11 @@ def add_up_alone(n_rows: int) -> Tensor:
         return add_up(y[:n_rows].clone(), h[:n_rows], b, places, tiles(places, 8, y.device), 2.0)
 
 
-def adapted(tp: ParallelGroup, targets: tuple[str, ...]) -> Transformer:
-    """With every adapter away from zero, and a buffer for the gradients."""
+def adapted(tp: ParallelGroup, targets: tuple[str, ...], **changes: Any) -> Transformer:
+    """With every adapter away from zero, and a buffer for the gradients. Without targets: on all."""
     torch.manual_seed(0)
-    config = TransformerConfig(**{**SMALL, "num_heads": 4, "num_kv_heads": 2})
+    config = TransformerConfig(**{**SMALL, "num_heads": 4, "num_kv_heads": 2, **changes})
+    targets = targets or tuple(linear_shapes(config))
     model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
     model.init_weights(1)
     add_adapters(model, AdapterSpec(rank=3, alpha=6.0, targets=targets))
@@ -233,16 +263,22 @@ def passed(model: Transformer, fused: bool, split: bool = False) -> tuple[Tensor
     return hidden.detach(), grads
 
 
-def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME) -> None:
+def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **changes: Any) -> None:
     """Fused layers against plain ones through autograd, on one rank or on two."""
-    hidden, grads = passed(adapted(ALONE, targets), fused=False)
+    hidden, grads = passed(adapted(ALONE, targets, **changes), fused=False)
     assert min(float(grad.abs().max()) for grad in grads.values()) > 1e-3
     for split in (False, True)[: tp.size]:
-        found, found_grads = passed(adapted(tp, targets), fused=True, split=split)
+        found, found_grads = passed(adapted(tp, targets, **changes), fused=True, split=split)
         torch.testing.assert_close(found, hidden, atol=1e-4, rtol=1e-4)
         assert found_grads.keys() == grads.keys()
         for name, grad in found_grads.items():
             torch.testing.assert_close(grad, grads[name], atol=2e-4, rtol=1e-3, msg=f"{name} {split}")
+
+
+def compare_shared() -> None:
+    """Where projections share an A, and those of the gated delta rule have adapters."""
+    compare_fused(targets=(), family="phi3")
+    compare_fused(targets=(), family="qwen3_5_text", **LIKE_STATES)
 
 
 def compare_two_ranks() -> None:
@@ -253,13 +289,19 @@ def compare_two_ranks() -> None:
 def _rank_main(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
-    compare_fused(ParallelGroup(rank=rank, size=2, group=dist.group.WORLD), ALL)
+    tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
+    compare_fused(tp, ALL)
+    compare_fused(tp, (), family="phi3")
+    compare_fused(tp, (), family="qwen3_5_text", **LIKE_STATES)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
     "name",
-    ["compare_kernel", *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_two_ranks"))],
+    [
+        "compare_kernel",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_shared", "compare_two_ranks")),
+    ],
 )
 def test_interpreted(name: str) -> None:
     run_interpreted(f"import sys; sys.path.insert(0, 'tests'); from tests.test_lora_ranks import {name}; {name}()")

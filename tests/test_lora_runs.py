@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import kill_runs
@@ -179,6 +180,12 @@ def test_modules_that_the_model_has_not() -> None:
         trainer_of(lora_rank=97)
     with pytest.raises(ConfigError, match=r"actor\.lora_rank: is 49, but none of the layers .* wider than 48"):
         trainer_of(lora_rank=49, target_modules=["k_proj", "v_proj"])
+    phi = replace(load_config(MODEL), family="phi3")
+    with pytest.raises(ConfigError) as caught:
+        lora_of(ModelConfig(path=MODEL, use_lora=True, target_modules=["k_proj", "o_proj"]), phi)
+    [found] = map(str, caught.value.problems)
+    assert "has k_proj, which is a part of qkv_proj in the model's files, and that has one adapter" in found
+    assert "there are qkv_proj, o_proj, gate_up_proj, down_proj, or all-linear" in found
 
 
 def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from tiny_engine import request, rollout, saved_tensors, scored, spec, train_rows
+from tiny_engine import request, rollout, scored, spec
 from two_ranks import load, packed, random_rows
 
 from areno.api.inputs.plan import state_problems
@@ -21,11 +21,8 @@ from areno.bench.work import Work
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
-from areno.layers.adapter_config import AdapterSpec
-from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.cost import Cost
 from areno.models.registry import load_config, tp_problems
 from areno.models.weights import save_weights
@@ -33,9 +30,9 @@ from areno.types import GenerationRequest, SamplingParams
 from tests.delta_loop import random_tokens, random_weights
 from tests.family_cases import CASES, SHAPE, random_model
 from tests.interpreted import run_interpreted
-from tests.test_family_engines import REQUESTS, step
+from tests.test_family_engines import step
 from tests.test_family_rollouts import decode, trained_logprobs
-from tests.test_lora import ALL, apart, of_peft
+from tests.test_lora import apart
 
 TEXT = CASES["qwen3.5"][1]
 
@@ -84,24 +81,6 @@ def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
         trained = [line[len(second.prompt) :] for line in scored(engine, "actor", rows)]
         assert apart([out.logprobs for out in outputs], trained) < 1e-4
         assert [out.cached_tokens for out in outputs] == [0, 0]
-
-
-def test_adapters_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
-    """On attention, gates included, and on MLPs."""
-    adapters = AdapterSpec(rank=4, alpha=16.0, targets=ALL, use_rslora=False)
-    rows = [[3, 4, 5, 6], [7, 8], list(range(2, 40))]
-    with Engine(
-        spec(folder, random_init=False, lora=LoraSpec(adapters=adapters, base=str(folder))), "inline"
-    ) as engine:
-        before = scored(engine, "actor", rows)
-        stats = engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)
-        assert stats["logp_abs_diff_max"] < 1e-4
-        engine.save(str(tmp_path / "adapters"))
-        found = scored(engine, "actor", rows)
-        assert apart(found, of_peft(folder, tmp_path / "adapters", rows)) < 1e-5
-        assert apart(found, before) > 0.01
-        engine.save(str(tmp_path / "merged"), merge=True)
-    assert saved_tensors(tmp_path / "merged").keys() == saved_tensors(folder).keys()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, n_kv_heads: int) -> None:
-    config = load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads))
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])  # whose files keep q, k and v as one
+def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, family: Any, n_kv_heads: int) -> None:
+    config = replace(load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads)), family=family)
     assert tp_problems(config, 4) == []
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
     for rank in range(4):

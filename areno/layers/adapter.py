@@ -5,7 +5,7 @@ its rows of B and all of A. A row-parallel layer divides inputs, so each rank ha
 adapter's partial products are summed along with those of the layer. So no collective is added to the forward pass. In
 the backward pass the ranks sum the gradient of the factor that they all hold.
 
-Shape letters: N tokens, I input features, O output features, R rank times the number of adapted projections.
+Shape letters: N tokens, I input features, O output features, R rank times the number of A matrices.
 """
 
 from __future__ import annotations
@@ -24,32 +24,36 @@ from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class Adapter(nn.Module):
-    """Of some projections of a layer, by their numbers, whose weights are at `parts` of the layer's.
+    """Of some projections of a layer whose weights are at `parts` of the layer's.
 
-    a: (R, I), their A matrices one below the other, so that one product serves all. b: (sum of their outputs, rank),
+    groups: the numbers of the projections. Those of one group share an A, as those do that a checkpoint keeps as one;
+    they are side by side in the layer.
+    a: (R, I), the A matrices one below the other, so that one product serves all. b: (sum of the outputs, rank),
     likewise. on: without it the layer is as if it had no adapter. in_order: products may not divide the sum over I,
     whatever N; see areno/engine/same_bits/exact.py.
     """
 
-    def __init__(self, parts: Sequence[Part], projections: Sequence[int], adapters: AdapterSpec, spec: WeightSpec):
+    def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
         super().__init__()
-        self.projections = tuple(projections)
+        self.groups = tuple(map(tuple, groups))
         self.tp, self.scaling, self.rank = spec.tp, adapters.scaling, adapters.rank
         self.divides_inputs = parts[0].dim == 1
         self.on, self.in_order = True, False
         rank, of_a, of_b, places, row = self.rank, [], [], [], 0
-        for index, part in enumerate(parts):
-            n_out, n_in = part.full_shape
-            cut = {"dim": part.dim, "start": part.start, "size": part.size, "copies": part.copies}
-            of_a.append(Part((rank, n_in), offset=index * rank, **(cut if self.divides_inputs else {})))
-            of_b.append(Part((n_out, rank), offset=row, **({} if self.divides_inputs else cut)))
-            size = n_out if self.divides_inputs else part.size
-            places.append(Place(part.offset, row, size))
-            row += size
+        for number, group in enumerate(self.groups):
+            column, first_row = parts[group[0]].offset, row
+            for part in (parts[index] for index in group):
+                assert part.offset - column == row - first_row, "projections that share an A are not side by side"
+                cut = {"dim": part.dim, "start": part.start, "size": part.size, "copies": part.copies}
+                n_out, n_in = part.full_shape
+                of_b.append(Part((n_out, rank), offset=row, **({} if self.divides_inputs else cut)))
+                row += n_out if self.divides_inputs else part.size
+            of_a.append(Part((rank, n_in), offset=number * rank, **(cut if self.divides_inputs else {})))
+            places.append(Place(column, first_row, row - first_row))
         self.layout: Layout = {"a": tuple(of_a), "b": tuple(of_b)}
         self.places = tuple(places)
         n_in = parts[0].size if self.divides_inputs else parts[0].full_shape[1]
-        self.a, self.b = spec.empty(len(parts) * rank, n_in), spec.empty(row, rank)
+        self.a, self.b = spec.empty(len(groups) * rank, n_in), spec.empty(row, rank)
         self.register_buffer("tiles", tiles(self.places, rank, self.a.device), persistent=False)
         self.tiles: Tensor
 

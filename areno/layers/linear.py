@@ -36,10 +36,10 @@ class Linear(nn.Module):
         self.layout: Layout = {}
         self.adapter: Adapter | None = None
 
-    def add_adapter(self, projections: Sequence[int], adapters: AdapterSpec) -> Adapter:
-        """Give these of the layer's projections an adapter, with uninitialised weights."""
-        parts = [self.layout["weight"][index] for index in projections]
-        self.adapter = Adapter(parts, projections, adapters, WeightSpec(self.weight.dtype, self.weight.device, self.tp))
+    def add_adapter(self, groups: Sequence[Sequence[int]], adapters: AdapterSpec) -> Adapter:
+        """Give these of the layer's projections an adapter, with uninitialised weights; see Adapter for the groups."""
+        spec = WeightSpec(self.weight.dtype, self.weight.device, self.tp)
+        self.adapter = Adapter(self.layout["weight"], groups, adapters, spec)
         return self.adapter
 
     def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:

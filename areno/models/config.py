@@ -105,7 +105,7 @@ class TransformerConfig:
 class Family(NamedTuple):
     """One entry of the registry: what `config.json` calls the family, and how it is read.
 
-    names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in weights.py.
+    names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in names.py.
     stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
     around: the architecture with images whose `text_config` is such a model. assumed: fields that this leaves out.
     is_whole: transformers makes the model with images of such a folder, also where a text model is asked for.

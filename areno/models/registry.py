@@ -12,25 +12,13 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
 from areno.models.cost import kv_heads, parameters
-from areno.models.experts.families import MIXTRAL, QWEN3_MOE
 from areno.models.families.fields import HARMLESS
-from areno.models.families.gemma3 import GEMMA3
-from areno.models.families.glm4 import GLM4
-from areno.models.families.llama import LLAMA
 from areno.models.families.missing import MISSING
-from areno.models.families.mistral import MISTRAL
-from areno.models.families.olmo import OLMO2, OLMO3
-from areno.models.families.phi3 import PHI3
-from areno.models.families.qwen2 import QWEN2
-from areno.models.families.qwen3 import QWEN3
-from areno.models.families.qwen3_5 import QWEN3_5
-from areno.models.families.smollm3 import SMOLLM3
+from areno.models.families.table import FAMILIES
 from areno.models.folder.hub import MODEL, resolve
 from areno.models.folder.raw_config import RawConfig, read_json
 from areno.models.transformer import Transformer
 
-_KNOWN = (QWEN3, LLAMA, QWEN2, MISTRAL, PHI3, SMOLLM3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, QWEN3_5)
-FAMILIES: dict[str, Family] = {family.name: family for family in _KNOWN}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MOST_PARAMETERS = 10**14  # a hundred times the largest that exists
 VALUE_ARCHITECTURES = ", ".join(family.value_architecture for family in FAMILIES.values())

@@ -27,10 +27,10 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
-from areno.models.experts.names import expert_modules
+from areno.models.families.table import FAMILIES
 from areno.models.folder.hub import resolve
 from areno.models.folder.raw_config import read_json
-from areno.models.registry import FAMILIES
+from areno.models.names import module_names, stored_names
 from areno.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,19 +39,6 @@ DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat1
 SHOWN = 5  # names listed in an error
 MAPPED_BYTES = 2**26  # of a file, before it is closed and opened again, where no tensor is larger
 MAX_SHARD_BYTES = 2**32  # of a file, unless a single tensor is larger; a power of two fills pinned memory
-
-# Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
-NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head": ("lm_head",), "score": ("score",)}
-LAYER_NAMES = {
-    "input_norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.q_norm": ("self_attn.q_norm",),
-    "attention.k_norm": ("self_attn.k_norm",),
-    "attention.out": ("self_attn.o_proj",),
-    "post_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": ("mlp.down_proj",),
-}
 
 
 class Entry(NamedTuple):
@@ -91,7 +78,7 @@ def stored_tensors(model: Transformer) -> dict[str, Stored]:
     """The tensors of the weight files by name, in the order of `checkpoint_table`."""
     config = model.config
     order = head_order(config.rope, config.head_dim)
-    stacked = {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
+    stacked = stored_names(config)
     found: dict[str, Stored] = {}
     for entry in checkpoint_table(model):
         name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # in a layer: model.layers.3.<inner>.weight
@@ -117,17 +104,7 @@ def order_in(inner: str, order: Tensor | None, config: TransformerConfig) -> Ten
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     """ "layers.3.attention.qkv.weight" -> the checkpoint tensors it holds, in order."""
     module, kind = parameter.rsplit(".", 1)
-    return tuple(f"{name}.{kind}" for name in module_names(module, model))
-
-
-def module_names(module: str, model: Transformer) -> tuple[str, ...]:
-    """ "layers.3.attention.qkv" -> the checkpoint's modules stacked in it, from the first row down."""
-    if module in NAMES:
-        return NAMES[module]
-    _, index, inner = module.split(".", 2)
-    own = {**LAYER_NAMES, **FAMILIES[model.config.family].names}
-    names = expert_modules(model.config.family, model.config.experts, inner) or own[inner]
-    return tuple(f"model.layers.{index}.{name}" for name in names)
+    return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
 
 def load_weights(model: Transformer, folder: str | Path) -> None:

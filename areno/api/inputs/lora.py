@@ -15,7 +15,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mea
 from areno.files.companions import TOKENIZER
 from areno.files.paths import existing_path, model_of
 from areno.layers.adapter_config import AdapterSpec
-from areno.models.adapters.shapes import OF_EXPERTS, linear_shapes
+from areno.models.adapters.shapes import OF_EXPERTS, kept_within, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder.hub import HUB_ID, resolve
 
@@ -57,7 +57,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
-    known = list(linear_shapes(model))
+    known, within = list(linear_shapes(model)), kept_within(model)
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
             there = f"there are {', '.join(known)}, or {ALL_LINEAR} for all of them"
@@ -65,6 +65,8 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
             what = f"is no linear layer of the model{guess}"
             if model.experts is not None and name in OF_EXPERTS:
                 what = "belongs to the experts, and adapters on these are not supported"
+            elif name in within:
+                what = f"is a part of {within[name]} in the model's files, and that has one adapter for all its parts"
             yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")
 
 

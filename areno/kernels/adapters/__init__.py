@@ -1,7 +1,8 @@
 """The second product of an adapter: y += scaling * h B^T, in the columns of each projection that has an adapter.
 
-A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products of the P adapted
-ones, R columns each. b (S, R) holds their B matrices one below the other.
+A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products, x A^T, of the P
+adapted ones, R columns each. b (S, R) holds their B matrices one below the other. Projections that share an A count as
+one.
 """
 
 from __future__ import annotations

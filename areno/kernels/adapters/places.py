@@ -1,4 +1,4 @@
-"""Where the adapted projections of a fused layer are. Letters as in the package."""
+"""Where the adapted columns of a fused layer are. Letters as in the package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TILE = 128  # columns of y that a program of the kernel works on
 
 
 class Place(NamedTuple):
-    """Where an adapted projection is: its first column in y, its first row in b, and its number of outputs."""
+    """Where the outputs of one A are: the first column in y, the first row in b, and their number."""
 
     column: int
     row: int

@@ -30,9 +30,15 @@ class Delta:
         return self.n_value_heads * self.value_dim
 
     @property
+    def projections(self) -> tuple[int, ...]:
+        """Outputs of each projection in a layer's first product: q, k and v, which are convolved, then z, b and a."""
+        of_keys = self.n_key_heads * self.key_dim
+        return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
+
+    @property
     def projected(self) -> int:
         """Numbers of a token that a layer's first product gives."""
-        return self.n_channels + self.inner_size + 2 * self.n_value_heads
+        return sum(self.projections)
 
     def parameters(self, hidden_size: int, tp_size: int = 1) -> int:
         """Elements of one layer on one rank, without its MLP and the norms around it."""

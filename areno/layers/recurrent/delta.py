@@ -51,9 +51,8 @@ class GatedDelta(nn.Module):
         self.index, self.delta = index, delta
         self.n_key_heads = spec.tp.shard(delta.n_key_heads, "key heads")
         heads, inner = delta.n_value_heads, delta.inner_size
-        mixed = (delta.n_key_heads * delta.key_dim, delta.n_key_heads * delta.key_dim, inner)
-        self.given = ColumnParallelLinear(hidden_size, (*mixed, inner, heads, heads), spec, bias=False)
-        self.conv = RowConvolution(mixed, delta.width, spec)
+        self.given = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
+        self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
         local = spec.tp.shard(heads, "value heads")
         self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # as checkpoints call them
         part = Part((heads,), dim=0, start=spec.tp.rank * local, size=local)

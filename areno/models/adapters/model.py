@@ -11,8 +11,9 @@ from areno.layers.adapter import Adapter
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.linear import Linear
 from areno.layers.rotary import head_order
+from areno.models.names import module_names, stored_modules, stored_names
 from areno.models.transformer import Transformer
-from areno.models.weights import Entry, Stored, module_names, order_in
+from areno.models.weights import Entry, Stored, order_in
 
 PREFIX = "base_model.model."  # of every tensor in a folder of peft
 
@@ -22,8 +23,8 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear):
-            names = [each.rsplit(".", 1)[-1] for each in module_names(name, model)]
-            if chosen := [index for index, each in enumerate(names) if each in adapters.targets]:
+            stored = stored_modules(name.split(".", 2)[2], model.config)
+            if chosen := [group for each, group in stored.items() if each.rsplit(".", 1)[-1] in adapters.targets]:
                 module.add_adapter(chosen, adapters)
 
 
@@ -35,22 +36,31 @@ def init_adapters(model: Transformer, seed: int) -> None:
 
 
 def adapter_table(model: Transformer) -> list[Entry]:
-    """Every tensor of the model's adapters under peft's name, in a fixed order. None where it has no adapters."""
-    return [
-        Entry(f"{PREFIX}{module_names(name, model)[index]}.lora_{kind.upper()}.weight", parameter, part)
-        for name, adapter in _adapters(model)
-        for kind, parameter in (("a", adapter.a), ("b", adapter.b))
-        for index, part in zip(adapter.projections, adapter.layout[kind], strict=True)
-    ]
+    """Every tensor of the model's adapters in a fixed order, under peft's name. None where it has no adapters.
+
+    The rows of a B that the files keep as one are a tensor for each projection here, and the A goes by the first.
+    """
+    found = []
+    for name, adapter in _adapters(model):
+        names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
+        of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
+        of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
+        found += map(Entry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
+        found += map(Entry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
+    return found
 
 
 def stored_adapters(model: Transformer) -> dict[str, Stored]:
     """The tensors of a folder of peft by name. Rows of a head are in the order of the file, as those of its weight."""
-    order = head_order(model.config.rope, model.config.head_dim)
+    config = model.config
+    order, whole = head_order(config.rope, config.head_dim), stored_names(config)
     found: dict[str, Stored] = {}
     for entry in adapter_table(model):
-        inner = ".".join(entry.name.removesuffix(".lora_B.weight").split(".")[-2:])  # of the first ones, none we know
-        found[entry.name] = Stored([entry], [order_in(inner, order, model.config)])
+        module, kind = entry.name.rsplit(".lora_", 1)
+        inner = ".".join(module.split(".")[-2:])
+        stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), Stored([], []))
+        stored.entries.append(entry)
+        stored.orders.append(order_in(inner, order, config) if kind == "B.weight" else None)
     return found
 
 

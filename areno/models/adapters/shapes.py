@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from areno.layers.adapter_config import AdapterSpec
 from areno.models.config import TransformerConfig
-
-
-def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers of each of its layers that may have adapters: (outputs, inputs) by their checkpoint names.
-
-    Experts may have none, nor may layers with a recurrent state; the latter's MLPs may. A model with experts in some
-    layers has none in the MLPs of the others either. Layers that a family's checkpoint keeps as one have none, as peft
-    would give that one a single adapter.
-    """
-    size, inner = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {
-        "q_proj": (q_size * (1 + config.attention_gate), size),
-        "k_proj": (kv_size, size),
-        "v_proj": (kv_size, size),
-        "o_proj": (size, q_size),
-    }
-    mlp = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
-    found = attention if config.experts is not None else {**attention, **mlp}
-    return {name: shape for name, shape in found.items() if name not in _STACKED.get(config.family, ())}
-
+from areno.models.names import stored_modules, stored_names
 
 OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """The names in checkpoints of a router and of the layers of experts, which have no adapters."""
 
 
-_STACKED = {  # see Family.stacked
-    "phi3": ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-    "glm4": ("gate_proj", "up_proj"),
-}
-_DIVIDES_INPUTS = ("o_proj", "down_proj")  # over tensor-parallel ranks; the others divide outputs
-_OF_MLP = ("gate_proj", "up_proj", "down_proj")
-_OF_HEADS = ("k_proj", "v_proj")  # whose outputs are key-value heads; a rank has one at least
+class _Linear(NamedTuple):
+    """A linear layer of ours. outputs: of each of its projections.
+
+    divides_inputs: over tensor-parallel ranks; others divide outputs. least: outputs of a projection on each rank.
+    """
+
+    outputs: tuple[int, ...]
+    n_in: int
+    n_layers: int
+    divides_inputs: bool = False
+    least: int = 0
+
+
+def _linears(config: TransformerConfig) -> dict[str, _Linear]:
+    """By our names in a layer. Those of experts are left out; a model that has some has none in other MLPs either."""
+    size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
+    found = {
+        "attention.qkv": _Linear(qkv, size, n_attend, least=config.head_dim),  # a rank has one head at least
+        "attention.out": _Linear((size,), q_size, n_attend, divides_inputs=True),
+    }
+    if config.delta is not None:
+        n_recur = len(config.delta.layers)
+        found["delta.given"] = _Linear(config.delta.projections, size, n_recur)
+        found["delta.out"] = _Linear((size,), config.delta.inner_size, n_recur, divides_inputs=True)
+    if config.experts is None:
+        found["mlp.gate_up"] = _Linear((inner, inner), size, config.num_layers)
+        found["mlp.down"] = _Linear((size,), inner, config.num_layers, divides_inputs=True)
+    return found
+
+
+def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """The linear layers of a model's layers that may have adapters: (outputs, inputs) by the files' names.
+
+    All that the files have, but for experts. What they keep as one has one adapter, as peft would give it.
+    """
+    return {
+        name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
+        for module, linear in _linears(config).items()
+        for name, group in stored_modules(module, config).items()
+    }
+
+
+def kept_within(config: TransformerConfig) -> dict[str, str]:
+    """The names of linear layers that the files keep as one with others -> their name of that one."""
+    return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
     """Elements of all adapters on one rank."""
     total = 0
-    for name, (n_out, n_in) in linear_shapes(config).items():
-        if name in adapters.targets:
-            split, whole = (n_in, n_out) if name in _DIVIDES_INPUTS else (n_out, n_in)
-            of_rank = max(split // tp_size, config.head_dim) if name in _OF_HEADS else split // tp_size
-            n_layers = config.num_layers if name in _OF_MLP else len(config.attention_layers)
-            total += n_layers * adapters.rank * (of_rank + whole)
+    for module, linear in _linears(config).items():
+        over_in, over_out = (tp_size, 1) if linear.divides_inputs else (1, tp_size)
+        for name, group in stored_modules(module, config).items():
+            if name.rsplit(".", 1)[-1] in adapters.targets:
+                n_out = sum(max(linear.outputs[index] // over_out, linear.least) for index in group)
+                total += linear.n_layers * adapters.rank * (linear.n_in // over_in + n_out)
     return total
