@@ -21,6 +21,15 @@ UPDATE = Update(
 )
 
 
+@pytest.mark.parametrize("n", [0, 5, 1024, 2**22 + 5])
+def test_the_norm_of_a_long_gradient_is_as_exact_as_that_of_a_short_one(n):
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(2))
+    grad[::5] = 0.0
+    squares, nonzeros = squares_and_nonzeros(grad).tolist()
+    assert squares == pytest.approx(grad.double().square().sum().item(), rel=1e-6)
+    assert nonzeros == grad.count_nonzero()
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_spaced_by_their_size(signed):
     table = codes(signed, torch.device("cpu"))

@@ -113,7 +113,7 @@ def test_adapters_learn_what_the_whole_model_learns(tmp_path: Path) -> None:
     assert later > 0.85
 
 
-def test_a_script_trains_adapters(tmp_path: Path) -> None:
+def test_a_script_trains_adapters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime = {"device": "cpu", "use_lora": True, "lora_rank": 2, "target_modules": ["q_proj", "down_proj"]}
     params = SamplingParams(max_new_tokens=4, greedy=True)
     with Trainer(1, MODEL, custom_config=ArenoConfig(runtime=runtime)) as trainer:
@@ -129,7 +129,13 @@ def test_a_script_trains_adapters(tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == MODEL
     before = load_file(Path(MODEL) / "model.safetensors")
     assert all(tensor.equal(before[name]) for name, tensor in load_file(tmp_path / "b/model.safetensors").items())
-    runtime = {"device": "cpu", "use_lora": True, "init_lora_from": str(tmp_path / "a"), "lora_rank": 8}
+    runtime = {"device": "cpu", "use_lora": True, "init_lora_from": str(tmp_path / "a"), "lora_rank": 32}
+    config = ArenoConfig(runtime=runtime)
+    with caplog.at_level("INFO", "areno"), Trainer(1, MODEL, custom_config=config) as trainer:
+        trainer.init()  # the default, if it is given or not: the log says that the folder's counts
+    told = f"LoRA of rank 2 on q_proj, down_proj, from {tmp_path / 'a'} (whose rank, alpha and modules count, not the"
+    assert told in caplog.text
+    runtime["lora_rank"] = 8
     with pytest.raises(ConfigError, match=r"custom_config\.runtime\.lora_rank: is 8, but the adapters of "):
         Trainer(1, MODEL, custom_config=ArenoConfig(runtime=runtime)).init()
     with pytest.raises(ConfigError, match=r"custom_config\.runtime\.lora_rank: is 0"):
@@ -202,6 +208,9 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
         trainer_of(path=str(folder))
     with pytest.raises(CheckpointError, match=r"actor\.init_lora_from: .* has no adapter_config\.json"):
         trainer_of(init_lora_from=MODEL)
+    expected = r"/no/where does not exist; expected a local adapter folder or a hub id .*\(actor\.init_lora_from\)"
+    with pytest.raises(CheckpointError, match=expected):
+        trainer_of(init_lora_from="/no/where")
     with pytest.raises(ConfigError, match=r"actor\.use_rslora: is true, but the adapters"):
         trainer_of(init_lora_from=str(folder), use_rslora=True)
     lora = lora_of(ModelConfig(path=MODEL, use_lora=True, init_lora_from=str(folder), lora_rank=4), load_config(MODEL))

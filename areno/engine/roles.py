@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -152,20 +153,25 @@ class Roles:
             ):
                 raise ConfigError(problems)
             model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
-            self._fill(model, spec)
-            if spec.lora is not None:
+            if spec.lora is not None:  # what is frozen stays where it is
+                self._fill(model, spec)
                 self._adapt(model, spec.lora)
-            if self.spec.exact:
-                logger.info("exact: %s", make_exact(model, timed=not self.spec.deterministic))
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
                 sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
-                router_aux_loss_coef=spec.router_aux_loss_coef,
+                router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"
             return Role(spec, backend, _offload(backend) if leaves else Offload([]))
+
+    def _complete(self, model: Transformer, spec: RoleSpec) -> None:
+        """What is left to do once the parameters are where they stay."""
+        if spec.lora is None:
+            self._fill(model, spec)
+        if self.spec.exact:
+            logger.info("exact: %s", make_exact(model, timed=not self.spec.deterministic))
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:

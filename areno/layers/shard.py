@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from areno.layers.parallel import ParallelGroup
 
 GATHERED_BYTES = 2**26  # that each rank sends at once when a tensor is gathered
+GATHERED_ON_CPU = 2**20  # the same, where what is received takes host memory, beside the tensor that is put together
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Part:
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
         """Copy the full checkpoint tensor to `out` on the rank `owner`; the other ranks pass None.
 
-        A collective call where `dim` is not None, which sends GATHERED_BYTES at a time: no device holds more beside its
-        own piece. A copy to pinned memory is under way when this returns.
+        A collective call where `dim` is not None, which sends GATHERED_BYTES at a time: no device holds more of each
+        rank beside its own piece. A copy to pinned memory is under way when this returns.
         """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
@@ -75,7 +76,8 @@ class Part:
         total = self.full_shape[self.dim]
         share = total if self.holder is not None else -(-total * self.copies // tp.size)  # of a rank along `dim`
         n_rows = share if self.dim == 0 else piece.shape[0]
-        step = max(1, GATHERED_BYTES // (piece.element_size() * math.prod(piece.shape[1:])))
+        at_once = min(GATHERED_BYTES, GATHERED_ON_CPU) if piece.device.type == "cpu" else GATHERED_BYTES
+        step = max(1, at_once // (piece.element_size() * math.prod(piece.shape[1:])))
         for row in range(0, n_rows, step):
             rows = piece[row : row + step]
             sent = piece.new_zeros(min(step, n_rows - row), *piece.shape[1:])  # the last rank may have fewer

@@ -38,6 +38,7 @@ FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SHOWN = 5  # names listed in an error
 MAPPED_BYTES = 2**26  # of a file, before it is closed and opened again, where no tensor is larger
+FILES_OF_A_RANK = 2  # at least, where several write: a rank that writes one at a time has half of its share in memory
 MAX_SHARD_BYTES = 2**32  # of a file, unless a single tensor is larger; a power of two fills pinned memory
 
 
@@ -195,11 +196,12 @@ def file_writes(
     table = stored_tensors(model)
     sizes = {name: math.prod(stored.shape) * dtype.itemsize for name, stored in table.items()}
     n_ranks = dp.size * model.tp.size
+    n_files = FILES_OF_A_RANK * n_ranks if n_ranks > 1 else 1
     plan = split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=min(max_shard_bytes, -(-sum(sizes.values()) // n_ranks)),
+        max_shard_size=min(max_shard_bytes, -(-sum(sizes.values()) // n_files)),
     )
     if dp.rank == model.tp.rank == 0:
         yield partial(_write_companions, model, folder, source, dtype, plan)
@@ -213,8 +215,10 @@ def file_writes(
                 tensors = gathered(named, model, owner, dtype, pin_memory)
                 if owner == model.tp.rank:
                     write = partial(write_tensors, tensors, named, folder / file, reached(model.device))
+                del tensors  # only `write` holds them, and only as long as the caller holds that
         if write is not None:
             yield write
+        del write
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:

@@ -65,7 +65,10 @@ def tell_model(engine: Engine) -> None:
 
 def _origin(lora: LoraSpec) -> str:
     """Where adapters come from. A reader can say whether two names are of one model."""
-    return lora.init_from and f", from {lora.init_from}, trained on {lora.trained_on or 'a model that is not named'}"
+    if not lora.init_from:
+        return ""
+    base = lora.trained_on or "a model that is not named"
+    return f", from {lora.init_from} (whose rank, alpha and modules count, not the settings), trained on {base}"
 
 
 def _tell_memory(engine: Engine) -> None:

@@ -49,7 +49,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     from areno.models.adapters.folder import read_adapter_config  # imports torch
 
     with model_of(KEY):
-        folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from))
+        folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
         adapters, trained_on = read_adapter_config(folder, model)
     if problems := list(_other_than(adapters, actor)):
         raise ConfigError(problems)

@@ -46,6 +46,7 @@ class TrainBackend:
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
     router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
+    fill: see FlatParameters.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -65,6 +66,7 @@ class TrainBackend:
         sequence_parallel: bool = False,
         section: str = "actor",
         router_aux_loss_coef: float = 0.0,
+        fill: Callable[[], object] = lambda: None,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
@@ -80,6 +82,7 @@ class TrainBackend:
         if optimizer is None:
             model.requires_grad_(False)
             self.params = [flatten(list(model.named_parameters()))[0]]
+            fill()
         else:
             self.flat = FlatParameters(
                 model,
@@ -89,6 +92,7 @@ class TrainBackend:
                 stage=model.stage if zero_stage else None,
                 dp=dp,
                 divide_grads=zero_stage == 2,
+                fill=fill,
             )
             is_divided = self.flat.is_divided
             self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)

@@ -95,6 +95,8 @@ class FlatParameters:
     stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with
     `divide_grads` the gradients of layers, too. Those have no place as a whole: until they are reduced they are in
     `workspace`, which two buckets share (see ReducedGradients).
+    fill: sets the parameters, once they lie in `params`. Memory that was never written to takes none of the host's, so
+    a model that is filled there is not in memory twice.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class FlatParameters:
         stage: Stage | None = None,
         dp: ParallelGroup = ParallelGroup(),  # noqa: B008  (frozen)
         divide_grads: bool = False,
+        fill: Callable[[], object] = lambda: None,
     ):
         named = list(model.named_parameters())  # a tied parameter appears once
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -132,6 +135,7 @@ class FlatParameters:
             local = slice(start // self.dp.size, end // self.dp.size)
             self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
         self.params = _moved(trained, self.places, end)
+        fill()
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
         self.n_local = end // self.dp.size
         self._copied = [
@@ -146,7 +150,9 @@ class FlatParameters:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self._gradient(self.places[name]).view(parameter.shape)
         if self.is_divided:
-            self.masters = torch.cat([self.params[bucket.own] for bucket in self.buckets]).float()
+            self.masters = self.grads.new_empty(self.n_local)
+            for bucket in self.buckets:
+                self.masters[bucket.local].copy_(self.params[bucket.own])
         else:
             self.masters = self.params if self.params.dtype == torch.float32 else self.params.float()
 
@@ -197,8 +203,8 @@ class FlatParameters:
         if self.params is not self.masters:
             for bucket in self.buckets:
                 self.params[bucket.own].copy_(self.masters[bucket.local])
-        for work in [self.gather(bucket) for bucket in self.buckets]:
-            wait_for(work)
+        for bucket in self.buckets:
+            wait_for(self.gather(bucket))  # one at a time: on a CPU each takes memory of its own meanwhile
 
 
 def _chunks(bucket: Bucket, segment: Segment, low: int, high: int) -> Iterator[Chunk]:

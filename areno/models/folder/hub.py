@@ -14,8 +14,10 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", 
 TIMEOUT_S = 5.0  # for the one question asked before a download, so that a machine without network is told quickly
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, what: str = "model") -> Path:
     """The local folder of a model: `path` itself if it is a folder, else the downloaded (or cached) hub repository.
+
+    what: it is expected to be, for messages: "model" or "adapter".
 
     CheckpointError where it is neither, or cannot be downloaded.
     """
@@ -23,14 +25,14 @@ def resolve(path: str | Path) -> Path:
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
         return folder
     if os.path.exists(folder):
-        raise CheckpointError("{} is a file, expected a Hugging Face model folder ({})", path, MODEL)
+        raise CheckpointError("{} is a file, expected a Hugging Face {} folder ({})", path, what, MODEL)
     if not HUB_ID.fullmatch(str(path)):
-        message = "{} does not exist; expected a local model folder or a hub id `owner/name` ({})"
-        raise CheckpointError(message, path, MODEL)
-    return _download(str(path))
+        message = "{} does not exist; expected a local {} folder or a hub id `owner/name` ({})"
+        raise CheckpointError(message, path, what, MODEL)
+    return _download(str(path), what)
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, what: str) -> Path:
     # Imported here: a local folder needs none of it.
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -48,8 +50,8 @@ def _download(repo: str) -> Path:
             return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
         except Exception:
             message = "{} is not a local folder, is not in the local cache, and the hub cannot be reached ({}); "
-            message += "name a local model folder in {}"
-            raise CheckpointError(message, repo, type(error).__name__, MODEL) from error
+            message += "name a local {} folder in {}"
+            raise CheckpointError(message, repo, type(error).__name__, what, MODEL) from error
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
     except Exception as error:

@@ -1,0 +1,46 @@
+"""The recipes on two processes against one: the same metrics of every step, as far as rounding in fp32 explains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kill_runs import Run
+from recipe_runs import without_times
+
+# Two copies of the model divide neither the rows of a step nor, in PPO, the samples of a step or the rows of an update.
+SMALL = ["train_dataset.batch_size=7", "total_train_steps=4", "actor.dtype=float32"]
+OF_SAMPLES = ["gconfig.n_samples=3", "critic.ppo_n_minibatches=3"]
+LAYOUTS = {"one": ["engine.world_size=1"], "two copies": ["engine.world_size=2"]}
+LAYOUTS["one copy on two ranks"] = ["engine.world_size=2", "engine.tp_size=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "more", "seen"),
+    [
+        ("ppo", OF_SAMPLES, {"train/loss", "train/grad_norm", "train/critic_loss", "eval/rewards_mean"}),
+        ("dpo", [], {"train/loss", "train/grad_norm", "eval/loss"}),
+        ("sft", [], {"train/loss", "train/grad_norm"}),
+    ],
+)
+def test_two_ranks_train_as_one_does(recipe: str, more: list[str], seen: set[str], tmp_path: Path) -> None:
+    found = {}
+    for name, layout in LAYOUTS.items():
+        run = Run(recipe, tmp_path / name.replace(" ", "-"), [*SMALL, *more, *layout])
+        run.prepare()
+        run.finish()
+        found[name] = without_times(run.result)
+    expected = found.pop("one")
+    assert seen <= {metric for scalars in expected.values() for metric in scalars}
+    assert all(scalars["train/grad_norm"] > 0.1 for step, scalars in expected.items() if step >= 3)
+    for name, steps in found.items():
+        assert steps.keys() == expected.keys()
+        for step, scalars in expected.items():
+            assert steps[step].keys() == scalars.keys(), (name, step)
+            for metric, value in scalars.items():
+                # Log-probabilities of several units are rounded at 5e-7, and what differs between two of them is that.
+                absolute = 1e-5 if "logp" in metric or "ratio" in metric else 1e-6
+                relative = 1e-5 if metric.endswith(("loss", "grad_norm")) else 1e-4
+                close = pytest.approx(value, rel=relative, abs=absolute)
+                assert steps[step][metric] == close, (name, step, metric)
