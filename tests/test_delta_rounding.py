@@ -9,19 +9,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny_shape
 import torch
 from in_float64 import InFloat64
 from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 from two_ranks import load, packed
 
 from areno.engine.decoder.decoder import Decoder
+from areno.kernels.delta import RowChunks
+from areno.kernels.delta.reference import chunked_delta
 from areno.types import GenerationRequest, SamplingParams
 from tests.family_cases import CASES, SHAPE
 
 
 def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("strength", [0.1, 3.0, 20.0])
+def test_chunks_are_as_exact_as_single_steps(strength: float) -> None:
+    """However strong the decay is: logarithms of up to 1,000 add up within a chunk where it is 20 for a token."""
+    generator, n = torch.Generator().manual_seed(0), 300
+    q, k = (F.normalize(torch.randn(n, 4, 8, generator=generator), dim=-1) for _ in range(2))
+    v, beta = torch.randn(n, 4, 12, generator=generator), torch.rand(n, 4, generator=generator)
+    decay = -strength * torch.rand(n, 4, generator=generator).square()
+    given = [each[None] for each in (q, k, v, decay, beta)]
+    with InFloat64():
+        exact = torch_recurrent_gated_delta_rule(*(each.double() for each in given))[0][0]
+        again = torch_chunk_gated_delta_rule(*(each.double() for each in given))[0][0]
+    torch.testing.assert_close(again, exact, atol=1e-12, rtol=1e-9)
+    chunks = RowChunks.of([0, n], torch.device("cpu"))
+    found = {
+        "ours": chunked_delta(q * 8**-0.5, k, v, decay, beta, chunks)[0],
+        "theirs": torch_recurrent_gated_delta_rule(*given)[0][0],
+    }
+    # As the norm behind the rule sees it.
+    size = (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    errors = {name: (out - exact) / size for name, out in found.items()}
+    assert rms(errors["ours"]) < 2 * rms(errors["theirs"])
+    assert errors["ours"].abs().max() < 5 * errors["theirs"].abs().max()
 
 
 def logprobs(logits_BNV: Tensor, rows_BN: Tensor) -> Tensor:

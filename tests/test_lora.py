@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from in_float64 import InFloat64
 from safetensors.torch import load_file, save_file
 from tiny_engine import model_folder, request, rollout, saved_tensors, scored, spec, tokens_of, train_rows, wait_saved
 from two_ranks import load, packed, random_rows
@@ -76,16 +78,18 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def of_peft(folder: Path, adapters: Path, rows: list[list[int]] = ROWS) -> list[list[float]]:
+def of_peft(
+    folder: Path, adapters: Path, rows: list[list[int]] = ROWS, dtype: torch.dtype = torch.float32
+) -> list[list[float]]:
     """Log-probabilities of each token but the first, by transformers and peft."""
     import peft
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(model, str(adapters)).eval()
+    model = peft.PeftModel.from_pretrained(model, str(adapters)).eval().to(dtype)
     out = []
     for row in rows:
-        with torch.no_grad():
+        with torch.no_grad(), InFloat64() if dtype == torch.float64 else nullcontext():
             logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
         out.append([0.0, *logprobs[:-1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0].tolist()])
     return out

@@ -98,7 +98,8 @@ def test_adapters_are_those_of_peft(folder: Path, tmp_path: Path) -> None:
         assert stats["logp_abs_diff_max"] < 1e-4
         engine.save(str(tmp_path / "adapters"))
         found = scored(engine, "actor", rows)
-        assert apart(found, of_peft(folder, tmp_path / "adapters", rows)) < 1e-5
+        # In float64: in float32 it is up to 1e-4 off, see test_delta_rounding.py.
+        assert apart(found, of_peft(folder, tmp_path / "adapters", rows, torch.float64)) < 5e-5
         assert apart(found, before) > 0.01
         engine.save(str(tmp_path / "merged"), merge=True)
     assert saved_tensors(tmp_path / "merged").keys() == saved_tensors(folder).keys()
