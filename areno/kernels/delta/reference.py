@@ -117,21 +117,22 @@ def chunked_delta(
     size = chunks.tokens_TC.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=v_NHV.device).triu(1)
     decay_THC1, beta_THC1 = cut(decay_NH.unsqueeze(-1)), cut(beta_NH.unsqueeze(-1))
-    # Sums up to each token as one product, since torch's cumsum has no fixed order on CUDA; their differences matter.
+    # Sums up to each token as one product, since torch's cumsum has no fixed order on CUDA. Differences are taken in
+    # float64: sums reach hundreds, where float32 is 1e-5 off, and so would be the decay between two neighbours.
     sums = decay_THC1.flatten(0, 1).squeeze(-1).double() @ (~later).double().t()
-    decay_THC1 = sums.to(v_NHV.dtype).view_as(decay_THC1)
-    between_THCC = (decay_THC1 - decay_THC1.transpose(-1, -2)).masked_fill(later, -torch.inf).exp()
+    sums_THC1, dtype = sums.view_as(decay_THC1), v_NHV.dtype
+    between_THCC = (sums_THC1 - sums_THC1.transpose(-1, -2)).to(dtype).masked_fill_(later, -torch.inf).exp_()
+    since_THC1, until_THC1 = sums_THC1.exp().to(dtype), (sums_THC1[:, :, -1:] - sums_THC1).exp().to(dtype)
     keys_TGCC = k_TGCK @ k_TGCK.transpose(-1, -2)
     system_THCC = beta_THC1 * between_THCC * by_value_head(keys_TGCC)
     seen_THCC = between_THCC * by_value_head(q_TGCK @ k_TGCK.transpose(-1, -2))
     q_THCK, k_THCK = by_value_head(q_TGCK), by_value_head(k_TGCK)
     # What a token writes is its value without what the state and the chunk's earlier tokens hold for its key.
-    sides = torch.cat((beta_THC1 * v_THCV, (beta_THC1 * decay_THC1.exp()) * k_THCK), dim=-1)
+    sides = torch.cat((beta_THC1 * v_THCV, (beta_THC1 * since_THC1) * k_THCK), dim=-1)
     solved = torch.linalg.solve_triangular(system_THCC, sides, upper=False, unitriangular=True)
     new_THCV, held_THCK = solved.split((v_THCV.shape[-1], k_THCK.shape[-1]), dim=-1)
-    last_TH11 = decay_THC1[:, :, -1:]
-    left_THKC = (k_THCK * (last_TH11 - decay_THC1).exp()).transpose(-1, -2)
-    kept_TH11 = last_TH11.exp()
+    left_THKC = (k_THCK * until_THC1).transpose(-1, -2)
+    kept_TH11 = since_THC1[:, :, -1:]
     if before_RHKV is None:
         state_RHKV = v_NHV.new_zeros(n_rows, n_heads, k_THCK.shape[-1], v_THCV.shape[-1])
     else:
@@ -149,7 +150,7 @@ def chunked_delta(
     back_R[chunks.order_R] = torch.arange(n_rows, device=back_R.device)
     if not written:
         return torch.zeros_like(v_NHV), final_RHKV.index_select(0, back_R)
-    out_THCV = (q_THCK * decay_THC1.exp()) @ torch.cat(states) + seen_THCC @ torch.cat(written)
+    out_THCV = (q_THCK * since_THC1) @ torch.cat(states) + seen_THCC @ torch.cat(written)
     out_NHV = out_THCV.transpose(1, 2).flatten(0, 1).index_select(0, chunks.places_N)
     return out_NHV, final_RHKV.index_select(0, back_R)
 
