@@ -223,7 +223,7 @@ def test_evaluation_decodes_by_its_own_settings(tmp_path):
     file = tmp_path / "ended.py"
     file.write_text("def reward_fn(record):\n    return float('<eos>' in record.completion)\n", encoding="utf-8")
     settings = ["total_train_steps=1", f"reward.fn={file}", "eval_gconfig.skip_special_tokens=false"]
-    run_dir = quickstart_run(tmp_path, *settings)
+    run_dir = quickstart_run(tmp_path, *settings, "valid_dataset.max_rows=60")
     assert series(run_dir, "rollout/rewards_mean") == [0.0]
     assert series(run_dir, "eval/accuracy")[0] > 0.9
 
