@@ -160,7 +160,7 @@ def test_sft_on_conversations(tmp_path):
         "from areno.data.sources import read_rows\n"
         "def load_dataset(path, split):\n"
         "    rows = [row['prompt'] + row['chosen'] for row in read_rows(path) if len(row['prompt']) > 2]\n"
-        "    return [{'messages': row} for row in rows if sum(len(m['content']) for m in row) < 4000][:3]\n",
+        "    return [{'messages': row} for row in rows if sum(len(m['content']) for m in row) < 2000][:3]\n",
         encoding="utf-8",
     )
     (tmp_path / "chat.yaml").write_text(
