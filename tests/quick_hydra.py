@@ -116,12 +116,16 @@ def _quicken_defaults(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(config_loader_impl.ConfigLoaderImpl, "_compose_config_from_defaults_list", compose_config)
 
 
+def copied_by_pickle(node: Any) -> Any:
+    return pickle.loads(pickle.dumps(node))
+
+
 def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
     import yaml
     from hydra._internal.config_repository import CachingConfigRepository
-    from hydra.core import config_store
+    from hydra.core import config_store, utils
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf, base, omegaconf
+    from omegaconf import OmegaConf, _utils, base, omegaconf
 
     def keep(self: Any, delegate: Any) -> None:
         self.delegate, self.cache = copy.copy(delegate), {}
@@ -148,6 +152,15 @@ def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
             made[key] = OmegaConf.structured(node)
         return made[key]
 
+    slow_dumper = _utils.get_omega_conf_dumper()
+
+    class Dumper(yaml.CDumper):
+        """OmegaConf's with the emitter in C, which writes the same."""
+
+        yaml_representers = slow_dumper.yaml_representers
+        yaml_multi_representers = slow_dumper.yaml_multi_representers
+        yaml_implicit_resolvers = slow_dumper.yaml_implicit_resolvers
+
     kept: dict[int, tuple[Any, bytes]] = {}  # by the identity of the node
     load_slowly = config_store.ConfigStore.load
 
@@ -166,7 +179,7 @@ def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
         OmegaConf.set_readonly(node, True)
         parent, node.__dict__["_parent"] = node._get_parent(), None  # or pickle would copy the whole configuration
         try:
-            copied = pickle.loads(pickle.dumps(node))
+            copied = copied_by_pickle(node)
         finally:
             node.__dict__["_parent"] = parent
         self.cfg = OmegaConf.create()
@@ -174,6 +187,8 @@ def _quicken_parts(patch: pytest.MonkeyPatch) -> None:
         copied._set_parent(cfg)
 
     patch.setattr(HydraConfig, "set_config", set_hydra_config)
+    patch.setattr(utils, "copy", SimpleNamespace(deepcopy=copied_by_pickle))  # of whole configurations, for each job
+    patch.setattr(omegaconf, "get_omega_conf_dumper", lambda: Dumper)
     patch.setattr(CachingConfigRepository, "__init__", keep)
     patch.setattr(base, "parse", cache(base.parse))
     patch.setattr(omegaconf, "yaml", SimpleNamespace(**{**vars(yaml), "load": load}))

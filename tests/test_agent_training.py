@@ -70,7 +70,7 @@ def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
 
 def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
     def drawn(folder: Path) -> list[Any]:
-        played = run(folder, "two_turns.py", "total_train_steps=1")
+        played = run(folder, "quick_turns.py", "total_train_steps=1")
         return sorted(tuple(np.asarray(row.tokens).tolist()) for row in played.rows[0])
 
     assert drawn(tmp_path / "a") == drawn(tmp_path / "b")
@@ -78,13 +78,13 @@ def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
 
 def test_a_critic_trains_on_turns_too(tmp_path: Path) -> None:
     settings = ["critic.warmup_steps=0", "ref=null", "actor.kl_ctl=0"]
-    played = run(tmp_path, "two_turns.py", *settings, recipe="ppo", task="quickstart_ppo")
+    played = run(tmp_path, "quick_turns.py", *settings, recipe="ppo", task="quickstart_ppo")
     assert [len(rows) for rows in played.critic_rows] == [16, 16]
     assert max(played.series("train/logp_abs_diff_max")) < 1e-4
 
 
 def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> None:
-    played = run(tmp_path, "two_turns.py", "agent.train_tool_results=true", "total_train_steps=1")
+    played = run(tmp_path, "quick_turns.py", "agent.train_tool_results=true", "total_train_steps=1")
     for row in played.rows[0]:
         trained = ~np.asarray(row.prompt_mask)
         assert trained.sum() > 12
@@ -155,7 +155,7 @@ def test_the_log_and_the_files_tell_what_an_agent_did(
 ) -> None:
     monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "1")
     with caplog.at_level(logging.INFO, "areno.rollout"):
-        played = run(tmp_path, "two_turns.py", "total_train_steps=1")
+        played = run(tmp_path, "quick_turns.py", "total_train_steps=1")
     [line] = [record.getMessage() for record in caplog.records if record.name == "areno.rollout"]
     for word in ("messages:", "final answer:", "tool calls:", "tool results:", "tokens:", "trained:"):
         assert word in line

@@ -218,7 +218,7 @@ def test_fifty_schemas_from_random_weights(devices: int, tiny: Any, tmp_path: Pa
         item.grammar = grammar.text
         requests.append(item)
     with Engine(spec) as engine:
-        engine.begin_rollout(tiny_engine.RolloutSpec(max_running=32, max_len=200))
+        engine.begin_rollout(tiny_engine.RolloutSpec(max_running=100, max_len=200))
         outputs = engine.generate(requests)
     finished = [(output, number) for number in outputs for output in outputs[number] if output.finish_reason == "stop"]
     for output, number in finished:

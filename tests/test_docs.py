@@ -194,11 +194,11 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         settings = [*settings, "total_train_steps=1", "train_dataset.batch_size=16", "engine.device=cpu"]
         settings += ["gconfig.n_samples=2"] if recipe in ("grpo", "gspo") else []
         rows: Any = {"dpo": pairs, "sft": answers}.get(recipe, sums)
-        given = {"train_dataset": rows, "valid_dataset": rows}
+        given = {"train_dataset": rows, "valid_dataset": rows[:5]}
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()
         recorded |= RunReader(tmp_path / name).metrics().keys()
-    recorded |= agent_run(tmp_path / "agents", "two_turns.py", "total_train_steps=1").names()
+    recorded |= agent_run(tmp_path / "agents", "quick_turns.py", "total_train_steps=1").names()
     documented = documented_metrics()
     assert recorded == documented, recorded ^ documented
 

@@ -160,7 +160,7 @@ def test_sft_on_conversations(tmp_path):
         "from areno.data.sources import read_rows\n"
         "def load_dataset(path, split):\n"
         "    rows = [row['prompt'] + row['chosen'] for row in read_rows(path) if len(row['prompt']) > 2]\n"
-        "    return [{'messages': row} for row in rows if sum(len(m['content']) for m in row) < 4000][:3]\n",
+        "    return [{'messages': row} for row in rows if sum(len(m['content']) for m in row) < 2000][:3]\n",
         encoding="utf-8",
     )
     (tmp_path / "chat.yaml").write_text(
@@ -223,7 +223,7 @@ def test_evaluation_decodes_by_its_own_settings(tmp_path):
     file = tmp_path / "ended.py"
     file.write_text("def reward_fn(record):\n    return float('<eos>' in record.completion)\n", encoding="utf-8")
     settings = ["total_train_steps=1", f"reward.fn={file}", "eval_gconfig.skip_special_tokens=false"]
-    run_dir = quickstart_run(tmp_path, *settings)
+    run_dir = quickstart_run(tmp_path, *settings, "valid_dataset.max_rows=60")
     assert series(run_dir, "rollout/rewards_mean") == [0.0]
     assert series(run_dir, "eval/accuracy")[0] > 0.9
 

@@ -53,13 +53,21 @@ class Case:
         ]
 
 
-CASES = [
-    pytest.param(Case("cpu", "tiny", 2, "float32", 16), id="cpu"),
-    pytest.param(Case("cuda:0", "qwen3-0.6b", 4, "bfloat16", 90), id="cuda", marks=pytest.mark.gpu),
-]
+CPU, CUDA = Case("cpu", "tiny", 2, "float32", 16), Case("cuda:0", "qwen3-0.6b", 4, "bfloat16", 90)
+pytestmark = pytest.mark.parametrize(
+    ("case", "params"),
+    [
+        pytest.param(CPU, FILTERED, id="cpu-top-p, top-k"),
+        pytest.param(CPU, PLAIN, id="cpu-plain", marks=pytest.mark.slow),
+        pytest.param(CUDA, FILTERED, id="cuda-top-p, top-k", marks=pytest.mark.gpu),
+        pytest.param(CUDA, PLAIN, id="cuda-plain", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+    scope="module",
+)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
@@ -78,7 +86,7 @@ def engine(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         yield engine
 
 
-@pytest.fixture(scope="module", params=[pytest.param(PLAIN, id="plain"), pytest.param(FILTERED, id="top-p, top-k")])
+@pytest.fixture(scope="module")
 def params(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -34,17 +36,24 @@ def by_hand(item: GenerationRequest, sample: int, n_tokens: int, device: str = "
     return row[len(item.prompt) :], logprobs
 
 
+@cache
+def expected(device: str) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    return {
+        (item.request_id, sample): by_hand(item, sample, 25, device)
+        for item in PENALIZED
+        for sample in range(item.n_samples)
+    }
+
+
 def check(decoder: Decoder, device: str = "cpu") -> None:
     """Twice, so that slots, counts and graphs are used again; half of the batch has no penalty."""
     for _ in range(2):
         for item in [*PENALIZED, *MIXED]:
             decoder.submit(item)
         outputs = run(decoder)
-        for item in PENALIZED:
-            for sample in range(item.n_samples):
-                tokens, logprobs = by_hand(item, sample, 25, device)
-                assert outputs[item.request_id, sample].tokens == tokens
-                assert outputs[item.request_id, sample].logprobs == pytest.approx(logprobs, abs=1e-3)
+        for key, (tokens, logprobs) in expected(device).items():
+            assert outputs[key].tokens == tokens
+            assert outputs[key].logprobs == pytest.approx(logprobs, abs=1e-3)
         for key, output in mixed_outputs().items():
             assert outputs[key].tokens == output.tokens
         decoder.reset_cache()

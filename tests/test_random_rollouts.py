@@ -53,7 +53,7 @@ def smallest(model: Transformer, block_size: int, n_tokens: int) -> int:
     return next(n for n in range(1, 400) if layout.most_tokens(layout.pool_size(n), context) >= n_tokens)
 
 
-@pytest.mark.parametrize("seed", [0, 4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
 @pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", "qwen3.5"])
 def test_samples_are_those_of_a_decoder_with_room_for_all(case: str, seed: int, tmp_path: Path) -> None:
     random_model(case, tmp_path)

@@ -24,7 +24,7 @@ from areno.engine.spec import RolloutSpec
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 
-LONG = 400  # tokens
+LONG = 150  # tokens: a fifth of a second at least
 LONG_ROLLOUT = RolloutSpec(max_running=16, max_len=LONG + 10)
 # Takes a minute if nobody ends it: what a test does meanwhile comes before its end, however late the test gets to it.
 ENDLESS = 20_000  # tokens
