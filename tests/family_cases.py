@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import tiny_shape
+import torch
 import transformers
+from two_ranks import load, packed
+
+from areno.models.transformer import Transformer
+from areno.models.weights import save_weights
 
 SHAPE = {**tiny_shape.SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 TWO_ROPES = {
@@ -103,3 +108,24 @@ def random_model(case: str, folder: Path) -> transformers.PreTrainedModel:
     """Saved to `folder`. All weights are random, those of norms and biases, too."""
     kind, extra = CASES[case]
     return tiny_shape.random_model(kind(**{**SHAPE, **extra}), folder)
+
+
+def logits_of(reference: Any, rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([reference(row[None]).logits[0] for row in rows])
+
+
+def read_and_saved_as_text(
+    reference: Any, folder: Path, rows: list[torch.Tensor], saved_as: str
+) -> tuple[Transformer, torch.Tensor, torch.Tensor]:
+    """The text model of a folder with images, which has the logits of `reference` and is saved as the class `saved_as`.
+
+    Returns it, these logits, and those of what was saved.
+    """
+    model = load(folder)
+    save_weights(model, folder.with_name("out"))
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder.with_name("out"), dtype=torch.float32)
+    assert type(saved).__name__ == saved_as
+    with torch.no_grad():
+        expected, again = logits_of(reference, rows), logits_of(saved, rows)
+        torch.testing.assert_close(model.logits(model(*packed(rows))), expected, atol=1e-4, rtol=0)
+    return model, expected, again
