@@ -42,8 +42,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     if actor.init_lora_from is None:
         if problems := [*_unknown_targets(actor, model), *_too_high_rank(actor, model)]:
             raise ConfigError(problems)
-        chosen = actor.target_modules
-        targets = tuple(name for name in linear_shapes(model) if name in chosen or chosen == [ALL_LINEAR])
+        targets = tuple(_adapted_shapes(actor, model))
         adapters = AdapterSpec(actor.lora_rank, float(actor.lora_alpha), targets, actor.use_rslora)
         return LoraSpec(adapters=adapters, base=base)
     from areno.models.adapters.folder import read_adapter_config  # imports torch
@@ -54,6 +53,12 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     if problems := list(_other_than(adapters, actor)):
         raise ConfigError(problems)
     return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
+
+
+def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """Those of `linear_shapes` that actor.target_modules names."""
+    chosen = actor.target_modules
+    return {name: shape for name, shape in linear_shapes(model).items() if name in chosen or chosen == [ALL_LINEAR]}
 
 
 def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
@@ -72,9 +77,8 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
 
 def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
     """A rank that no adapted layer can have. It may be too high for some of them, as for a narrow k_proj."""
-    shapes, chosen = linear_shapes(model), actor.target_modules
-    known = [name for name in shapes if name in chosen or chosen == [ALL_LINEAR]]
-    if known and actor.lora_rank > (most := max(min(shapes[name]) for name in known)):
+    widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
+    if widths and actor.lora_rank > (most := max(widths)):
         text = "is {}, but none of the layers with adapters is wider than {}, so a higher rank adds nothing"
         yield Problem("actor.lora_rank", text, actor.lora_rank, most)
 
