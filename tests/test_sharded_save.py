@@ -122,7 +122,7 @@ def _rank_main(rank: int, rendezvous: str, source: Path, out: Path) -> None:
     tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
     model = build_model(load_config(source), dtype=torch.float32, device="cpu", tp=tp)
     model.init_weights(0)
-    shard.GATHERED_BYTES = 500  # a few rows of a matrix
+    shard.GATHERED_ON_CPU = 500  # a few rows of a matrix
     gather_to, largest = ParallelGroup.gather_to, 0
 
     def counted(self: ParallelGroup, x: torch.Tensor, to: int) -> Any:

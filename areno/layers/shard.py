@@ -76,7 +76,7 @@ class Part:
         total = self.full_shape[self.dim]
         share = total if self.holder is not None else -(-total * self.copies // tp.size)  # of a rank along `dim`
         n_rows = share if self.dim == 0 else piece.shape[0]
-        at_once = min(GATHERED_BYTES, GATHERED_ON_CPU) if piece.device.type == "cpu" else GATHERED_BYTES
+        at_once = GATHERED_ON_CPU if piece.device.type == "cpu" else GATHERED_BYTES
         step = max(1, at_once // (piece.element_size() * math.prod(piece.shape[1:])))
         for row in range(0, n_rows, step):
             rows = piece[row : row + step]
