@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command_runs import Driver, files
 from processes import is_running, reads_proc
+from waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +77,4 @@ def test_killed_driver(phase):
         assert len(driver.children) >= 2
         driver.process.send_signal(signal.SIGKILL)
         driver.process.wait()
-        deadline = time.monotonic() + 50
-        while any(is_running(pid) for pid in driver.children):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not any(map(is_running, driver.children)), 50)

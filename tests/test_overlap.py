@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from policy_runs import MODEL, play
+from waiting import until
 
 from areno.api.rollout import score
 from areno.api.rollout.expected_lengths import ExpectedLengths
@@ -62,9 +63,7 @@ def record(text: str) -> RewardRecord:
 
 def wait_for(scoring: Scoring, n: int) -> None:
     """Until the thread has so many outcomes, which nobody has asked for."""
-    deadline = time.monotonic() + 60
-    while len(scoring._calls.outcomes) < n and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(scoring._calls.outcomes) >= n)
     assert len(scoring._calls.outcomes) == n
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import openai
 import pytest
 from agent_model import made
 from openai import OpenAI
+from waiting import until
 
 from areno import SamplingParams
 from areno.agents.conversations import Conversations
@@ -100,9 +100,7 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
             for sample in range(2)
         ]
         session.proxy.expect(items)
-        ends_at = time.monotonic() + 60
-        while len(conversations._first) < 2 and time.monotonic() < ends_at:
-            time.sleep(0.005)
+        until(lambda: len(conversations._first) >= 2)
         assert 6 in trainer.engine.gathering._announced.values()
         monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from played import Main, run, task_folder
 from terminal import Terminal
+from waiting import until
 
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError
@@ -33,7 +33,7 @@ def meets(folder: Path, name: str, other: str) -> tuple[float | None, str]:
     """Succeeds if the other run goes on at the same time."""
     print(f"{name} has {os.environ['SHARE']}")
     (folder / name).touch()
-    waits_for(lambda: (folder / other).exists())
+    until(lambda: (folder / other).exists())
     return 1.0, ""
 
 
@@ -49,16 +49,9 @@ def holds(folder: Path, name: str) -> tuple[float | None, str]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: got.append(number))
     (folder / f"{name} begun").write_text(str(os.getpid()))
-    waits_for(lambda: len(got) == (2 if name == "deaf" else 1))
+    until(lambda: len(got) == (2 if name == "deaf" else 1))
     (folder / name).write_text(" ".join(signal.Signals(number).name for number in got))
     raise KeyboardInterrupt
-
-
-def waits_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_runs_go_on_together_and_one_that_fails_alone(tmp_path: Path) -> None:
@@ -112,11 +105,11 @@ def test_an_interrupt_ends_all(name: str, signals: str, tmp_path: Path) -> None:
     ended = []
 
     def interrupt() -> None:
-        waits_for(lambda: all((tmp_path / f"{run} begun").exists() for run in (name, "hears")))
+        until(lambda: all((tmp_path / f"{run} begun").exists() for run in (name, "hears")))
         signal.raise_signal(signal.SIGINT)
 
     def once_more() -> None:
-        waits_for((tmp_path / "hears").exists)
+        until((tmp_path / "hears").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     def go() -> None:
@@ -185,7 +178,7 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
             lines.tell(0, "10:00:00 metric=eval_accuracy value=0.5")
         lines.tell(1, "10:00:00 warning: all rewards are equal")
         lines.tell(1, "Traceback (most recent call last):")
-        waits_for(lambda: "  step=39/40 reward_mean=0.5" in terminal.written)
+        until(lambda: "  step=39/40 reward_mean=0.5" in terminal.written)
         assert "0 runs done, 2 going on" in terminal.written
         lines.end(0, 0.75, "")
         lines.end(1, None, "no rows")
@@ -228,7 +221,7 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
 
     began = subprocess.Popen(command("two", 2), stdout=subprocess.PIPE, **given)
     sweep = tmp_path / "two/quickstart_base/s"
-    waits_for(lambda: all(list(sweep.glob(f"{number}/state/step-*")) for number in (0, 2)))
+    until(lambda: all(list(sweep.glob(f"{number}/state/step-*")) for number in (0, 2)))
     began.send_signal(signal.SIGINT)
     said, _ = began.communicate(timeout=60)
     assert began.returncode == 130, said

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import time
 import zlib
 from pathlib import Path
 
 import kill_runs
 import pytest
 from resumed import folder_of, go, log, states, stopped_sft, whole
+from waiting import until
 
 from areno.checkpoint.recover import StateWriter
 from areno.checkpoint.state import States
@@ -244,9 +244,7 @@ def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
         for slow_s in (0.01, 600.0)
     )
     assert slow.begin(1, {})
-    deadline = time.monotonic() + 60
-    while not caplog.text and time.monotonic() < deadline:
-        time.sleep(0.005)
+    until(lambda: bool(caplog.text))
     assert "the state of step 1 has been under way for 0 s: the disk of" in caplog.text
     slow.poll(wait=True)
     caplog.clear()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 from test_restart import pids
 from tiny_engine import ROLLOUT, model_folder, request, scored, spec
 from torch import Tensor
+from waiting import until
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
@@ -70,13 +71,6 @@ def be_strict_when(begun: Path, engine: Engine) -> None:
         be_strict(engine)
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def until(what: Callable[[], bool]) -> None:
-    ends_at = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < ends_at
-        time.sleep(0.005)
 
 
 @reads_proc
