@@ -7,6 +7,8 @@ programs as the shapes may need. Each finds its group from the ends of all of th
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,14 +17,19 @@ from torch import Tensor
 from areno.kernels.experts.library import library_product
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
 
-# Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has on average.
-_FEW, _SOME, _MANY = (16, 64, 128, 4, 4), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3)
+# Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has at most on average: experts differ,
+# and one that needs a second tile reads its weights twice.
+_TILES = (
+    (8, (16, 64, 128, 4, 3)),
+    (24, (32, 64, 128, 4, 3)),
+    (64, (64, 64, 64, 4, 3)),
+    (math.inf, (128, 128, 64, 8, 3)),
+)
 _LIBRARY_ROWS = 64  # of an expert, on average, from which on the library's product is tried
 
 
 def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
-    mean = n_rows / max(1, n_experts)
-    return _FEW if mean <= 16 else _SOME if mean <= 64 else _MANY
+    return next(tile for most, tile in _TILES if n_rows <= most * n_experts)
 
 
 def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
