@@ -20,6 +20,9 @@ _MIN_SAVING = 16  # positions per row of the batch that groups must save on aver
 _MIN_SPAN, _MAX_SPLITS = 64, 16
 _MAX_OWN_SPAN, _MAX_SHARED_SPAN = 256, 512  # rows' own lengths differ, and short spans balance them better
 _PIECES_PER_PROCESSOR = 2  # of own positions, and as many of shared ones
+# Up to this length a shared span is twice as long as that asks for: every row joins what its pieces found. On an H200,
+# 256 shared positions of 32 groups take 55.0 us instead of 58.6 (8 key heads), 31.8 instead of 33.8 (4 key heads).
+_SHORT_SHARED_SPAN = 256
 
 
 @dataclass(slots=True)
@@ -89,7 +92,9 @@ def split_attention(
     own_span, own_splits = _span_and_splits(int(own_lens_B.max()), own_lens_B.sum() * per_piece, _MAX_OWN_SPAN)
     shared_span, shared_splits = _MAX_SHARED_SPAN, 0
     if uses_groups:
-        shared_span, shared_splits = _span_and_splits(longest_shared, sum(shared_lens) * per_piece, _MAX_SHARED_SPAN)
+        wanted = sum(shared_lens) * per_piece
+        wanted = max(wanted, min(2 * wanted, _SHORT_SHARED_SPAN))
+        shared_span, shared_splits = _span_and_splits(longest_shared, wanted, _MAX_SHARED_SPAN)
     spans = np.array([own_span, shared_span], dtype=np.int64)
     return AttentionSplit(shared_lens_B, prefix_groups_GR if uses_groups else None, spans, (own_splits, shared_splits))
 
