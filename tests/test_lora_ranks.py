@@ -16,20 +16,21 @@ from test_fused import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
 from tiny_engine import ROLLOUT, request, rollout, scored, spec, tokens_of, train_rows
 from torch import Tensor
+from torch.nn import functional as F
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
-from areno.kernels.adapters import Place, add_up, reference, tiles
+from areno.kernels.adapters import Place, add_below, add_up, reference, swiglu_below, tiles
 from areno.kernels.attention import choose_backend
-from areno.layers.adapter import Adapter
+from areno.layers.adapter import Adapter, sampling
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.adapters.model import add_adapters, init_adapters
+from areno.models.adapters.model import add_adapters, init_adapters, make_room, refresh_adapters, without_adapters
 from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
@@ -210,6 +211,22 @@ def compare_kernel() -> None:
         assert found is y
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(expected[:, :3], y[:, :3])
+    for rank, n_rows, places in (
+        (3, 1, (Place(0, 0, 150),)),  # gate and up share an A
+        (8, 17, (Place(0, 0, 75), Place(75, 75, 75))),
+        (70, 20, (Place(75, 0, 75),)),  # up alone
+    ):
+        y, h, b = draw(n_rows, 150), draw(n_rows, len(places) * rank), draw(150, rank)
+        whole = reference.add_up(y, h, b, places, 0.7)
+        both = torch.cat([y, h], dim=1)
+        found = add_below(both, b, tiles(places, rank, y.device, whole=150), 0.7, 150)
+        torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+        for gelu in (False, True):
+            gate, up = whole.chunk(2, dim=-1)
+            expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+            found = swiglu_below(both, b, places, 0.7, 150, gelu)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(both[:, :150], y)
     bits = [add_up_alone(n) for n in (1, 16, 17, 64, 65)]
     assert all(torch.equal(one, bits[-1][: len(one)]) for one in bits)
 
@@ -277,8 +294,45 @@ def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **
 
 def compare_shared() -> None:
     """Where projections share an A, and those of the gated delta rule have adapters."""
-    compare_fused(targets=(), family="phi3")
-    compare_fused(targets=(), family="qwen3_5_text", **LIKE_STATES)
+    for compare in (compare_fused, compare_sampled):
+        compare(targets=(), family="phi3")
+        compare(targets=(), family="qwen3_5_text", **LIKE_STATES)
+
+
+def compare_sampled(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **changes: Any) -> None:
+    """Hidden states while sampling against those of training, before and after the adapters change."""
+    model = adapted(tp, targets, **{"qkv_bias": True, "o_bias": True, "mlp_bias": True, **changes})
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.detach().fill_(0.5)
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    make_room(model)
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.named_parameters())
+    seen: list[Tensor] = []
+    for _ in range(2):
+        expected = hidden_of(model)
+        refresh_adapters(model)
+        with sampling(), mock.patch.object(Adapter, "first_product", side_effect=AssertionError("two products")):
+            found = hidden_of(model)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert all((expected - each).abs().max() > 1e-2 for each in seen)
+        seen.append(expected)
+        for module in model.modules():
+            if isinstance(module, Adapter):
+                module.a.detach().mul_(-1.5)
+    with sampling(), without_adapters(model):
+        found = hidden_of(model)
+    with without_adapters(model):
+        assert torch.equal(found, hidden_of(model))
+
+
+@torch.no_grad()
+def hidden_of(model: Transformer) -> Tensor:
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    attend = PackedAttend(cu, 7, choose_backend("native", model.device, torch.float32))
+    positions = torch.cat([torch.arange(5), torch.arange(7)])
+    with mock.patch.object(Transformer, "runs_fused", return_value=True):
+        return model(torch.arange(12) * 7 % model.config.vocab_size, positions, attend)
 
 
 def compare_two_ranks() -> None:
@@ -290,9 +344,10 @@ def _rank_main(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     tp = ParallelGroup(rank=rank, size=2, group=dist.group.WORLD)
-    compare_fused(tp, ALL)
-    compare_fused(tp, (), family="phi3")
-    compare_fused(tp, (), family="qwen3_5_text", **LIKE_STATES)
+    for compare in (compare_fused, compare_sampled):
+        compare(tp, ALL)
+        compare(tp, (), family="phi3")
+        compare(tp, (), family="qwen3_5_text", **LIKE_STATES)
     dist.destroy_process_group()
 
 
@@ -300,6 +355,7 @@ def _rank_main(rank: int, meeting: str) -> None:
     "name",
     [
         "compare_kernel",
+        "compare_sampled",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_shared", "compare_two_ranks")),
     ],
 )

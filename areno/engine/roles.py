@@ -25,7 +25,7 @@ from areno.engine.train.offload import Offload
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
 from areno.models.adapters.folder import load_adapters
-from areno.models.adapters.model import add_adapters, init_adapters, without_adapters
+from areno.models.adapters.model import add_adapters, init_adapters, make_room, without_adapters
 from areno.models.registry import build_model, load_config, tp_problems
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -161,6 +161,7 @@ class Roles:
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
                 sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
                 router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
+                stays=spec.lora is not None,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"
@@ -191,6 +192,7 @@ class Roles:
 
     def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
         add_adapters(model, lora.adapters)
+        make_room(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return

@@ -29,7 +29,7 @@ from areno.engine.train.micro_batches import StepShare
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.adapters.folder import adapter_writes
-from areno.models.adapters.model import adapter_table
+from areno.models.adapters.model import adapter_table, refresh_adapters
 from areno.models.cost import Cost, kv_bytes, state_bytes
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
@@ -102,6 +102,7 @@ class Worker:
             self.end_rollout(drop=True)
             self.decoder, self._decoder_spec = self._new_decoder(spec), spec
         self.decoder.weights_version = self.weights_version()
+        refresh_adapters(self.actor)
         return self.decoder.limits
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:

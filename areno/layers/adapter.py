@@ -5,22 +5,42 @@ its rows of B and all of A. A row-parallel layer divides inputs, so each rank ha
 adapter's partial products are summed along with those of the layer. So no collective is added to the forward pass. In
 the backward pass the ranks sum the gradient of the factor that they all hold.
 
+Sampling has few rows, and a product of few rows costs about as much with some columns more. So A has a copy below the
+layer's weight, as far as `make_room` was called: one product gives both. It is refreshed before sampling begins, by
+`refresh`, and nothing else looks at it: see `sampling`.
+
 Shape letters: N tokens, I input features, O output features, R rank times the number of A matrices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.adapters import Place, add_up, tiles
+from areno.kernels.adapters import Place, add_below, add_up, swiglu_below, tiles
+from areno.kernels.backend import use_triton
 from areno.kernels.products import add_product, unsplit_product
 from areno.layers.adapter_config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
+
+_MULTIPLE = 16  # of the columns of the product that gives both
+_is_sampling = False
+
+
+@contextmanager
+def sampling() -> Iterator[None]:
+    """Within it adapters may use their copies of A, which training does not refresh."""
+    global _is_sampling
+    before, _is_sampling = _is_sampling, True
+    try:
+        yield
+    finally:
+        _is_sampling = before
 
 
 class Adapter(nn.Module):
@@ -31,6 +51,8 @@ class Adapter(nn.Module):
     a: (R, I), the A matrices one below the other, so that one product serves all. b: (sum of the outputs, rank),
     likewise. on: without it the layer is as if it had no adapter. in_order: products may not divide the sum over I,
     whatever N; see areno/engine/same_bits/exact.py.
+    below: the layer's weight with a copy of A below it, (O + R or more, I), and its bias with zeros; None where no room
+    was made.
     """
 
     def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
@@ -56,6 +78,9 @@ class Adapter(nn.Module):
         self.a, self.b = spec.empty(len(groups) * rank, n_in), spec.empty(row, rank)
         self.register_buffer("tiles", tiles(self.places, rank, self.a.device), persistent=False)
         self.tiles: Tensor
+        self.below: tuple[Tensor, Tensor | None] | None = None
+        self._n_out = 0
+        self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
         """y with what the adapter adds, perhaps in place of y. x: as the layer multiplies it."""
@@ -72,6 +97,50 @@ class Adapter(nn.Module):
         if self.in_order and not torch.is_grad_enabled():
             return unsplit_product(x_NI, a_RI, x_NI.dtype)
         return F.linear(x_NI, a_RI)
+
+    # What sampling calls.
+
+    @torch.no_grad()
+    def make_room(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
+        """Move the layer's weights to where A has room below them. Nothing without Triton, or a device."""
+        if not use_triton(weight_OI) or weight_OI.is_meta:
+            return
+        n_out = len(weight_OI)
+        end = -(-(n_out + len(self.a)) // _MULTIPLE) * _MULTIPLE
+        weight = weight_OI.new_zeros((end, weight_OI.shape[1]))
+        weight[:n_out] = weight_OI
+        weight_OI.data, bias = weight[:n_out], None
+        if bias_O is not None and not self.divides_inputs:  # partial products are summed before a bias is added
+            bias = bias_O.new_zeros(end)
+            bias[:n_out] = bias_O
+            bias_O.data = bias[:n_out]
+        self.below = weight, bias
+        self._n_out, self._tiles_of_all = n_out, tiles(self.places, self.rank, weight.device, whole=n_out)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy A to where sampling reads it."""
+        if self.below is not None:
+            self.below[0][self._n_out : self._n_out + len(self.a)] = self.a
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the layer's product is to be `with_first_product`."""
+        return self.below is not None and _is_sampling and self.on and not self.in_order
+
+    def with_first_product(self, x_NI: Tensor) -> Tensor:
+        """x W^T (with the bias where outputs are divided) and x A^T side by side, (N, O + R or more)."""
+        assert self.below is not None
+        return F.linear(x_NI, *self.below)
+
+    def add_below(self, both_NX: Tensor) -> Tensor:
+        """The layer's output (N, O), of `with_first_product`."""
+        assert self._tiles_of_all is not None
+        return add_below(both_NX, self.b, self._tiles_of_all, self.scaling, self._n_out)
+
+    def swiglu_below(self, both_NX: Tensor, gelu: bool) -> Tensor:
+        """silu(gate) * up, (N, O / 2), where the layer's output is gate and up side by side."""
+        return swiglu_below(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
 
     # What the fused layers call, outside autograd.
 

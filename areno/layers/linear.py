@@ -46,6 +46,10 @@ class Linear(nn.Module):
         """y = x W^T with what the adapter adds."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
+    def below(self) -> Adapter | None:
+        """The adapter whose first product is computed along with the layer's; see there."""
+        return self.adapter if self.adapter is not None and self.adapter.is_below else None
+
     def merged_weight(self) -> Tensor:
         """The weight with what the adapter adds: itself, or a copy."""
         return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
@@ -104,6 +108,8 @@ class ColumnParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
         """(N, I), or (n, I) if split, to (N, O)."""
         x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
+        if (adapter := self.below()) is not None:
+            return adapter.add_below(adapter.with_first_product(x_NI))
         if self.unsplit is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
@@ -131,7 +137,11 @@ class RowParallelLinear(Linear):
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         """(N, I) to (N, O), or to (n, O) if split. Not `whole`: this rank's part of the sum, without the bias."""
-        y_NO = self._adapted(self.product(x_NI), x_NI)
+        adapter = self.below()
+        if adapter is None:
+            y_NO = self._adapted(self.product(x_NI), x_NI)
+        else:
+            y_NO = adapter.add_below(adapter.with_first_product(x_NI))
         if not whole:
             return y_NO
         y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)

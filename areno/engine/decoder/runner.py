@@ -33,6 +33,7 @@ from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
 from areno.kernels.sampling import SamplingFlags, draws_columns
+from areno.layers.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores
@@ -270,7 +271,8 @@ class Runner:
         """Hidden states. places_N: of the tokens in the cache, for a runner that keeps routes."""
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
-        hidden_ND = self.model(tokens_N, positions_N, attend)
+        with sampling():
+            hidden_ND = self.model(tokens_N, positions_N, attend)
         if self.routes is not None and places_N is not None:
             self.routes.store(places_N)
         return hidden_ND

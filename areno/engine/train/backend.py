@@ -46,7 +46,7 @@ class TrainBackend:
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
     router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
-    fill: see FlatParameters.
+    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -67,6 +67,7 @@ class TrainBackend:
         section: str = "actor",
         router_aux_loss_coef: float = 0.0,
         fill: Callable[[], object] = lambda: None,
+        stays: bool = False,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
@@ -81,7 +82,8 @@ class TrainBackend:
         self.optimizer: AdamW | None = None
         if optimizer is None:
             model.requires_grad_(False)
-            self.params = [flatten(list(model.named_parameters()))[0]]
+            named = list(model.named_parameters())
+            self.params = [parameter.detach() for _, parameter in named] if stays else [flatten(named)[0]]
             fill()
         else:
             self.flat = FlatParameters(

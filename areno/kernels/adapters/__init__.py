@@ -3,6 +3,9 @@
 A fused layer has several projections side by side in y (N, O). h (N, P R) holds the first products, x A^T, of the P
 adapted ones, R columns each. b (S, R) holds their B matrices one below the other. Projections that share an A count as
 one.
+
+Where A lies below the layer's weight, one product gives both (N, O + P R), y and h side by side. `add_below` and
+`swiglu_below` go on from there, in the Triton form alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from areno.kernels.adapters import reference
 from areno.kernels.adapters.places import TILE, Place, tiles
 from areno.kernels.backend import use_triton
 
-__all__ = ["TILE", "Place", "add_up", "tiles"]
+__all__ = ["TILE", "Place", "add_below", "add_up", "swiglu_below", "tiles"]
 
 
 def add_up(
@@ -29,3 +32,19 @@ def add_up(
 
         return kernel(y_NO, h_NR, b_SR, tiles_T4, scaling)
     return reference.add_up(y_NO, h_NR, b_SR, places, scaling)
+
+
+def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
+    """y with what the adapter adds, (N, O). tiles: of all O columns."""
+    from areno.kernels.adapters.triton import add_below as kernel
+
+    return kernel(both_NX, b_SR, tiles_T4, scaling, n_columns)
+
+
+def swiglu_below(
+    both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
+) -> Tensor:
+    """silu(gate) * up, (N, I), of y with what the adapter adds: gate and up side by side, n_columns together."""
+    from areno.kernels.adapters.triton import swiglu_below as kernel
+
+    return kernel(both_NX, b_SR, places, scaling, n_columns, gelu)

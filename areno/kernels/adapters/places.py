@@ -18,11 +18,22 @@ class Place(NamedTuple):
     size: int
 
 
-def tiles(places: tuple[Place, ...], rank: int, device: torch.device) -> Tensor:
-    """(T, 4) int32, for the kernel: first column in y, first row in b, number of columns, first column in h."""
+def tiles(places: tuple[Place, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
+    """(T, 4) int32, for the kernel: first column in y, first row in b, number of columns, first column in h.
+
+    whole: the columns of y that are to be covered. Those outside of all places have -1 in the place of h's.
+    """
+    covered = [(place, index * rank) for index, place in enumerate(places)]
+    end = 0
+    for place in sorted(places, key=lambda each: each.column):
+        if end < min(place.column, whole):
+            covered.append((Place(end, 0, place.column - end), -1))
+        end = place.column + place.size
+    if end < whole:
+        covered.append((Place(end, 0, whole - end), -1))
     rows = [
-        (place.column + at, place.row + at, min(TILE, place.size - at), index * rank)
-        for index, place in enumerate(places)
+        (place.column + at, place.row + at, min(TILE, place.size - at), h_column)
+        for place, h_column in covered
         for at in range(0, place.size, TILE)
     ]
     return torch.tensor(rows, dtype=torch.int32, device=device)

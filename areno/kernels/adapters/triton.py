@@ -7,41 +7,123 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.adapters.places import TILE
+from areno.kernels.adapters.places import TILE, Place
+from areno.kernels.elementwise.triton_swiglu import turned
+
+_MANY = 1024  # rows of y, above which a program takes more of them
 
 
 def add_up(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
     """In place of y, which must be contiguous, as h and b must."""
-    n_rows, rank = len(y_NO), b_SR.shape[1]
-    rows, n_warps = (16, 4) if n_rows <= 16 else (64, 4)
+    return _add_up(y_NO, y_NO, h_NR.contiguous(), b_SR, tiles_T4, scaling)
+
+
+def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
+    """(N, O), of y and h side by side. tiles: of all columns of y."""
+    out_NO = both_NX.new_empty((len(both_NX), n_columns))
+    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling)
+
+
+def _add_up(y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
+    n_rows, rank = len(out_NO), b_SR.shape[1]
+    rows, n_warps = _rows(n_rows)
     if n_rows:
         _add_up_kernel[(triton.cdiv(n_rows, rows), len(tiles_T4))](
             y_NO,
-            h_NR.contiguous(),
+            out_NO,
+            h_NR,
             b_SR,
             tiles_T4,
             n_rows,
             scaling,
-            y_NO.shape[1],
-            h_NR.shape[1],
+            y_NO.stride(0),
+            out_NO.stride(0),
+            h_NR.stride(0),
             RANK=rank,
             ROWS=rows,
             COLUMNS=TILE,
-            INPUTS=max(16, min(64, triton.next_power_of_2(rank))),
+            INPUTS=_inputs(rank),
             num_warps=n_warps,
         )
-    return y_NO
+    return out_NO
+
+
+def swiglu_below(
+    both_NX: Tensor, b_SR: Tensor, places: tuple[Place, ...], scaling: float, n_columns: int, gelu: bool
+) -> Tensor:
+    """`swiglu` of `add_below`, (N, I), without its result in between; n_columns are 2 I."""
+    n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
+    out_NI = both_NX.new_empty((n_rows, inner))
+    rows, n_warps = _rows(n_rows)
+    gate, up = (_half(places, first, rank) for first in (0, inner))
+    if n_rows:
+        _swiglu_below_kernel[(triton.cdiv(n_rows, rows), triton.cdiv(inner, TILE))](
+            both_NX,
+            out_NI,
+            both_NX[:, n_columns:],
+            b_SR,
+            n_rows,
+            scaling,
+            both_NX.stride(0),
+            inner,
+            gate[0],
+            up[0],
+            RANK=rank,
+            GATE_H=gate[1],
+            UP_H=up[1],
+            GELU=gelu,
+            ROWS=rows,
+            COLUMNS=TILE,
+            INPUTS=_inputs(rank),
+            num_warps=n_warps,
+        )
+    return out_NI
+
+
+def _rows(n_rows: int) -> tuple[int, int]:
+    """Of a program, and its warps. With more rows for each warp, registers spill."""
+    return (16, 4) if n_rows <= _MANY else (32, 8)
+
+
+def _inputs(rank: int) -> int:
+    return max(16, min(64, triton.next_power_of_2(rank)))
+
+
+def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
+    """Of the columns from `first` on: their first row in b and first column in h, which is -1 without an adapter."""
+    for index, place in enumerate(places):
+        if place.column <= first < place.column + place.size:
+            return place.row + first - place.column, index * rank
+    return 0, -1
+
+
+@triton.jit
+def _product(
+    h_place, b_place, real_row, real_column, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):  # fmt: skip
+    """h B^T of a tile, in float32. The places are those of its rows of h, (ROWS, 1), and of b, (1, COLUMNS)."""
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in tl.static_range(0, RANK, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < RANK
+        h = tl.load(h_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
+        b = tl.load(b_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        total = tl.dot(h, b, acc=total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["n_rows", "scaling"])
 def _add_up_kernel(
     y_ptr,
+    out_ptr,
     h_ptr,
     b_ptr,
     tiles_ptr,
     n_rows,
     scaling,
     y_stride,
+    out_stride,
     h_stride,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -53,16 +135,53 @@ def _add_up_kernel(
     y_column, b_row, n_columns, h_column = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     column = tl.arange(0, COLUMNS)
     real_row, real_column = row < n_rows, column < n_columns
-    h_place = h_ptr + row.to(tl.int64)[:, None] * h_stride + h_column
-    b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.static_range(0, RANK, INPUTS):
-        at = start + tl.arange(0, INPUTS)
-        inside = at < RANK
-        h = tl.load(h_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-        b = tl.load(b_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
-        total = tl.dot(h, b, acc=total, input_precision="ieee")
-    place = y_ptr + row.to(tl.int64)[:, None] * y_stride + (y_column + column)[None, :]
     inside = real_row[:, None] & real_column[None, :]
-    y = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (y + scaling * total).to(y_ptr.dtype.element_ty), mask=inside)
+    row = row.to(tl.int64)
+    y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
+    if h_column >= 0:
+        h_place = h_ptr + row[:, None] * h_stride + h_column
+        b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
+        y += scaling * _product(h_place, b_place, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+    place = out_ptr + row[:, None] * out_stride + (y_column + column)[None, :]
+    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "scaling", "gate_row", "up_row"])
+def _swiglu_below_kernel(
+    both_ptr,
+    out_ptr,
+    h_ptr,
+    b_ptr,
+    n_rows,
+    scaling,
+    both_stride,
+    n_inner,
+    gate_row,
+    up_row,
+    RANK: tl.constexpr,
+    GATE_H: tl.constexpr,
+    UP_H: tl.constexpr,
+    GELU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real_row, real_column = row < n_rows, column < n_inner
+    inside = real_row[:, None] & real_column[None, :]
+    row = row.to(tl.int64)
+    dtype = out_ptr.dtype.element_ty
+    place = both_ptr + row[:, None] * both_stride + column[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + n_inner, mask=inside, other=0.0).to(tl.float32)
+    h_place, b_place = h_ptr + row[:, None] * both_stride, b_ptr + column.to(tl.int64)[None, :] * RANK
+    if GATE_H >= 0:
+        b_of_gate = b_place + gate_row.to(tl.int64) * RANK
+        total = _product(h_place + GATE_H, b_of_gate, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+        gate = (gate + scaling * total).to(dtype).to(tl.float32)
+    if UP_H >= 0:
+        b_of_up = b_place + up_row.to(tl.int64) * RANK
+        total = _product(h_place + UP_H, b_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+        up = (up + scaling * total).to(dtype).to(tl.float32)
+    silu = (gate * tl.sigmoid(turned(gate) if GELU else gate)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row[:, None] * n_inner + column[None, :], (silu * up).to(dtype), mask=inside)

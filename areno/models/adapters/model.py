@@ -35,6 +35,19 @@ def init_adapters(model: Transformer, seed: int) -> None:
         adapter.init(generator)
 
 
+def make_room(model: Transformer) -> None:
+    """Move the weights of layers with adapters to where sampling needs them, once they are set. See Adapter."""
+    for _, module in _adapted(model):
+        assert module.adapter is not None
+        module.adapter.make_room(module.weight, module.bias)
+
+
+def refresh_adapters(model: Transformer) -> None:
+    """Before sampling begins, since the weights may have changed."""
+    for _, adapter in _adapters(model):
+        adapter.refresh()
+
+
 def adapter_table(model: Transformer) -> list[Entry]:
     """Every tensor of the model's adapters in a fixed order, under peft's name. None where it has no adapters.
 
@@ -79,6 +92,13 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
     """The name of a layer, and its adapter."""
+    for name, module in _adapted(model):
+        assert module.adapter is not None
+        yield name, module.adapter
+
+
+def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
+    """The layers that have one."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
-            yield name, module.adapter
+            yield name, module
