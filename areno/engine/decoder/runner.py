@@ -332,7 +332,8 @@ class Runner:
         slots_B, positions_B, index_B, shared_lens_B = rows
         batch = PagedBatch(
             table_TW=self.cache.tables[0], slots_B=slots_B, lengths_B=positions_B + 1, shared_lens_B=shared_lens_B,
-            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, max_len=max_len,
+            spans=spans, prefix_groups_GR=prefix_groups_GR, splits=splits, by_spans=self.by_spans, early=True,
+            max_len=max_len,
         )  # fmt: skip
         batches = [replace(batch, table_TW=table_TW) for table_TW in self.cache.tables]
 

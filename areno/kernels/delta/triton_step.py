@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import early
 from areno.kernels.delta.around.triton_gated_norm import gated_norm
 from areno.kernels.delta.around.triton_parts import LENGTH_EPS, rounded, softplus
 from areno.kernels.delta.parts import DeltaStates, DeltaWeights
@@ -33,7 +34,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
     mixed_BX = torch.empty(n_rows, n_channels, dtype=torch.float32, device=given_BP.device)
     _convolve_kernel[(n_rows, triton.cdiv(n_channels, _CHANNELS))](
         given_BP, weights.conv_XW, states.inputs_SXw, slots_B, mixed_BX, n_given, n_channels,
-        WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS,
+        WIDTH=weights.conv_XW.shape[1], BLOCK=_CHANNELS, BEFORE_EARLY=early.is_possible(given_BP.device),
     )  # fmt: skip
     columns = min(COLUMNS, triton.next_power_of_2(value_dim))
     _head_kernel[(n_rows * triton.cdiv(value_dim, columns), n_heads)](
@@ -42,18 +43,29 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
         key_dim**-0.5,
         KEY=key_dim, VALUE=value_dim,
         KEY_BLOCK=triton.next_power_of_2(key_dim), COLUMNS=columns,
-        num_warps=WARPS,
+        num_warps=WARPS, **early.options(given_BP.device),
     )  # fmt: skip
     if columns < value_dim:
-        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights)
+        return gated_norm(out_BI.view(n_rows, n_heads, value_dim), given_BP, weights, is_early=True)
     return out_BI
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _convolve_kernel(
-    given_ptr, conv_ptr, inputs_ptr, slots_ptr, mixed_ptr, n_given, n_channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    given_ptr,
+    conv_ptr,
+    inputs_ptr,
+    slots_ptr,
+    mixed_ptr,
+    n_given,
+    n_channels,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEFORE_EARLY: tl.constexpr,
 ):
     """silu of the convolution of some channels of a row, whose last inputs move on by one."""
+    if BEFORE_EARLY:
+        early.let_next_begin()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < n_channels
@@ -94,20 +106,20 @@ def _head_kernel(
     VALUE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part."""
+    """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part.
+
+    EARLY: see `kernels/early.py`. All but q, k and v was there before the convolution.
+    """
+    if EARLY:
+        early.let_next_begin()
     PARTS: tl.constexpr = (VALUE + COLUMNS - 1) // COLUMNS
     row, head = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     key, value = tl.arange(0, KEY_BLOCK), tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
     has_key, has_value = key < KEY, value < VALUE
     mixed, given = mixed_ptr + row * n_channels, given_ptr + row * n_given
-    q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
-    k = tl.load(mixed + n_key + head // shared * KEY + key, mask=has_key, other=0.0)
-    v = tl.load(mixed + 2 * n_key + head * VALUE + value, mask=has_value, other=0.0)
-    q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, given_ptr)
-    k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), given_ptr)
-    v = rounded(v, given_ptr)
     n_inner = n_heads * VALUE
     z = tl.load(given + n_channels + head * VALUE + value, mask=has_value, other=0.0).to(tl.float32)
     b = tl.load(given + n_channels + n_inner + head).to(tl.float32)
@@ -117,6 +129,14 @@ def _head_kernel(
     place = matrices_ptr + (slot * n_heads + head) * (KEY * VALUE) + key[:, None] * VALUE + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
     state = tl.load(place, mask=inside, other=0.0) * decay
+    if EARLY:
+        early.wait()
+    q = tl.load(mixed + head // shared * KEY + key, mask=has_key, other=0.0)
+    k = tl.load(mixed + n_key + head // shared * KEY + key, mask=has_key, other=0.0)
+    v = tl.load(mixed + 2 * n_key + head * VALUE + value, mask=has_value, other=0.0)
+    q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, given_ptr)
+    k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), given_ptr)
+    v = rounded(v, given_ptr)
     missing = v - tl.sum(state * k[:, None], 0)
     state += k[:, None] * (missing * tl.sigmoid(b))[None, :]
     tl.store(place, state, mask=inside)

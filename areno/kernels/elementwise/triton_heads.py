@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import early
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel, for each processor of the device; see `triton_norm.py`
@@ -27,10 +28,12 @@ def qk_norm_rope(
     n_kv_heads: int,
     head_dim: int,
     plus_one: bool = False,
+    before_early: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
 
     plus_one: the factors of the norms are 1 + weight.
+    before_early: the next kernel may be an early one (`kernels/early.py`).
     qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
     """
     n = qkv_NX.shape[0]
@@ -54,6 +57,7 @@ def qk_norm_rope(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             PLUS_ONE=plus_one,
+            BEFORE_EARLY=before_early and early.is_possible(qkv_NX.device),
             num_warps=4,
         )
     return q_NHC, k_NKC, v_NKC
@@ -127,7 +131,10 @@ def _qk_norm_rope_kernel(
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    BEFORE_EARLY: tl.constexpr,
 ):
+    if BEFORE_EARLY:
+        early.let_next_begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]

@@ -47,6 +47,10 @@ class PagedBatch:
     `kernels.spans`, shared_lens_B is where a span begins, and spans[1] how many positions, from the first on, a group
     has in one piece: whole spans.
 
+    early: kernels may look at the batch while the one in front of attention still runs (`kernels/early.py`), so neither
+    that one nor one that may run beside it makes any of it. In a decode step, products lie between. This changes the
+    speed, not the result.
+
     max_len: a bound on lengths_B known on the host, so that the torch reference need not read whole table rows. The
     Triton kernel stops at each row's own length and does not use it, so a captured graph holds no number of one step.
     """
@@ -59,6 +63,7 @@ class PagedBatch:
     prefix_groups_GR: Tensor | None = None
     splits: tuple[int, int] = (1, 1)
     by_spans: bool = False
+    early: bool = False
     max_len: int | None = None
 
 

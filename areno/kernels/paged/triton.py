@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import early
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.spans.triton import heads_together
 from areno.kernels.spans.triton_paged import paged_attention
@@ -51,6 +52,7 @@ def decode_attention(
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
+    options = early.options(q_BHC.device) if batch.early else {}
     _piece_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
         k_BKC,
@@ -86,6 +88,7 @@ def decode_attention(
         WINDOW=window,
         num_warps=n_warps,
         num_stages=n_stages,
+        **options,
     )
     if n_parts > 1:
         _join_kernel[(n_rows, triton.cdiv(n_heads, _JOIN_HEADS.value))](
@@ -102,6 +105,7 @@ def decode_attention(
             PADDED_DIM=padded_dim,
             MOST_PARTS=triton.next_power_of_2(n_parts),
             num_warps=4,
+            **options,
         )
     return out
 
@@ -192,8 +196,14 @@ def _piece_kernel(
     HAS_TEAMS: tl.constexpr,
     ONE_PART: tl.constexpr,
     WINDOW: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
-    """One program for each piece and key head. A piece without positions leaves nothing; the join knows which."""
+    """One program for each piece and key head. A piece without positions leaves nothing; the join knows which.
+
+    EARLY: see `kernels/early.py`. A row's first piece always waits.
+    """
+    if EARLY:
+        early.let_next_begin()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     n_heads = tl.num_programs(0) * GROUP
@@ -219,8 +229,6 @@ def _piece_kernel(
                     head = kv_head * GROUP + cell % GROUP
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
                     real = (row >= 0)[:, None] & real_dim[None, :]
-                    place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
-                    q = tl.load(place, mask=real, other=0.0)
                     best = tl.full([TEAM_ROWS], float("-inf"), tl.float32)
                     total = tl.zeros([TEAM_ROWS], tl.float32)
                     acc = tl.zeros([TEAM_ROWS, PADDED_DIM], tl.float32)
@@ -230,6 +238,10 @@ def _piece_kernel(
                         row_length = tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32)
                         least = row_length - WINDOW
                         start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
+                    place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
+                    if EARLY:
+                        early.wait()
+                    q = tl.load(place, mask=real, other=0.0)
                     best, total, acc = _attend(
                         q,
                         best,
@@ -266,6 +278,8 @@ def _piece_kernel(
             cell = tl.arange(0, OWN_ROWS)
             real = (cell < GROUP)[:, None] & real_dim[None, :]
             head = kv_head * GROUP + cell
+            if EARLY:
+                early.wait()
             q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
@@ -327,6 +341,7 @@ def _join_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MOST_PARTS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """Average a row's partial results by their sums. Only the parts that had positions are looked at."""
     row = tl.program_id(0).to(tl.int64)
@@ -341,6 +356,8 @@ def _join_kernel(
     best = tl.full([_JOIN_HEADS], float("-inf"), tl.float32)
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
+    if EARLY:
+        early.wait()
     for part in tl.static_range(MOST_PARTS):
         exists = real
         if part > 0:  # the first part holds the new token, so `best` is finite from there on

@@ -75,7 +75,7 @@ def _first_product(module: Attention | GatedDelta) -> Any:
 def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.ungated(both_NX)
-    heads = _to_heads(attention, qkv_NX, angles)
+    heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(*heads, attention.window)
     else:  # the decoder's, which has no backward pass
@@ -115,12 +115,14 @@ def _attended_backward(
     return attention.ungated_gradient(attention.whole_gradient(grad_qkv_NX, qkv_NX), grad_gate_NQ)
 
 
-def _to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+def _to_heads(
+    attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(attention.norm_whole(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one)
+    return qk_norm_rope(attention.norm_whole(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes)
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import early
 from areno.kernels.delta.parts import DeltaWeights
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 
@@ -18,15 +19,18 @@ LINES, WARPS = 32, 8  # of a program, at once
 PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `triton_norm.py`
 
 
-def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-    """(N, H V) in the dtype given. given_NP: contiguous, for its part z."""
+def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, is_early: bool = False) -> Tensor:
+    """(N, H V) in the dtype given. given_NP: contiguous, for its part z.
+
+    is_early: it ends a chain of kernels (`kernels/early.py`) that have made out, and none of what is given.
+    """
     n, n_heads, value_dim = out_NHV.shape
     normed_NI = given_NP.new_empty(n, n_heads * value_dim)
     if n:
         _gated_norm_kernel[(triton.cdiv(n * n_heads, LINES),)](
             out_NHV.contiguous(), given_NP, weights.norm_V, normed_NI, n * n_heads, weights.eps,
             CHANNELS=weights.sizes[0], HEADS=n_heads, VALUE=value_dim, BLOCK=triton.next_power_of_2(value_dim),
-            LINES=LINES, num_warps=WARPS,
+            LINES=LINES, num_warps=WARPS, **(early.options(given_NP.device) if is_early else {}),
         )  # fmt: skip
     return normed_NI
 
@@ -70,6 +74,7 @@ def _gated_norm_kernel(
     VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     GIVEN: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
@@ -77,9 +82,11 @@ def _gated_norm_kernel(
     inside = (line < n_lines)[:, None] & (value < VALUE)[None, :]
     place = line[:, None] * VALUE + value[None, :]
     given = (line // HEADS * GIVEN + CHANNELS + line % HEADS * VALUE)[:, None] + value[None, :]
-    out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(given_ptr + given, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + value, mask=value < VALUE, other=0.0).to(tl.float32)[None, :]
+    if EARLY:
+        early.wait()
+    out = tl.load(out_ptr + place, mask=inside, other=0.0).to(tl.float32)
     out = out * tl.rsqrt(tl.sum(out * out, axis=1) / VALUE + eps)[:, None] * weight * z * tl.sigmoid(z)
     tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)
 
