@@ -50,6 +50,7 @@ def _compiled(kernel: Any, tensors: dict[str, str], numbers: Iterable[str], cons
 
 
 def test_kernels_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.adapters import triton as adapters
     from areno.kernels.delta.around import triton_gated_norm
     from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
@@ -79,6 +80,22 @@ def test_kernels_wait_behind_the_loads_that_need_nothing_and_before_all_others()
         {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "EARLY": True},
     )  # fmt: skip
     assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
+
+    halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
+    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "EARLY": True}
+    add = _compiled(
+        adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
+        ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
+    )  # fmt: skip
+    assert re.match(r"(read ){5,}wait read", add)  # the tile, b
+    swiglu = _compiled(
+        adapters._swiglu_below_kernel, {**halves, "both_ptr": "bf16"},
+        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
+    )  # fmt: skip
+    assert re.match(r"(read )+wait read", swiglu)
+    for each in (add, swiglu):
+        assert each.count("wait") == 1
+        assert each.index("wait") < each.index("write")
 
     heads = _compiled(
         triton_heads._qk_norm_rope_kernel,

@@ -1,5 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""All projections of a fused layer in one launch, added in fp32 and rounded once. Letters as in the package."""
+"""All projections of a fused layer in one launch, added in fp32 and rounded once. Letters as in the package.
+
+Behind a product that gives y and h together, kernels begin early (`kernels/early.py`): b was there before.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import early
 from areno.kernels.adapters.places import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import turned
 
@@ -21,10 +25,12 @@ def add_up(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: 
 def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
     """(N, O), of y and h side by side. tiles: of all columns of y."""
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
-    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling)
+    return _add_up(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, is_early=True)
 
 
-def _add_up(y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float) -> Tensor:
+def _add_up(
+    y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, is_early: bool = False
+) -> Tensor:
     n_rows, rank = len(out_NO), b_SR.shape[1]
     rows, n_warps = _rows(n_rows)
     if n_rows:
@@ -44,6 +50,7 @@ def _add_up(y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: 
             COLUMNS=TILE,
             INPUTS=_inputs(rank),
             num_warps=n_warps,
+            **(early.options(y_NO.device) if is_early else {}),
         )
     return out_NO
 
@@ -76,6 +83,7 @@ def swiglu_below(
             COLUMNS=TILE,
             INPUTS=_inputs(rank),
             num_warps=n_warps,
+            **early.options(both_NX.device),
         )
     return out_NI
 
@@ -98,17 +106,25 @@ def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
 
 
 @triton.jit
+def _first_inputs(b_place, real_column, RANK: tl.constexpr, INPUTS: tl.constexpr):
+    """What `_product` takes of b first, (INPUTS, COLUMNS)."""
+    at = tl.arange(0, INPUTS)
+    return tl.load(b_place + at[:, None], mask=(at < RANK)[:, None] & real_column[None, :], other=0.0)
+
+
+@triton.jit
 def _product(
-    h_place, b_place, real_row, real_column, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    h_place, b_place, b, real_row, real_column, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """h B^T of a tile, in float32. The places are those of its rows of h, (ROWS, 1), and of b, (1, COLUMNS)."""
+    """h B^T of a tile, in float32. The places are those of its rows of h and b. b: what `_first_inputs` returned."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)
         inside = at < RANK
         h = tl.load(h_place + at[None, :], mask=real_row[:, None] & inside[None, :], other=0.0)
-        b = tl.load(b_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
+        if start > 0:
+            b = tl.load(b_place + at[:, None], mask=inside[:, None] & real_column[None, :], other=0.0)
         total = tl.dot(h, b, acc=total, input_precision="ieee")
     return total
 
@@ -129,6 +145,7 @@ def _add_up_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tiles_ptr + tl.program_id(1) * 4
@@ -137,11 +154,14 @@ def _add_up_kernel(
     real_row, real_column = row < n_rows, column < n_columns
     inside = real_row[:, None] & real_column[None, :]
     row = row.to(tl.int64)
+    b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
+    b = _first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
+    if EARLY:
+        early.wait()
     y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
     if h_column >= 0:
         h_place = h_ptr + row[:, None] * h_stride + h_column
-        b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
-        y += scaling * _product(h_place, b_place, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+        y += scaling * _product(h_place, b_place, b, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
     place = out_ptr + row[:, None] * out_stride + (y_column + column)[None, :]
     tl.store(place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -165,6 +185,7 @@ def _swiglu_below_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real_row, real_column = row < n_rows, column < n_inner
@@ -172,16 +193,19 @@ def _swiglu_below_kernel(
     row = row.to(tl.int64)
     dtype = out_ptr.dtype.element_ty
     place = both_ptr + row[:, None] * both_stride + column[None, :]
+    h_place, b_place = h_ptr + row[:, None] * both_stride, b_ptr + column.to(tl.int64)[None, :] * RANK
+    b_of_gate, b_of_up = b_place + gate_row.to(tl.int64) * RANK, b_place + up_row.to(tl.int64) * RANK
+    first_of_gate = _first_inputs(b_of_gate, real_column, RANK, INPUTS)
+    first_of_up = _first_inputs(b_of_up, real_column, RANK, INPUTS)
+    if EARLY:
+        early.wait()
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + n_inner, mask=inside, other=0.0).to(tl.float32)
-    h_place, b_place = h_ptr + row[:, None] * both_stride, b_ptr + column.to(tl.int64)[None, :] * RANK
     if GATE_H >= 0:
-        b_of_gate = b_place + gate_row.to(tl.int64) * RANK
-        total = _product(h_place + GATE_H, b_of_gate, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+        total = _product(h_place + GATE_H, b_of_gate, first_of_gate, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
         gate = (gate + scaling * total).to(dtype).to(tl.float32)
     if UP_H >= 0:
-        b_of_up = b_place + up_row.to(tl.int64) * RANK
-        total = _product(h_place + UP_H, b_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
+        total = _product(h_place + UP_H, b_of_up, first_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
         up = (up + scaling * total).to(dtype).to(tl.float32)
     silu = (gate * tl.sigmoid(turned(gate) if GELU else gate)).to(dtype).to(tl.float32)
     tl.store(out_ptr + row[:, None] * n_inner + column[None, :], (silu * up).to(dtype), mask=inside)
