@@ -17,6 +17,7 @@ from areno.engine.decoder.state_cache import StateCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW
 from areno.kernels.adam import BLOCK
+from areno.layers.adapter_config import AdapterSpec
 from areno.layers.attention import PackedAttend
 from areno.layers.experts_config import Experts
 from areno.layers.parallel import ParallelGroup
@@ -157,6 +158,19 @@ def test_logits_and_flops_worked_by_hand() -> None:
     products = 2.0 * (token.body_params + 51 * 24) * 5
     assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
     assert cost.train_flops(token, [2, 3], head_tokens=0) == 3 * (cost.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5)
+
+
+def test_what_adapters_cost_worked_by_hand() -> None:
+    """A product of 5 tokens with a frozen matrix is computed forward, and backward for its input alone."""
+    config = replace(CONFIG, tie_word_embeddings=False)
+    adapters = AdapterSpec(rank=2, alpha=4.0, targets=("down_proj",))
+    whole, token = cost.Cost.of(config, 2), cost.Cost.of(config, 2, adapters)
+    of_adapters = config.num_layers * 2 * (config.intermediate_size + 24)
+    assert token.adapter_params == of_adapters
+    assert cost.forward_flops(token, [2, 3]) == cost.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
+    of_frozen = 2.0 * (token.body_params * 5 + 51 * 24 * 2)
+    full = cost.train_flops(whole, [2, 3], head_tokens=2)
+    assert cost.train_flops(token, [2, 3], head_tokens=2) == full - of_frozen + 6.0 * of_adapters * 5
 
 
 def test_what_experts_cost_worked_by_hand() -> None:

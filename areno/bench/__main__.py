@@ -24,7 +24,7 @@ from areno.bench.agents_cost.compare import run_agents
 from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
 from areno.bench.driver.steps import driver_page, run_driver
-from areno.bench.ours import run_ours
+from areno.bench.ours import adapters_of, run_ours
 from areno.bench.report import page, record
 from areno.bench.sampling import run_sampling, sampling_page
 from areno.bench.serving.compare import run_serving, serving_page
@@ -80,7 +80,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="areno-bench-", dir=settings.folder) as states:
             return run_states(settings, path, random_init, Path(states))
     dtype = getattr(torch, settings.dtype)
-    cost = Cost.of(config, dtype.itemsize)
+    cost = Cost.of(config, dtype.itemsize, adapters_of(settings, config))
     tell(f"measuring {settings.device}")
     rates = measured_rates(settings.device, dtype)
     results = {"areno": run_ours(settings, path, random_init, cost)}

@@ -24,16 +24,17 @@ from areno.errors import ConfigError, Problem
 from areno.layers.adapter_config import AdapterSpec
 from areno.loss_fns import gspo_loss_fn
 from areno.models.adapters.shapes import linear_shapes
+from areno.models.config import TransformerConfig
 from areno.models.cost import Cost
 from areno.models.registry import load_config
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
-def _lora(settings: Settings, folder: str) -> LoraSpec | None:
+def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | None:
+    """On all linear layers, or none at all."""
     if settings.lora_rank is None:
         return None
-    targets = tuple(linear_shapes(load_config(folder)))
-    return LoraSpec(adapters=AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, targets), base=folder)
+    return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
 
 
 class Ours:
@@ -44,6 +45,7 @@ class Ours:
     def __init__(self, settings: Settings, folder: str, random_init: bool):
         self._settings = settings
         self._created = time.perf_counter()
+        adapters = adapters_of(settings, load_config(folder))
         self.engine = Engine(
             EngineSpec(
                 model_path=folder,
@@ -61,7 +63,7 @@ class Ours:
                 exact=settings.exact,
                 deterministic=settings.deterministic,
                 routing_replay=settings.routing_replay,
-                lora=_lora(settings, folder),
+                lora=None if adapters is None else LoraSpec(adapters=adapters, base=folder),
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )

@@ -246,9 +246,10 @@ class Cost:
     rule_flops: float = 0.0  # of one token with the states of all layers, forward
     experts: Experts | None = None
     expert_params: int = 0  # of one expert, in all layers that have experts
+    adapter_params: int = 0  # the only ones that are trained; 0: all are
 
     @staticmethod
-    def of(config: TransformerConfig, itemsize: int) -> Cost:
+    def of(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> Cost:
         """From the shape alone, of all ranks together."""
         experts, of_experts = config.experts, 0
         windows = Counter(config.kind(layer).window for layer in config.attention_layers)
@@ -257,6 +258,7 @@ class Cost:
         return Cost(
             experts=experts,
             expert_params=of_experts,
+            adapter_params=0 if adapters is None else adapter_parameters(config, adapters),
             n_params=parameters(config),
             body_params=active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
@@ -284,13 +286,20 @@ def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None =
     """Of scoring rows. head_tokens: those that the head is computed for; None is all, as is customary."""
     n_tokens = sum(row_lens)
     head_tokens = n_tokens if head_tokens is None else head_tokens
-    flops = 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens) + cost.rule_flops * n_tokens
+    flops = _base_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
     return flops + cost.attn_flops * mean_pairs(cost, row_lens)
 
 
+def _base_flops(cost: Cost, n_tokens: int, head_tokens: int) -> float:
+    """Of products with the model's own weights, forward."""
+    return 2.0 * (cost.body_params * n_tokens + cost.head_params * head_tokens)
+
+
 def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
-    """Of training on rows: the backward pass multiplies twice what the forward pass does."""
-    return 3.0 * forward_flops(cost, row_lens, head_tokens)
+    """Of training on rows: the backward pass multiplies twice what the forward pass does, but frozen weights once."""
+    n_tokens = sum(row_lens)
+    frozen = _base_flops(cost, n_tokens, n_tokens if head_tokens is None else head_tokens)
+    return 3.0 * forward_flops(cost, row_lens, head_tokens) - (frozen if cost.adapter_params else 0.0)
 
 
 def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
