@@ -12,7 +12,7 @@ from areno.bench.floors import Rates, decode_s, floors, prefill_s
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
 from areno.bench.work import Work, row
-from areno.models.cost import Cost, forward_flops, pairs, train_flops
+from areno.models.cost.arithmetic import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.types import TrainSequence
 

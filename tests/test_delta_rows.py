@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_rows_backward, delta_step
 from areno.kernels.delta.row_chunks import CHUNK
 from areno.layers.recurrent.config import Delta
-from areno.models import cost
+from areno.models.cost import memory
 from tests.delta_loop import (
     N_HEADS,
     VALUE_DIM,
@@ -230,7 +230,7 @@ def compare_memory() -> None:
         delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
     # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.
     at_work = found.peak + grad_NI.nbytes - given.nbytes
-    assert 1.0 <= at_work / (n * cost._rule_bytes(delta, dtype.itemsize)) < 1.05
+    assert 1.0 <= at_work / (n * memory._rule_bytes(delta, dtype.itemsize)) < 1.05
 
 
 @pytest.mark.parametrize(

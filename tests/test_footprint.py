@@ -18,10 +18,10 @@ from areno.engine.layout.fitting import check_fits, ways_to_fit
 from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.rope_config import Rope
 from areno.models.config import LayerKind, TransformerConfig
-from areno.models.cost import parameters
+from areno.models.cost.memory import parameters
 
 QWEN3_8B = TransformerConfig(
     family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,

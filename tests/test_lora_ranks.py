@@ -24,8 +24,8 @@ from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.adapters import Place, add_below, add_up, reference, swiglu_below, tiles
 from areno.kernels.attention import choose_backend
-from areno.layers.adapter import Adapter, sampling
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.adapter import Adapter, sampling
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec

@@ -23,7 +23,7 @@ from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
-from areno.models.cost import Cost
+from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config, tp_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.delta_loop import random_tokens, random_weights

@@ -32,7 +32,7 @@ from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import measure, tell
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.models.cost import Cost
+from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config
 
 _ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from areno.bench.work import Work
-from areno.models.cost import Cost, forward_flops, mean_pairs, train_flops
+from areno.models.cost.arithmetic import Cost, forward_flops, mean_pairs, train_flops
 
 
 @dataclass(frozen=True, kw_only=True)

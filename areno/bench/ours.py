@@ -21,11 +21,11 @@ from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import EngineSpec, LoraSpec, RolloutSpec
 from areno.errors import ConfigError, Problem
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.loss_fns import gspo_loss_fn
 from areno.models.adapters.shapes import linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.cost import Cost
+from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config
 from areno.types import GenerationRequest, SamplingParams, TrainSequence
 

@@ -10,7 +10,7 @@ from typing import Any
 from areno.bench.arguments import PLAIN, Settings
 from areno.bench.device import device_name
 from areno.bench.floors import Rates, floors
-from areno.models.cost import Cost
+from areno.models.cost.arithmetic import Cost
 
 _PHASES = ("rollout", "train", "logprob", "step")
 _SHOWN = [

@@ -83,7 +83,7 @@ def _check_folder(report: _Report, folder: Path) -> int:
     """A line for each field that is why the model cannot run; 1 where there is one."""
     from areno.errors import CheckpointError
     from areno.models.adapters.folder import base_of, is_adapter
-    from areno.models.cost import parameters, state_bytes
+    from areno.models.cost.memory import parameters, state_bytes
     from areno.models.registry import has_value_head, load_config
 
     if not folder.is_dir():

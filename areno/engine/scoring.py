@@ -10,7 +10,7 @@ import numpy as np
 from areno.engine.spec import EngineInfo
 from areno.engine.train.micro_batches import split_balanced
 from areno.engine.train.rows import read_tokens
-from areno.models.cost import forward_flops
+from areno.models.cost.arithmetic import forward_flops
 
 
 def share_rows(

@@ -10,8 +10,8 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.config.schema.values import flat
 from areno.engine.routing.rows import RouteShape
-from areno.layers.adapter_config import AdapterSpec
-from areno.models.cost import Cost
+from areno.layers.adapters.config import AdapterSpec
+from areno.models.cost.arithmetic import Cost
 
 LOOPBACK = "127.0.0.1"
 

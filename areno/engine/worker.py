@@ -30,7 +30,8 @@ from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.adapters.folder import adapter_writes
 from areno.models.adapters.model import adapter_table, refresh_adapters
-from areno.models.cost import Cost, kv_bytes, state_bytes
+from areno.models.cost.arithmetic import Cost
+from areno.models.cost.memory import kv_bytes, state_bytes
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.products import UnsplitProduct, add_product
-from areno.layers.adapter import Adapter
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.adapter import Adapter
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
 

@@ -11,7 +11,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import Family, HeadName, TransformerConfig
-from areno.models.cost import kv_heads, parameters
+from areno.models.cost.memory import kv_heads, parameters
 from areno.models.families.fields import HARMLESS
 from areno.models.families.missing import MISSING
 from areno.models.families.table import FAMILIES

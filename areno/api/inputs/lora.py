@@ -14,7 +14,7 @@ from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
 from areno.files.companions import TOKENIZER
 from areno.files.paths import existing_path, model_of
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.models.adapters.shapes import OF_EXPERTS, kept_within, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder.hub import HUB_ID, resolve

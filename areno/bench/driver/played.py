@@ -18,7 +18,7 @@ from typing import Any
 from areno.engine.limits import RequestLimits
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
-from areno.models.cost import Cost
+from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config
 from areno.types import GenerationOutput, GenerationRequest
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.kv.layout import KVLayout
-from areno.models.cost import kv_heads
+from areno.models.cost.memory import kv_heads
 from areno.models.transformer import Transformer
 
 

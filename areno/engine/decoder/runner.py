@@ -33,7 +33,7 @@ from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.paged import PagedBatch, decode_attention, most_rows
 from areno.kernels.sampling import SamplingFlags, draws_columns
-from areno.layers.adapter import sampling
+from areno.layers.adapters.adapter import sampling
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.types import TokenScores

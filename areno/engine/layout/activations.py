@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from areno.kernels.logprobs import FUSED_CHUNK
-from areno.models.cost import activation_bytes, logits_bytes, token_bytes
+from areno.models.cost.memory import activation_bytes, logits_bytes, token_bytes
 from areno.models.transformer import Transformer
 
 logger = logging.getLogger("areno")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.models.config import TransformerConfig
-from areno.models.cost import (
+from areno.models.cost.memory import (  # fmt: skip
     ModelBytes,
     kv_bytes,
     kv_bytes_of_row,
@@ -20,7 +20,7 @@ from areno.models.cost import (
     model_bytes,
     state_bytes,
     token_bytes,
-)  # fmt: skip
+)
 
 RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
 GIB = 2**30

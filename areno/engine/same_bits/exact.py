@@ -18,7 +18,7 @@ from areno.kernels.adapters import add_up
 from areno.kernels.backend import use_triton
 from areno.kernels.products import UnsplitProduct
 from areno.kernels.spans import row_multiple
-from areno.layers.adapter import Adapter
+from areno.layers.adapters.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.experts import ExpertMLP
 from areno.layers.linear import Linear

@@ -16,7 +16,7 @@ from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
 from areno.engine.train.rows import FlatRows, Row
 from areno.errors import DataError, Key
-from areno.models.cost import Cost, train_flops
+from areno.models.cost.arithmetic import Cost, train_flops
 
 
 @dataclass(slots=True)

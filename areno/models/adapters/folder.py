@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from areno.errors import CheckpointError
 from areno.files.companions import ADAPTER_CONFIG, TOKENIZER, copy_companions
 from areno.files.durable import sync, sync_tree
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.models.adapters.model import PREFIX, stored_adapters
 from areno.models.adapters.shapes import linear_shapes

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from areno.layers.adapter import Adapter
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.adapter import Adapter
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.linear import Linear
 from areno.layers.rotary import head_order
 from areno.models.names import module_names, stored_modules, stored_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.names import stored_modules, stored_names
 

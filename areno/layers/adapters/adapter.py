@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from areno.kernels.adapters import Place, add_below, add_up, swiglu_below, tiles
 from areno.kernels.backend import use_triton
 from areno.kernels.products import add_product, unsplit_product
-from areno.layers.adapter_config import AdapterSpec
+from areno.layers.adapters.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
 _MULTIPLE = 16  # of the columns of the product that gives both
