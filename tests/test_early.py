@@ -51,6 +51,7 @@ def _compiled(kernel: Any, tensors: dict[str, str], numbers: Iterable[str], cons
 
 def test_kernels_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.adapters import triton as adapters
+    from areno.kernels.delta import triton_step
     from areno.kernels.delta.around import triton_gated_norm
     from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
@@ -64,15 +65,33 @@ def test_kernels_wait_behind_the_loads_that_need_nothing_and_before_all_others()
     assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)  # length, shared, two spans
 
     halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
-    piece = _compiled(
-        paged._piece_kernel, {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"},
-        ("q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
-         "shared_splits"),
-        {"teams_ptr": None, "scale": 1.0, "GROUP": 1, "TEAM": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16,
-         "PADDED_DIM": 16, "PAGE_SIZE": 32, "HAS_TEAMS": False, "ONE_PART": False, "WINDOW": None, "EARLY": True},
+    pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
+    numbers = (
+        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
+        "shared_splits",
     )  # fmt: skip
+    constants = {
+        "scale": 1.0, "GROUP": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16, "PAGE_SIZE": 32,
+        "ONE_PART": False, "WINDOW": None, "EARLY": True,
+    }  # fmt: skip
+    piece = _compiled(
+        paged._piece_kernel, pieces, numbers, {**constants, "teams_ptr": None, "TEAM": 1, "HAS_TEAMS": False}
+    )
     assert re.match(r"let (read ){4}wait read", piece)  # length, shared, span, slot
     assert piece.count("wait") == 1
+    teams = {**pieces, "teams_ptr": "i64"}
+    piece = _compiled(paged._piece_kernel, teams, numbers, {**constants, "TEAM": 2, "HAS_TEAMS": True})
+    assert piece.count("wait") == 2  # of a group's piece, and of a row's
+    assert piece.index("wait") < piece.index("write")
+
+    weights = ["given_ptr", "log_decay_ptr", "bias_ptr", "norm_ptr", "out_ptr"]
+    head = _compiled(
+        triton_step._head_kernel,
+        {**dict.fromkeys(weights, "bf16"), "mixed_ptr": "fp32", "matrices_ptr": "fp32", "slots_ptr": "i64"},
+        ("n_given", "n_channels", "n_heads", "shared", "n_key"),
+        {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "EARLY": True},
+    )  # fmt: skip
+    assert re.fullmatch(r"let( read)+ wait( read){3,}( write)+", head)  # q, k and v
 
     norm = _compiled(
         triton_gated_norm._gated_norm_kernel,
