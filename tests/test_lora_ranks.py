@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -40,6 +40,7 @@ from areno.types import GenerationRequest
 from tests.family_cases import random_model
 from tests.interpreted import run_interpreted
 
+T = TypeVar("T")
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
 ALONE = ParallelGroup()
 LIKE_STATES: dict[str, Any] = {**LIKE_QWEN, "delta": replace(DELTA, n_value_heads=4)}
@@ -223,6 +224,7 @@ def compare_kernel() -> None:
         (3, 1, (Place(0, 0, 150),)),  # gate and up share an A
         (8, 17, (Place(0, 0, 75), Place(75, 75, 75))),
         (70, 20, (Place(75, 0, 75),)),  # up alone
+        (4, 3, (Place(0, 0, 75),)),  # gate alone
     ):
         y, h, b = draw(n_rows, 150), draw(n_rows, len(places) * rank), draw(150, rank)
         whole = reference.add_up(y, h, b, places, 0.7)
@@ -364,15 +366,16 @@ def compare_engine() -> None:
         with engine_of(base_folder, replace(adapters, init_from=str(saved)), optimizer=None) as other:
             assert apart(scored(other, "actor", ROWS[:1]), now) < 1e-5
             sampled_as_scored(other, few)
+        with engine_of(base_folder, adapters, exact=True) as exact:
+            assert all(module.below is None for module in modules_of(exact, Adapter))
 
 
 def sampled_as_scored(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
     """A rollout by one product for each layer, whose log-probabilities are those of the model."""
-    for module in engine._workers.worker.actor.modules():  # type: ignore[attr-defined]
-        if isinstance(module, Linear):
-            assert module.adapter is not None
-            assert module.adapter.below is not None
-            assert module.weight.data_ptr() == module.adapter.below[0].data_ptr()  # it is in memory once
+    for module in modules_of(engine, Linear):
+        assert module.adapter is not None
+        assert module.adapter.below is not None
+        assert module.weight.data_ptr() == module.adapter.below[0].data_ptr()  # it is in memory once
     with mock.patch.object(Adapter, "first_product", side_effect=AssertionError("two products")):
         outputs = rollout(engine, requests)
     rows = train_rows(outputs, requests)
@@ -380,6 +383,11 @@ def sampled_as_scored(engine: Engine, requests: list[GenerationRequest]) -> Outp
     for row, logprobs in zip(rows, expected, strict=True):
         torch.testing.assert_close(row.logprobs[-3:], logprobs[-3:], atol=1e-5, rtol=0)
     return outputs
+
+
+def modules_of(engine: Engine, kind: type[T]) -> list[T]:
+    model = engine._workers.worker.actor  # type: ignore[attr-defined]
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 @torch.no_grad()
