@@ -103,6 +103,13 @@ def test_splits_reach_the_longest_row_and_no_more_than_needed(n_processors: int,
         assert splits <= 1 or (splits // 2) * span < most
 
 
+@pytest.mark.parametrize(("n_groups", "span"), [(3, 64), (6, 128), (12, 256), (24, 256), (40, 512)])
+def test_short_shared_spans_are_twice_as_long(n_groups: int, span: int) -> None:
+    """Two key heads make 20 pieces, two for each processor, where a span is a tenth of the shared positions."""
+    rows = [each for group in range(n_groups) for each in samples(128, [1] * 8, group * 9, 1000 + group * 20)]
+    assert split(rows).spans[1] == span
+
+
 @pytest.mark.parametrize("n_processors", [1, 132])
 @pytest.mark.parametrize("n_prompt", [40, 64, 200, 300, 2000, 5000])
 def test_spans_have_room_for_their_parts(n_processors: int, n_prompt: int) -> None:

@@ -33,8 +33,12 @@ def test_which_devices_can_do_it(device: str, capability: tuple[int, int], expec
             early.is_possible.cache_clear()
 
 
-def _compiled(kernel: Any, tensors: dict[str, str], numbers: Iterable[str], constants: dict[str, Any]) -> str:
-    """PTX of a kernel for an H200, as far as it reads, writes, and waits for the kernel before. Needs no device."""
+def _compiled(
+    kernel: Any, tensors: dict[str, str], numbers: Iterable[str], constants: dict[str, Any]
+) -> tuple[set[str], str]:
+    """Of a kernel for an H200: which tensors it reads or writes before it waits for the kernel before, on any way
+    through it; and the order of reads, writes and waits in its PTX. Needs no device.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -46,64 +50,117 @@ def _compiled(kernel: Any, tensors: dict[str, str], numbers: Iterable[str], cons
     assert made.metadata.launch_pdl
     names = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "let", "st.global": "write"}
     found = re.findall(r"griddepcontrol\.\w+|ld\.global|st\.global|cp\.async\.c[ag]", made.asm["ptx"])
-    return " ".join(names.get(each, "read") for each in found)
+    pointers = [name for name in kernel.arg_names if name in tensors]
+    return _touched_before_waiting(made.asm["ttir"], pointers), " ".join(names.get(each, "read") for each in found)
 
 
-def test_kernels_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
-    from areno.kernels.adapters import triton as adapters
-    from areno.kernels.delta.around import triton_gated_norm
+def _touched_before_waiting(ttir: str, pointers: list[str]) -> set[str]:
+    arguments = re.findall(r"(%\w+): !tt\.ptr", ttir)
+    base = dict(zip(arguments, pointers, strict=False))  # of each pointer, and of what is computed from it
+    touched, waits = set(), []  # by how far they are indented: a wait holds to the end of its block
+    for line in ttir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while waits and indent < waits[-1]:
+            waits.pop()
+        if "grid_dependency_wait" in line or "griddepcontrol.wait" in line:
+            waits.append(indent)
+        elif made := re.match(r"\s*(%\w+) = tt\.(?:addptr|splat|broadcast|expand_dims) (%\w+)", line):
+            base[made[1]] = base.get(made[2], "")
+        elif not waits and (used := re.search(r"tt\.(?:load|store) (%\w+)", line)):
+            touched.add(base[used[1]])
+    return touched
+
+
+def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
     from areno.kernels.elementwise import triton_heads
     from areno.kernels.paged import triton as paged
 
-    ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "spans_ptr": "i64"}
-    partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
-    join = _compiled(
-        paged._join_kernel, {**ints, **partial, "out_ptr": "bf16"}, ("n_heads", "n_parts", "own_splits"),
-        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "EARLY": True},
-    )  # fmt: skip
-    assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)  # length, shared, two spans
-
-    halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
-    piece = _compiled(
-        paged._piece_kernel, {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"},
-        ("q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
-         "shared_splits"),
-        {"teams_ptr": None, "scale": 1.0, "GROUP": 1, "TEAM": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16,
-         "PADDED_DIM": 16, "PAGE_SIZE": 32, "HAS_TEAMS": False, "ONE_PART": False, "WINDOW": None, "EARLY": True},
-    )  # fmt: skip
-    assert re.match(r"let (read ){4}wait read", piece)  # length, shared, span, slot
-    assert piece.count("wait") == 1
-
-    norm = _compiled(
-        triton_gated_norm._gated_norm_kernel,
-        dict.fromkeys(["out_ptr", "given_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
-        {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "EARLY": True},
-    )  # fmt: skip
-    assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
-
-    halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
-    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "EARLY": True}
-    add = _compiled(
-        adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
-        ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
-    )  # fmt: skip
-    assert re.match(r"(read ){5,}wait read", add)  # the tile, b
-    swiglu = _compiled(
-        adapters._swiglu_below_kernel, {**halves, "both_ptr": "bf16"},
-        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
-    )  # fmt: skip
-    assert re.match(r"(read )+wait read", swiglu)
-    for each in (add, swiglu):
-        assert each.count("wait") == 1
-        assert each.index("wait") < each.index("write")
-
-    heads = _compiled(
+    _, heads = _compiled(
         triton_heads._qk_norm_rope_kernel,
         {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"}, ("qkv_stride",),
         {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 0.0, "HEADS": 2, "KV_HEADS": 1, "HALF": 8, "HEADS_BLOCK": 4,
          "HALF_BLOCK": 8, "PLUS_ONE": False, "BEFORE_EARLY": True},
     )  # fmt: skip
-    assert re.fullmatch(r"let( read)+( write)+", heads)
+    assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
+
+    ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "spans_ptr": "i64"}
+    partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
+    halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
+    numbers = (
+        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
+        "shared_splits",
+    )  # fmt: skip
+    constants = {
+        "scale": 1.0, "GROUP": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16, "PAGE_SIZE": 32,
+        "ONE_PART": False, "EARLY": True,
+    }  # fmt: skip
+    pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
+    for window in (None, 40):
+        before, piece = _compiled(
+            paged._piece_kernel, pieces, numbers,
+            {**constants, "WINDOW": window, "teams_ptr": None, "TEAM": 1, "HAS_TEAMS": False},
+        )  # fmt: skip
+        assert before == {*ints, "slots_ptr"}
+        assert re.match(r"let (read ){4}wait read", piece)
+        assert piece.count("wait") == 1
+        before, piece = _compiled(
+            paged._piece_kernel, {**pieces, "teams_ptr": "i64"}, numbers,
+            {**constants, "WINDOW": window, "TEAM": 2, "HAS_TEAMS": True},
+        )  # fmt: skip
+        assert before == {*ints, "slots_ptr", "teams_ptr"}
+        assert piece.count("wait") == 2  # of a group's piece, and of a row's
+
+    before, join = _compiled(
+        paged._join_kernel, {**ints, **partial, "out_ptr": "bf16"}, ("n_heads", "n_parts", "own_splits"),
+        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "EARLY": True},
+    )  # fmt: skip
+    assert before == set(ints)
+    assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)
+
+
+def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.delta import triton_step
+    from areno.kernels.delta.around import triton_gated_norm
+
+    gates = dict.fromkeys(["given_ptr", "log_decay_ptr", "bias_ptr"], "bf16")
+    states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
+    before, head = _compiled(
+        triton_step._head_kernel, {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
+        ("n_given", "n_channels", "n_heads", "shared", "n_key"),
+        {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "EARLY": True},
+    )  # fmt: skip
+    assert before == {*gates, *states}
+    assert re.fullmatch(r"let( read)+ wait( read)+( write)+", head)
+
+    before, norm = _compiled(
+        triton_gated_norm._gated_norm_kernel,
+        dict.fromkeys(["out_ptr", "given_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
+        {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "EARLY": True},
+    )  # fmt: skip
+    assert before == {"given_ptr", "norm_ptr"}
+    assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
+
+
+def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.adapters import triton as adapters
+
+    halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
+    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "EARLY": True}
+    before, add = _compiled(
+        adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
+        ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
+    )  # fmt: skip
+    assert before == {"b_ptr", "tiles_ptr"}
+    assert re.match(r"(read ){5,}wait read", add)
+    before, swiglu = _compiled(
+        adapters._swiglu_below_kernel, {**halves, "both_ptr": "bf16"},
+        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
+    )  # fmt: skip
+    assert before == {"b_ptr"}
+    assert re.match(r"(read )+wait read", swiglu)
+    for each in (add, swiglu):
+        assert each.count("wait") == 1
+        assert each.index("wait") < each.index("write")
 
 
 def _replayed(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Callable[[], object]]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from test_fused import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
-from tiny_engine import ROLLOUT, request, rollout, scored, spec, tokens_of, train_rows
+from tiny_engine import ROLLOUT, Outputs, request, rollout, scored, spec, tokens_of, train_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +27,7 @@ from areno.kernels.attention import choose_backend
 from areno.layers.adapters.adapter import Adapter, sampling
 from areno.layers.adapters.config import AdapterSpec
 from areno.layers.attention import PackedAttend
+from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -35,9 +36,11 @@ from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
+from areno.types import GenerationRequest
 from tests.family_cases import random_model
 from tests.interpreted import run_interpreted
 
+T = TypeVar("T")
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
 ALONE = ParallelGroup()
 LIKE_STATES: dict[str, Any] = {**LIKE_QWEN, "delta": replace(DELTA, n_value_heads=4)}
@@ -181,7 +184,7 @@ def test_on_a_gpu(folder: Path, tmp_path: Path, model: str, dtype: str, exact: b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
     places = (Place(0, 0, 1024), Place(1024, 1024, 200), Place(1300, 1224, 136))
-    for rank, n_rows in ((8, 1), (32, 256), (128, 700)):
+    for rank, n_rows in ((8, 1), (32, 256), (128, 1500)):
         y, h, b = (torch.randn(s, device="cuda").to(dtype) for s in ((n_rows, 1436), (n_rows, 3 * rank), (1360, rank)))
         expected = reference.add_up(y.double(), h.double(), b.double(), places, 0.5)
         with torch.no_grad():
@@ -197,6 +200,8 @@ def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
 
 def compare_kernel() -> None:
     """Places that are no multiples of a tile, between columns that stay; ranks beyond a tile of inputs."""
+    from areno.kernels.elementwise.triton_swiglu import swiglu
+
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -211,10 +216,15 @@ def compare_kernel() -> None:
         assert found is y
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(expected[:, :3], y[:, :3])
+    apart = (Place(3, 0, 60), Place(70, 60, 70))  # with columns between and behind them that stay
+    y, h, b = draw(5, 150), draw(5, 8), draw(130, 4)
+    found = add_below(torch.cat([y, h], dim=1), b, tiles(apart, 4, y.device, whole=150), 0.7, 150)
+    torch.testing.assert_close(found, reference.add_up(y, h, b, apart, 0.7), atol=1e-4, rtol=1e-4)
     for rank, n_rows, places in (
         (3, 1, (Place(0, 0, 150),)),  # gate and up share an A
         (8, 17, (Place(0, 0, 75), Place(75, 75, 75))),
         (70, 20, (Place(75, 0, 75),)),  # up alone
+        (4, 3, (Place(0, 0, 75),)),  # gate alone
     ):
         y, h, b = draw(n_rows, 150), draw(n_rows, len(places) * rank), draw(150, rank)
         whole = reference.add_up(y, h, b, places, 0.7)
@@ -226,8 +236,13 @@ def compare_kernel() -> None:
             expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
             found = swiglu_below(both, b, places, 0.7, 150, gelu)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            two_steps = swiglu(
+                add_below(both.half(), b.half(), tiles(places, rank, y.device, whole=150), 0.7, 150), gelu
+            )
+            assert torch.equal(swiglu_below(both.half(), b.half(), places, 0.7, 150, gelu), two_steps)
         assert torch.equal(both[:, :150], y)
-    bits = [add_up_alone(n) for n in (1, 16, 17, 64, 65)]
+    with mock.patch("areno.kernels.adapters.triton._MANY", 17):
+        bits = [add_up_alone(n) for n in (1, 16, 17, 64, 65)]
     assert all(torch.equal(one, bits[-1][: len(one)]) for one in bits)
 
 
@@ -326,6 +341,55 @@ def compare_sampled(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, 
         assert torch.equal(found, hidden_of(model))
 
 
+def compare_sampled_gelu() -> None:
+    compare_sampled(targets=ALL, activation="gelu_tanh")
+
+
+def compare_engine() -> None:
+    """Rollouts with new adapters, after an update, with those of a state, and with those of a folder, not trained."""
+    few = [request(0, n_samples=2, max_new_tokens=3, ignore_eos=True)]
+    with tempfile.TemporaryDirectory() as path:
+        base_folder, state, saved = (Path(path) / name for name in ("base", "state", "saved"))
+        adapters = lora(base(base_folder), rank=3)
+        with engine_of(base_folder, adapters) as engine:
+            engine.train(train_rows(sampled_as_scored(engine, few), few), grpo_loss_fn)
+            engine.save_state(state)
+            assert engine.state_written(wait=True)
+            expected = sampled_as_scored(engine, few)
+            engine.train(train_rows(expected, few), grpo_loss_fn)
+            now = scored(engine, "actor", ROWS[:1])
+            sampled_as_scored(engine, few)
+            engine.save(str(saved))
+            engine.load_state(state)
+            assert apart(scored(engine, "actor", ROWS[:1]), now) > 1e-3
+            assert tokens_of(sampled_as_scored(engine, few)) == tokens_of(expected)
+        with engine_of(base_folder, replace(adapters, init_from=str(saved)), optimizer=None) as other:
+            assert apart(scored(other, "actor", ROWS[:1]), now) < 1e-5
+            sampled_as_scored(other, few)
+        with engine_of(base_folder, adapters, exact=True) as exact:
+            assert all(module.below is None for module in modules_of(exact, Adapter))
+
+
+def sampled_as_scored(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
+    """A rollout by one product for each layer, whose log-probabilities are those of the model."""
+    for module in modules_of(engine, Linear):
+        assert module.adapter is not None
+        assert module.adapter.below is not None
+        assert module.weight.data_ptr() == module.adapter.below[0].data_ptr()  # it is in memory once
+    with mock.patch.object(Adapter, "first_product", side_effect=AssertionError("two products")):
+        outputs = rollout(engine, requests)
+    rows = train_rows(outputs, requests)
+    expected = scored(engine, "actor", [row.tokens for row in rows])
+    for row, logprobs in zip(rows, expected, strict=True):
+        torch.testing.assert_close(row.logprobs[-3:], logprobs[-3:], atol=1e-5, rtol=0)
+    return outputs
+
+
+def modules_of(engine: Engine, kind: type[T]) -> list[T]:
+    model = engine._workers.worker.actor  # type: ignore[attr-defined]
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
 @torch.no_grad()
 def hidden_of(model: Transformer) -> Tensor:
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -356,6 +420,8 @@ def _rank_main(rank: int, meeting: str) -> None:
     [
         "compare_kernel",
         "compare_sampled",
+        "compare_sampled_gelu",
+        "compare_engine",
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_shared", "compare_two_ranks")),
     ],
 )

@@ -192,7 +192,8 @@ class Roles:
 
     def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
         add_adapters(model, lora.adapters)
-        make_room(model)
+        if not self.spec.exact:  # which computes each product by itself
+            make_room(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return

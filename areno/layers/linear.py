@@ -46,7 +46,7 @@ class Linear(nn.Module):
         """y = x W^T with what the adapter adds."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
-    def below(self) -> Adapter | None:
+    def adapter_below(self) -> Adapter | None:
         """The adapter whose first product is computed along with the layer's; see there."""
         return self.adapter if self.adapter is not None and self.adapter.is_below else None
 
@@ -108,7 +108,7 @@ class ColumnParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
         """(N, I), or (n, I) if split, to (N, O)."""
         x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
-        if (adapter := self.below()) is not None:
+        if (adapter := self.adapter_below()) is not None:
             return adapter.add_below(adapter.with_first_product(x_NI))
         if self.unsplit is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
@@ -137,7 +137,7 @@ class RowParallelLinear(Linear):
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         """(N, I) to (N, O), or to (n, O) if split. Not `whole`: this rank's part of the sum, without the bias."""
-        adapter = self.below()
+        adapter = self.adapter_below()
         if adapter is None:
             y_NO = self._adapted(self.product(x_NI), x_NI)
         else:

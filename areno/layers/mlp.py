@@ -40,7 +40,8 @@ class GatedMLP(nn.Module):
         """
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
-        if (adapter := self.gate_up.below()) is not None:
+        if (adapter := self.gate_up.adapter_below()) is not None:
+            assert not split, "sampling divides no tokens"
             both_NX = adapter.with_first_product(x_ND)
             return self.down(adapter.swiglu_below(both_NX, self.gelu), split, whole), both_NX, ()
         gate_up_N2I = self.gate_up(x_ND, split)

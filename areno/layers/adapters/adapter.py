@@ -102,7 +102,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def make_room(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Move the layer's weights to where A has room below them. Nothing without Triton, or a device."""
+        """Move the layer's weights to where A has room below them. Nothing without Triton, or a device.
+
+        Not for a layer whose products are to be `in_order`.
+        """
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
         n_out = len(weight_OI)
@@ -126,7 +129,7 @@ class Adapter(nn.Module):
     @property
     def is_below(self) -> bool:
         """Whether the layer's product is to be `with_first_product`."""
-        return self.below is not None and _is_sampling and self.on and not self.in_order
+        return self.below is not None and _is_sampling and self.on
 
     def with_first_product(self, x_NI: Tensor) -> Tensor:
         """x W^T (with the bias where outputs are divided) and x A^T side by side, (N, O + R or more)."""
