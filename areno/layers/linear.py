@@ -109,7 +109,7 @@ class ColumnParallelLinear(Linear):
         """(N, I), or (n, I) if split, to (N, O)."""
         x_NI = self.tp.join(x_NI) if split else self.tp.copy_in(x_NI)
         if (adapter := self.adapter_below()) is not None:
-            return adapter.add_below(adapter.with_first_product(x_NI))
+            return adapter.output(x_NI)
         if self.unsplit is None:
             return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.product(x_NI)  # with the bias, a library would round once or twice by the number of rows
@@ -138,10 +138,7 @@ class RowParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         """(N, I) to (N, O), or to (n, O) if split. Not `whole`: this rank's part of the sum, without the bias."""
         adapter = self.adapter_below()
-        if adapter is None:
-            y_NO = self._adapted(self.product(x_NI), x_NI)
-        else:
-            y_NO = adapter.add_below(adapter.with_first_product(x_NI))
+        y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
         if not whole:
             return y_NO
         y_NO = self.tp.sum_out(y_NO) if split else self.tp.reduce_out(y_NO)

@@ -128,7 +128,7 @@ class Adapter(nn.Module):
 
     @property
     def is_below(self) -> bool:
-        """Whether the layer's product is to be `with_first_product`."""
+        """Whether the layer's own product is left to `output`, or `with_first_product`."""
         return self.below is not None and _is_sampling and self.on
 
     def with_first_product(self, x_NI: Tensor) -> Tensor:
@@ -136,13 +136,13 @@ class Adapter(nn.Module):
         assert self.below is not None
         return F.linear(x_NI, *self.below)
 
-    def add_below(self, both_NX: Tensor) -> Tensor:
-        """The layer's output (N, O), of `with_first_product`."""
+    def output(self, x_NI: Tensor) -> Tensor:
+        """What the layer and the adapter give together, (N, O)."""
         assert self._tiles_of_all is not None
-        return add_below(both_NX, self.b, self._tiles_of_all, self.scaling, self._n_out)
+        return add_below(self.with_first_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_below(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """silu(gate) * up, (N, O / 2), where the layer's output is gate and up side by side."""
+        """silu(gate) * up, (N, O / 2), of `with_first_product` where the layer gives gate and up side by side."""
         return swiglu_below(both_NX, self.b, self.places, self.scaling, self._n_out, gelu)
 
     # What the fused layers call, outside autograd.
