@@ -420,9 +420,10 @@ def _rank_main(rank: int, meeting: str) -> None:
     [
         "compare_kernel",
         "compare_sampled",
-        "compare_sampled_gelu",
-        "compare_engine",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("compare_fused", "compare_shared", "compare_two_ranks")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("compare_sampled_gelu", "compare_engine", "compare_fused", "compare_shared", "compare_two_ranks")
+        ),
     ],
 )
 def test_interpreted(name: str) -> None:
