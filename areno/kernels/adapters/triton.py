@@ -12,7 +12,7 @@ from torch import Tensor
 
 from areno.kernels import early
 from areno.kernels.adapters.places import TILE, Place
-from areno.kernels.elementwise.triton_swiglu import turned
+from areno.kernels.elementwise.triton_swiglu import activated
 
 _MANY = 1024  # rows of y, above which a program takes more of them
 
@@ -31,10 +31,9 @@ def add_below(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n
 def _add_up(
     y_NO: Tensor, out_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, is_early: bool = False
 ) -> Tensor:
-    n_rows, rank = len(out_NO), b_SR.shape[1]
-    rows, n_warps = _rows(n_rows)
+    n_rows, sizes = len(out_NO), _sizes(len(out_NO), b_SR.shape[1])
     if n_rows:
-        _add_up_kernel[(triton.cdiv(n_rows, rows), len(tiles_T4))](
+        _add_up_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), len(tiles_T4))](
             y_NO,
             out_NO,
             h_NR,
@@ -45,11 +44,7 @@ def _add_up(
             y_NO.stride(0),
             out_NO.stride(0),
             h_NR.stride(0),
-            RANK=rank,
-            ROWS=rows,
-            COLUMNS=TILE,
-            INPUTS=_inputs(rank),
-            num_warps=n_warps,
+            **sizes,
             **(early.options(y_NO.device) if is_early else {}),
         )
     return out_NO
@@ -61,10 +56,10 @@ def swiglu_below(
     """`swiglu` of `add_below`, (N, I), without its result in between; n_columns are 2 I."""
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
-    rows, n_warps = _rows(n_rows)
+    sizes = _sizes(n_rows, rank)
     gate, up = (_half(places, first, rank) for first in (0, inner))
     if n_rows:
-        _swiglu_below_kernel[(triton.cdiv(n_rows, rows), triton.cdiv(inner, TILE))](
+        _swiglu_below_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(inner, TILE))](
             both_NX,
             out_NI,
             both_NX[:, n_columns:],
@@ -75,26 +70,20 @@ def swiglu_below(
             inner,
             gate[0],
             up[0],
-            RANK=rank,
             GATE_H=gate[1],
             UP_H=up[1],
             GELU=gelu,
-            ROWS=rows,
-            COLUMNS=TILE,
-            INPUTS=_inputs(rank),
-            num_warps=n_warps,
+            **sizes,
             **early.options(both_NX.device),
         )
     return out_NI
 
 
-def _rows(n_rows: int) -> tuple[int, int]:
-    """Of a program, and its warps. With more rows for each warp, registers spill."""
-    return (16, 4) if n_rows <= _MANY else (32, 8)
-
-
-def _inputs(rank: int) -> int:
-    return max(16, min(64, triton.next_power_of_2(rank)))
+def _sizes(n_rows: int, rank: int) -> dict[str, int]:
+    """Of a program of either kernel, and its warps. With more rows for each warp, registers spill."""
+    rows, n_warps = (16, 4) if n_rows <= _MANY else (32, 8)
+    inputs = max(16, min(64, triton.next_power_of_2(rank)))
+    return {"RANK": rank, "ROWS": rows, "COLUMNS": TILE, "INPUTS": inputs, "num_warps": n_warps}
 
 
 def _half(places: tuple[Place, ...], first: int, rank: int) -> tuple[int, int]:
@@ -207,5 +196,4 @@ def _swiglu_below_kernel(
     if UP_H >= 0:
         total = _product(h_place + UP_H, b_of_up, first_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
         up = (up + scaling * total).to(dtype).to(tl.float32)
-    silu = (gate * tl.sigmoid(turned(gate) if GELU else gate)).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row[:, None] * n_inner + column[None, :], (silu * up).to(dtype), mask=inside)
+    tl.store(out_ptr + row[:, None] * n_inner + column[None, :], activated(gate, up, out_ptr, GELU), mask=inside)

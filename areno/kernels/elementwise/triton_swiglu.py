@@ -31,9 +31,17 @@ def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool = False) ->
 
 
 @triton.jit
-def turned(gate):
+def _turned(gate):
     """2 sqrt(2 / pi) (x + 0.044715 x^3): x times its sigmoid is the tanh form of GELU (arXiv 1606.08415)."""
     return gate * (1.5957691216057308 + 0.0713548162726 * gate * gate)
+
+
+@triton.jit
+def activated(gate, up, out_ptr, GELU: tl.constexpr):
+    """silu(gate) * up, rounded after each step to what out_ptr points to."""
+    dtype = out_ptr.dtype.element_ty
+    silu = (gate * tl.sigmoid(_turned(gate) if GELU else gate)).to(dtype).to(tl.float32)
+    return (silu * up).to(dtype)
 
 
 @triton.jit
@@ -44,9 +52,7 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.co
     place = gate_up_ptr + row * (2 * inner) + column
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + inner, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(turned(gate) if GELU else gate)
-    silu = (gate * sigmoid).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * inner + column, (silu * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * inner + column, activated(gate, up, out_ptr, GELU), mask=inside)
 
 
 @triton.jit
@@ -61,7 +67,7 @@ def _swiglu_backward_kernel(
     gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + place + inner, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + row * inner + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(turned(gate) if GELU else gate)
+    sigmoid = tl.sigmoid(_turned(gate) if GELU else gate)
     silu = (gate * sigmoid).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * inner + column, (silu * up).to(dtype), mask=inside)
     slope = gate
