@@ -325,7 +325,8 @@ def command(*overrides, **more):
 def test_a_run_on_a_terminal(tmp_path):
     """From its first line to the next commands; what the log has is on the terminal only where it tells something."""
     terminal = Terminal()
-    overrides = ["total_train_steps=6", "evaluator.freq_steps=2", "valid_dataset.max_rows=20"]
+    # Enough samples that the display, which may take little of a run, has time for pictures before the last step.
+    overrides = ["total_train_steps=6", "evaluator.freq_steps=2", "valid_dataset.max_rows=20", "gconfig.n_samples=64"]
     given = command(*overrides)
     place = os.ttyname(terminal.end)
     run = warm_python.commands().start(given["args"][1:], tmp_path, given["env"], tmp_path / "stdout", place)
