@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Chunk = list[tuple[int, bytes]]
 
 _MOST_TRACEBACK = 4000  # characters of a message
+_BUILT_IN = Path(os.path.realpath(__file__)).parent / "built_in"
 
 
 @dataclass(frozen=True)
@@ -63,19 +64,26 @@ def serve(connection: Connection) -> None:
         raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
     scorer = _Scorer(connection, loaded, timeout_s, copies, tells)
     connection.send(("ready", scorer.is_async))
+    for function in loaded:
+        if function.warm_up is not None:
+            function.warm_up()
     while True:
         scorer.score(connection.recv())
 
 
 @dataclass
 class _Function:
-    """A function that has been loaded. path: its file; None for one of a script."""
+    """A function that has been loaded. path: its file; None for one of a script.
+
+    warm_up: makes its first calls as fast as later ones; None, but of some built-in functions.
+    """
 
     call: Callable[[Any], Any]
     name: str
     weight: float
     path: Path | None
     is_async: bool
+    warm_up: Callable[[], None] | None
 
 
 def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
@@ -83,6 +91,7 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
     for source in functions:
+        warm_up = None
         try:
             if isinstance(source.code, bytes):
                 function, name, path = unpickle(source.code, key), source.name or "reward_fn", None
@@ -91,10 +100,12 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
                 if file not in modules:
                     modules[file] = load_module(file, key)
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
+                if path.parent == _BUILT_IN:
+                    warm_up = getattr(modules[file], "warm_up", None)
             with contextlib.suppress(ValueError):  # some callables have no signature to look at
                 inspect.signature(function).bind(None, **source.options)
             call = partial(function, **source.options) if source.options else function
-            loaded.append(_Function(call, source.name, source.weight, path, is_async(function)))
+            loaded.append(_Function(call, source.name, source.weight, path, is_async(function), warm_up))
         except ArenoError as error:
             problems += error.problems
         except TypeError as error:

@@ -14,6 +14,7 @@ It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import signal
@@ -83,6 +84,13 @@ def reward_fn(record: Any) -> float:
             f"of at most {_MAX_ANSWER} characters"
         )
     return float(_limited(lambda: _first_true(_is_right, texts, [_ascii(record.completion)])))
+
+
+def warm_up() -> None:
+    """Score answers of some kinds. The first of a kind takes up to 0.2 s: math-verify and sympy import as they go."""
+    for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
+        with contextlib.suppress(Exception):  # a run would see it with its own answers
+            _limited(partial(_is_right, solution, f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
