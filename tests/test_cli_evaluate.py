@@ -77,6 +77,17 @@ def test_a_model_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [json.loads(line)["solutions"] for line in lines] == ["19", "20", "21", "22"]
 
 
+def test_a_run_that_evaluates_as_it_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-name=quickstart", *SHORT, "valid_dataset=null", f"cluster.fileroot={folder / 'outputs'}"]
+    words += ["eval_gconfig=null", "experiment_name=same", "gconfig.max_new_tokens=3", "gconfig.ignore_eos=true"]
+    assert run(get_algorithm("gspo"), "areno", words) == 0
+    options = ["--data", "rows.jsonl", "--n-samples", "3", "gconfig.stop=[x]"]
+    found = evaluated(capsys, "outputs/same/t", *options)
+    assert (found["num_sequences"], found["response_len_mean"]) == (12, 3)
+    sampling = RunReader(Path(found["answers"]).parent).config["eval_gconfig"]
+    assert (sampling["greedy"], sampling["stop"]) == (False, ["x"])
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -146,8 +146,9 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
         algorithm, given = get_algorithm(recipe_of(of_run)), settings_of(of_run)
         groups = [] if given.get("valid_dataset") or not arguments.data else ["valid_dataset=default"]
         uses = {line.partition(".")[0] for line in settings}
-        if "eval_gconfig" in uses and not given.get("eval_gconfig"):
+        if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run samples as in training then
             groups.append("eval_gconfig=greedy")
+            groups += [f"eval_gconfig.{name}=${{gconfig.{name}}}" for name in given["gconfig"]]
         with told_version(of_run):
             config = load(algorithm.config, "config", [*groups, *settings], of_run)
     else:
