@@ -20,6 +20,7 @@ from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.processes.inline import InlineGroup
+from areno.engine.processes.local import on_this_machine
 from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
@@ -91,6 +92,13 @@ def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folde
         assert train(group, sft_loss_fn)["skipped_steps"] == 0
         pid = process.pid
     assert not alive(pid)
+
+
+def test_a_worker_that_nobody_waits_for_any_more_ends_without_a_traceback(folder: Path) -> None:
+    """The driver was interrupted while its workers came up. Python reports an exception with exit code 1."""
+    with contextlib.closing(on_this_machine(spec(folder))) as processes:
+        processes._pipes[0].close()
+        assert processes.exit_codes(0, timeout=60) == {0: 0}
 
 
 def test_functions_that_exist_only_here_travel(group: SpawnedGroup) -> None:

@@ -52,8 +52,10 @@ def worker_main(
         pulse.has_done(decodes=False)
         pipe.send(Reply(0))
     except Exception as error:
-        pipe.send(Reply(0, error=portable(error, rank)))
-        _leave(1)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            pipe.send(Reply(0, error=portable(error, rank)))
+            _leave(1)
+        _leave(0)  # the driver closed the group meanwhile, such as on Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     if context.leads:
         threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
