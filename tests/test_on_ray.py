@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack, nullcontext
@@ -12,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from ray_cluster import ENVIRONMENT, needs_ray
 from test_docs import blocks, run_here
 
 from areno.api import get_algorithm
@@ -239,6 +242,21 @@ def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
+
+
+@needs_ray
+def test_a_token_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    """A client of Ray that is to use a token and has none ends its process, with a stack of C++."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": f"127.0.0.1:{server.getsockname()[1]}"}
+        variables |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ""}
+        command = [sys.executable, "-c", "from areno.engine.processes.on_ray import cluster; cluster.connect(1)"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(
+        "cannot be joined: it asks for a token: set RAY_AUTH_MODE=token, and put the token of its first node into "
+        "~/.ray/auth_token"
+    ), done.stderr
 
 
 PAGE = Path(__file__).parents[1] / "docs/many_machines.md"
