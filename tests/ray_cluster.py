@@ -17,7 +17,7 @@ from areno.engine.processes.on_ray.cluster import QUIET
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
 
 # So that Ray stays on the loopback device, and sees in seconds that a node is gone.
-_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **QUIET}
+ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", **QUIET}
 _SYSTEM = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
@@ -74,7 +74,7 @@ def _runs(pid: int, *words: bytes) -> bool:
 def two_nodes() -> Iterator[TwoNodes]:
     """The cluster that RAY_ADDRESS names meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _ENVIRONMENT.items():
+        for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         cluster = TwoNodes()
         try:

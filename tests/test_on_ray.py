@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from ray_cluster import ENVIRONMENT, needs_ray
 from test_docs import blocks, run_here
 
 from areno.api import get_algorithm
 from areno.api.inputs import devices
+from areno.api.trainer import Trainer
+from areno.api.trainers.setup import Setup
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes.on_ray import cluster, processes
 from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
 from areno.engine.processes.on_ray.host import NodeReport, interface_of, leave_sign, versions
 from areno.engine.processes.on_ray.processes import check_folders, check_versions
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import CheckpointError, ConfigError, EngineError
+from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
 
 BIG, SMALL, HEAD = Node("a", "10.0.0.1", 8, 64), Node("b", "10.0.0.2", 4, 32), Node("c", "10.0.0.3", 0, 16)
@@ -146,6 +154,33 @@ def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatc
     assert not processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
 
 
+@pytest.mark.parametrize(("scheduler", "retries", "tries"), [("ray", 1, 2), ("ray", 0, 1), ("local", 1, 1)])
+def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, retries: int, tries: int
+) -> None:
+    trainers: list[Any] = []
+
+    def from_plan(*_: Any) -> Any:
+        trainer = MagicMock()
+        trainer.__exit__.return_value = False
+        if not trainers:
+            trainer.__enter__.return_value.init.side_effect = WorkerLost("node b was lost")
+        trainers.append(trainer)
+        return trainer
+
+    monkeypatch.setattr(Trainer, "from_plan", from_plan)
+    config = SimpleNamespace(scheduler=SchedulerConfig(type=scheduler))
+    run = SimpleNamespace(clock=None, may_restart=bool(retries), recovery=MagicMock())
+    with ExitStack() as stack:
+        with pytest.raises(WorkerLost) if tries == 1 else nullcontext():
+            trainer = Setup._load(cast(Any, SimpleNamespace(config=config, run=run)), stack, cast(Any, None), {})
+            assert trainer is trainers[1].__enter__.return_value
+            assert not trainers[1].__exit__.called, "it stays open"
+        assert len(trainers) == tries
+        assert trainers[0].__exit__.called, "nothing of the first is left"
+        assert run.recovery.count.call_count == tries - 1
+
+
 def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:
     return NodeReport("a", host, {**versions(), **other}, list(missing))
 
@@ -207,6 +242,21 @@ def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
+
+
+@needs_ray
+def test_a_token_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    """A client of Ray that is to use a token and has none ends its process, with a stack of C++."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": f"127.0.0.1:{server.getsockname()[1]}"}
+        variables |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ""}
+        command = [sys.executable, "-c", "from areno.engine.processes.on_ray import cluster; cluster.connect(1)"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith(
+        "cannot be joined: it asks for a token: set RAY_AUTH_MODE=token, and put the token of its first node into "
+        "~/.ray/auth_token"
+    ), done.stderr
 
 
 PAGE = Path(__file__).parents[1] / "docs/many_machines.md"

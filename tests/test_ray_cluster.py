@@ -122,6 +122,29 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
     assert differences(expected) == []
 
 
+def test_a_node_that_is_lost_while_models_load_is_waited_for(
+    nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, start, calls = processes.RayProcesses._place, processes.RayProcesses._start, []
+
+    def placing(group: Any, again: bool) -> None:
+        nodes.complete()
+        place(group, again)
+
+    def losing(group: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            nodes.lose_node()
+        start(group)
+
+    monkeypatch.setattr(processes.RayProcesses, "_place", placing)
+    monkeypatch.setattr(processes.RayProcesses, "_start", losing)
+    assert go("gspo", *ON_TWO, "total_train_steps=1") == 0
+    lines = all_lines()
+    assert "was lost" in lines
+    assert "starting the workers again (1 of recover.retries=3)" in lines
+
+
 def test_a_run_ends_on_the_node_that_is_left(nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, calls = Engine.train, []
 
@@ -193,7 +216,7 @@ def train_rows_of_one() -> list[Any]:
 
 
 def test_what_cannot_be_placed_is_one_line(
-    nodes: TwoNodes, folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: TwoNodes, folder: Path, capfd: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     three = ["scheduler.type=ray", "cluster.n_nodes=3", "scheduler.setup_timeout=0", "engine.device=cpu"]
     assert go("gspo", *three) == 2
@@ -205,6 +228,7 @@ def test_what_cannot_be_placed_is_one_line(
     with pytest.raises(CheckpointError, match=r"actor\.path: node 127\.0\.0\.1 has no /nowhere/model; each node reads"):
         Engine(on_two(Path("/nowhere/model")), "ray")
     monkeypatch.setattr(processes, "_RESERVE_S", 0.5)
+    caplog.set_level("INFO", "areno")
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -213,6 +237,7 @@ def test_what_cannot_be_placed_is_one_line(
     try:
         with pytest.raises(EngineError, match=r"but others use them: 2 nodes with 1 CPU each wanted, 1 CPUs are free"):
             Engine(on_two(model_folder(folder)), "ray")
+        assert "for 2 nodes with 1 CPU each, which others use; of the Ray cluster 1 CPUs are free in all" in caplog.text
     finally:
         remove_placement_group(others)
 

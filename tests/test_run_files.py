@@ -58,6 +58,18 @@ def test_files_are_cut_back_to_a_step(tmp_path):
     assert [step for step, *_ in kill_runs.events(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_samples_that_are_being_written_are_no_part_of_a_state(tmp_path, monkeypatch):
+    """Their step may be another than that of the state, and the file has its name before it can be opened."""
+    files = RunFiles(tmp_path)
+    session(files, range(1, 2))
+    (tmp_path / "rollouts/000002.tmp").write_text("half")
+    synced = []
+    monkeypatch.setattr("areno.tracking.files.run_files.sync", lambda path: synced.append(path.name))
+    files.sync()
+    assert synced.count("000001.jsonl") == 3
+    assert "000002.tmp" not in synced
+
+
 def test_a_tensorboard_that_has_read_later_steps_drops_them(tmp_path):
     """It keeps the points in memory, and the files that it has read to their end do not grow again."""
     files = RunFiles(tmp_path)

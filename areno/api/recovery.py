@@ -148,15 +148,19 @@ class Recovery(AbstractContextManager["Recovery"]):
         """Whether the workers may be started again in this process."""
         return self.is_on and self._n_restarts < self.config.recover.retries
 
-    def restart(self, lost: WorkerLost) -> None:
-        """Start the workers again, as they were loaded first. `load` is to follow."""
-        assert self._engine is not None
+    def count(self, lost: WorkerLost) -> None:
+        """Say that the workers are started again, and that this was one of the times."""
         self._n_restarts += 1
-        self._begun_at, self.goes_on = self.files.sizes(), True
         logger.warning("%s", lost)
         logger.warning(
             "starting the workers again (%d of recover.retries=%d)", self._n_restarts, self.config.recover.retries
         )
+
+    def restart(self, lost: WorkerLost) -> None:
+        """Start the workers again, as they were loaded first. `load` is to follow."""
+        assert self._engine is not None
+        self._begun_at, self.goes_on = self.files.sizes(), True
+        self.count(lost)
         self._engine().restart()
         self.writer.poll(wait=True)  # of a state under way it is now known whether all ranks had written it
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.engine.spec import RoleSpec
-from areno.errors import ConfigError, all_of
+from areno.errors import ConfigError, WorkerLost, all_of
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
 from areno.tracking.services.tracker import check_services
@@ -103,11 +103,24 @@ class Setup(Generic[Config]):
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once))
-            self.trainer = stack.enter_context(Trainer.from_plan(plan, self.run.clock))
-            self.trainer.init()
-            if at_once:
-                self.trainer.ensure_roles(at_once)
+            self.trainer = self._load(stack, plan, at_once)
             self._resources = stack.pop_all()
+
+    def _load(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
+        """The trainer with its models. On a cluster, the loss of a node meanwhile counts for recover.retries."""
+        while True:
+            try:
+                with ExitStack() as trying:
+                    trainer = trying.enter_context(Trainer.from_plan(plan, self.run.clock))
+                    trainer.init()
+                    if roles:
+                        trainer.ensure_roles(roles)
+                    stack.push(trying.pop_all())
+                    return trainer
+            except WorkerLost as lost:
+                if self.config.scheduler.type == "local" or not self.run.may_restart:
+                    raise
+                self.run.recovery.count(lost)
 
     def _open_rewards(self, stack: ExitStack, reward_fn: RewardFns | None) -> RewardPool | None:
         """Start the reward processes, which import the user's file while the data is read. None without a function."""

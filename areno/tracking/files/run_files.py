@@ -28,7 +28,7 @@ class RunFiles:
         """Put on the disk for good what `sizes` counts, and the samples since the last call."""
         for _, path in self._growing():
             sync(path)
-        for path in self._samples():
+        for path in self._samples(unfinished=False):  # which the next step may be writing meanwhile
             if (changed_at := path.stat().st_mtime_ns) > self._synced_at:
                 self._synced_at = changed_at
                 sync(path)
@@ -49,9 +49,10 @@ class RunFiles:
             if path.suffix == ".tmp" or (path.suffix == ".jsonl" and path.stem.isdecimal() and int(path.stem) > step):
                 remove(path)
 
-    def _samples(self) -> list[Path]:
-        """The files of a step each, oldest first."""
-        found = [path for path in (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*")) if path.is_file()]
+    def _samples(self, unfinished: bool = True) -> list[Path]:
+        """The files of a step each, oldest first. unfinished: also those that have not got their name yet."""
+        found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
+        found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def _growing(self) -> Iterator[tuple[str, Path]]:

@@ -97,12 +97,10 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
             is_there = address is not None and _is_there(address)
             if given and not is_there:  # Ray would try for minutes
                 raise ConnectionError("nothing answers there")
-            if given:
-                _check_token(str(address))
             if is_there:
-                ray.init(
-                    address=given, **quiet
-                )  # one that it finds by itself may need a token, which it finds then, too
+                if given or "RAY_AUTH_MODE" in os.environ:  # without both, Ray finds the token of the cluster it finds
+                    _check_token(str(address))
+                ray.init(address=given, **quiet)
                 return
         except Exception as error:  # Ray raises what its transport does
             said = " ".join(str(error).split())[:300]
@@ -123,10 +121,12 @@ def _is_there(address: str) -> bool:
 
 def _check_token(address: str) -> None:
     """ConnectionError where the cluster does not let this process in, of which Ray would say nothing for long."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray.exceptions import AuthenticationError
 
     raylet: Any = importlib.import_module("ray._raylet")  # without type hints
     try:
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without one would abort the process
         raylet.GcsClient(address=address)
     except AuthenticationError as error:
         raise ConnectionError(

@@ -42,7 +42,7 @@ _FORGET_S = 60.0  # for Ray to see that a node is gone which is known to be: it 
 # Variables of the driver that workers get, where their node does not set them.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
 
-_lost_nodes: set[str] = set()  # ids of nodes that this process knows to be gone
+_lost_nodes: set[str] = set()  # ids of nodes of which this process knows that they are gone, or may be
 
 
 @dataclass
@@ -77,6 +77,7 @@ class RayProcesses:
             self._place(again)
             self._start()
         except self._ray.exceptions.RayError as error:
+            _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
             raise WorkerLost("a node was lost while its workers started: {}", _said(error)) from error
         except BaseException:
@@ -90,7 +91,7 @@ class RayProcesses:
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = cluster.wanted(kind, n_nodes, n_each)
-        if again:
+        if _lost_nodes:
             cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone")
         found = cluster.wait_for(lambda found: cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what)
         spread = cluster.has_room(found, kind, n_nodes, n_each)
@@ -113,16 +114,20 @@ class RayProcesses:
 
         bundle = {cluster.resource(kind): float(n_each)}
         self._group = placement_group([bundle] * self.spec.n_nodes, strategy=strategy)
-        deadline = time.monotonic() + max(_RESERVE_S, self.spec.setup_timeout)
+        seconds, told = max(_RESERVE_S, self.spec.setup_timeout), False
+        deadline = time.monotonic() + seconds
         while not self._group.wait(1):
             heartbeat.beat()
+            what, free = cluster.wanted(kind, self.spec.n_nodes, n_each), sum(cluster.free_devices(kind).values())
+            if not told:
+                text = "waiting up to %g s for %s, which others use; of the Ray cluster %d %ss are free in all"
+                logger.info(text, seconds, what, free, cluster.resource(kind))
+                told = True
             if time.monotonic() > deadline:
-                free = int(self._ray.available_resources().get(cluster.resource(kind), 0))
                 raise EngineError(
                     "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all; wait for them, or "
                     "lower {}",
-                    cluster.described(found), cluster.wanted(kind, self.spec.n_nodes, n_each), free,
-                    cluster.resource(kind), Key("cluster.n_nodes"),
+                    cluster.described(found), what, free, cluster.resource(kind), Key("cluster.n_nodes"),
                 )  # fmt: skip
         ids = placement_group_table(self._group)["bundles_to_node_id"]
         hosts = {node.id: node.host for node in cluster.nodes()}
@@ -150,7 +155,10 @@ class RayProcesses:
                 sign.unlink(missing_ok=True)
         check_versions(reports)
         check_folders(self.spec, reports, signs)
-        hosts = [report.host for report, node in zip(reports, self._nodes, strict=True) for _ in node.ranks]
+        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
+            node.id, node.host = report.id, report.host
+            _lost_nodes.discard(node.id)
+        hosts = [node.host for node in self._nodes for _ in node.ranks]
         self.spec = spec = replace(self.spec, hosts=tuple(hosts))
         self.counters = [0] * (FIELDS * spec.world_size)
         port = self._ray.get(_ask(self._nodes[0].actor.listen, hosts[0]), timeout=_START_S)
