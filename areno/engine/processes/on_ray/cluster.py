@@ -121,9 +121,11 @@ def _is_there(address: str) -> bool:
 
 def _check_token(address: str) -> None:
     """ConnectionError where the cluster does not let this process in, of which Ray would say nothing for long."""
-    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-    from ray.exceptions import AuthenticationError
-
+    try:
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray.exceptions import AuthenticationError
+    except ImportError:  # another release of Ray has them elsewhere, and says in its own words what is wrong
+        return
     raylet: Any = importlib.import_module("ray._raylet")  # without type hints
     try:
         ensure_token_if_auth_enabled(create_token_if_missing=False)  # a client without one would abort the process
