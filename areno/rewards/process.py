@@ -101,7 +101,7 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
                     modules[file] = load_module(file, key)
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
                 if path.parent == _BUILT_IN:
-                    warm_up = getattr(modules[file], "warm_up", None)
+                    warm_up = vars(modules[file]).get("warm_up")
             with contextlib.suppress(ValueError):  # some callables have no signature to look at
                 inspect.signature(function).bind(None, **source.options)
             call = partial(function, **source.options) if source.options else function

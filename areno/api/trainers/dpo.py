@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from areno.api.attended import attended
+from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows

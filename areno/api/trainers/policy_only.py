@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from areno.api.attended import attended
 from areno.api.rollout.by_sample import joined, set_advantages
 from areno.api.rollout.collect import collect
 from areno.api.rollout.log import log_rollout, log_samples
+from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.update import correct, rows_of, update_policy
 from areno.config.experiments import PolicyExperimentConfig

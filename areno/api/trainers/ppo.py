@@ -6,10 +6,10 @@ import logging
 
 import numpy as np
 
-from areno.api.attended import attended
 from areno.api.rollout.by_sample import joined, set_advantages
 from areno.api.rollout.collect import collect
 from areno.api.rollout.log import log_rollout, log_samples
+from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
 from areno.api.trainers.rows import token_rows, trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areno.api.attended import attended
+from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RowLoop
 from areno.api.trainers.measure_loss import measure_loss
 from areno.api.trainers.rows import token_rows
