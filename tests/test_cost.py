@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
+from areno.engine.decoder.kv.kv_cache import KVCache
 from areno.engine.decoder.kv.layout import KVLayout
-from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.state_cache import StateCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import AdamW

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.graphs import DecodeGraphs
+from areno.engine.decoder.kv.kv_cache import KVCache
 from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.decoder.kv.prefill_places import prefill_places
-from areno.engine.decoder.kv_cache import KVCache
 from areno.engine.decoder.scheduler import Chunk, Plan
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.state_cache import StateCache
