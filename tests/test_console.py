@@ -19,12 +19,12 @@ from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 
 @contextmanager
-def run_log(path):
+def run_log(path=None, shown=None):
     """A run's log where no host program listens. pytest itself does, and looks for that when a test starts."""
     logger = logging.getLogger("areno")
     logger.propagate = False
     try:
-        with RunLog(path):
+        with RunLog(path, console=shown):
             yield
     finally:
         logger.propagate = True
@@ -61,6 +61,19 @@ def test_lines(capsys, tmp_path):
         ]
         assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
         assert (tmp_path / "logs/run.log").read_text().splitlines() == lines
+
+
+def test_lines_of_several_validation_sets(capsys):
+    """The accuracy or loss of each, and every metric of their mean."""
+    with run_log(shown="lines"):
+        of_sets = {"eval/gsm8k/accuracy": 0.4, "eval/gsm8k/rewards_mean": 0.4, "eval/gsm8k/num_sequences": 8.0}
+        console.Console().log(3, {"eval/accuracy": 0.5, "eval/rewards_mean": 0.5, **of_sets, "eval/chat/loss": 2.0})
+        assert [line[9:] for line in capsys.readouterr().err.splitlines()] == [
+            "metric=eval_accuracy value=0.500000",
+            "metric=eval_rewards_mean value=0.500000",
+            "metric=eval_gsm8k_accuracy value=0.400000",
+            "metric=eval_chat_loss value=2.000000",
+        ]
 
 
 def test_progress_lines_are_rare_without_a_terminal(capsys, monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ logger = logging.getLogger("areno")
 _LABELS = {"rollout/rewards_mean": "reward_mean", "rollout/logprobs_mean": "rollout_logprob_mean"}
 # Of evaluations; they describe the answers, not how good they are.
 _WITHOUT_LINE = {"response_len_mean", "truncated", "num_sequences"}
+_OF_EACH_SET = {"accuracy", "loss"}  # where there are several; the lines of their mean have the other metrics
 
 # How the lines begin that say how a run stands; RunReader.status looks for them.
 STARTED, RESUMED, DONE, STOPPED = "epoch=", "going on after step", "done: ", "stopped in step "
@@ -69,9 +70,10 @@ class Console(Tracker):
             self._step, self._scalars = step, {}
         self._scalars |= scalars
         for name, value in scalars.items():
-            if name in _LABELS or (name.startswith("eval/") and name.rpartition("/")[2] not in _WITHOUT_LINE):
-                is_mean = name.startswith("eval/") and name.count("/") == 1  # not of one set among several
-                shown = OF_STEP if is_mean else IN_FULL
+            metric = name.rpartition("/")[2]
+            if name in _LABELS or (name.startswith("eval/") and metric not in _WITHOUT_LINE):
+                is_mean = name.count("/") == 1  # not of one set among several
+                shown = OF_STEP if name not in _LABELS and (is_mean or metric in _OF_EACH_SET) else IN_FULL
                 logger.info("metric=%s value=%.6f", _LABELS.get(name, name.replace("/", "_")), value, extra=shown)
         stats = {name.removeprefix("train/"): value for name, value in scalars.items() if name.startswith("train/")}
         if stats:
