@@ -104,6 +104,11 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "stats_logger.wandb.wandb_api_key: unknown key; it would be kept",
         ),
         ("ppo", "critic.use_lora=true", "critic.use_lora: unknown key; adapters are for the actor"),
+        (
+            "gspo",
+            "variant=m2po",
+            "actor.reduction: unknown key; it is a setting of grpo and ppo; variant=m2po sets it",
+        ),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],
 )

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm
-from areno.config.schema.build import build, with_defaults
+from areno.config.schema.build import with_defaults
 from areno.config.schema.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem, of_a_place
 from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
-from areno.launch.elsewhere import RECIPES, hint, listed
+from areno.launch.elsewhere import RECIPES, listed
 from areno.launch.sweeps.results import Sweep
 from areno.launch.sweeps.side_by_side import N_JOBS, JobFailed, SideBySide, shares
 from areno.tracking.run_log import RunLog
@@ -153,7 +153,7 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
         shown = shown[name]
     print(to_yaml(shown) if isinstance(shown, dict) else shown, end="" if isinstance(shown, dict) else "\n")
     try:
-        build(algorithm.config, composition.data, composition.problems, hint)
+        composition.build(algorithm.config)
     except ConfigError as error:
         wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
         if wrong:
@@ -165,7 +165,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
     from areno.tracking import new_run
 
     composition = session.compose()
-    config = build(algorithm.config, composition.data, composition.problems, hint)
+    config = composition.build(algorithm.config)
     if composition.output_dir is None:
         raise ConfigError("hydra.run.dir: does not resolve to a folder; experiment_name cannot be swept over, for one")
     output_dir, is_new = composition.output_dir, composition.output_dir in session.named_by_time
@@ -206,7 +206,7 @@ def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Pa
 
     with told_version(folder):
         composition = session.compose()
-        build(algorithm.config, composition.data, composition.problems, hint)
+        composition.build(algorithm.config)
     _run(algorithm, command, Job(composition, folder, session.overrides, None), resume.existing(folder), explicit=True)
 
 
@@ -271,7 +271,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
     from areno.launch import resume
 
     try:
-        config = build(algorithm.config, job.composition.data, job.composition.problems, hint)
+        config = job.composition.build(algorithm.config)
         if job.number is not None:
             _separate(config, job.number)
         earlier = resume.earlier_run(config, job.run_dir)

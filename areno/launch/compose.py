@@ -72,7 +72,12 @@ class Composition:
     data: dict[str, Any]
     raw: dict[str, Any]  # the same with interpolations and ??? as they are written
     problems: list[Problem]
+    variant: tuple[str, Path] | None = None  # the chosen one and its file
     output_dir: Path | None = None  # of the run or the sweep; None where the settings it is made of are wrong
+
+    def build(self, cls: type[T]) -> T:
+        """The checked configuration. Raises ConfigError that lists all problems."""
+        return build(cls, self.data, self.problems, lambda key: hint(key, self.variant))
 
 
 @dataclass
@@ -116,7 +121,7 @@ def load(cls: type[T], config_name: str, overrides: list[str] | None = None, con
     """The configuration that a recipe gets from `--config-name=config_name` and `overrides`. Raises ConfigError."""
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
-    return build(cls, composition.data, composition.problems, hint)
+    return composition.build(cls)
 
 
 @contextmanager
@@ -379,7 +384,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
         data = {str(key): value for key, value in _resolve(config, "", found)}
-        for group, choice in HydraConfig.get().runtime.choices.items():
+        choices = HydraConfig.get().runtime.choices
+        for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
                 data[group] = raw[group] = None
                 for name in (name for name, needed in NEEDS.items() if needed == group):
@@ -389,7 +395,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for key in self._command_line.deletions:
             if not (_delete(data, key) | _delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
-        return Composition(data, with_defaults(self.cls, {str(key): value for key, value in raw.items()}), found)
+        raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
+        file = library.variants(self.config_dir).get(choices.get("variant", ""))
+        return Composition(data, raw, found, (choices["variant"], file) if file else None)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:
         """What the command line says of a section that is null, or of one that needs this section."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
+
 from areno.api.algorithms import get_algorithm
 from areno.config.schema.fields import rows
 
@@ -30,12 +34,26 @@ NOT_HERE = {
 }
 
 
-def hint(key: str) -> str:
-    """The end of a message about the unknown setting `key`; "" where nothing is known of it."""
+def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
+    """The end of a message about the unknown setting `key`; "" where nothing is known of it.
+
+    variant: the chosen one and its file, which may be what sets it.
+    """
     if key in NOT_HERE:
         return f"; {NOT_HERE[key]}"
     names = [name for name in RECIPES if any(row.key == key for row in rows(get_algorithm(name).config))]
-    return f"; it is a setting of {listed(names)}" if names else ""
+    told = f"; it is a setting of {listed(names)}" if names else ""
+    return told + (f"; variant={variant[0]} sets it" if variant and _sets(variant[1], key) else "")
+
+
+def _sets(file: Path, key: str) -> bool:
+    """Whether a YAML file has a value for a dotted key."""
+    value = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def listed(names: list[str]) -> str:
