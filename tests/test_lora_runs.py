@@ -15,9 +15,11 @@ from resumed import folder_of, go, killed_after, whole
 from safetensors.torch import load_file
 from test_serve import Served
 
-from areno import ArenoConfig, SamplingParams, Trainer
+from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
 from areno.api import get_algorithm
 from areno.api.inputs.lora import lora_of
+from areno.api.inputs.plan import experiment_roles, plan_of_experiment
+from areno.api.inputs.roles import script_roles
 from areno.cli.main import main
 from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError
@@ -206,6 +208,11 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
     folder = of_gspo / "t/checkpoints/latest"
     with pytest.raises(ConfigError, match=r"actor\.path: .* holds adapters and no model; name the model"):
         trainer_of(path=str(folder))
+    with pytest.raises(ConfigError, match=r"ref\.path: .* holds adapters and no model; expected a whole model"):
+        experiment_roles(load(get_algorithm("dpo").config, "quickstart_dpo", [f"ref.path={folder}"]))
+    engine = plan_of_experiment(load(get_algorithm("gspo").config, "quickstart", ["engine.device=cpu"])).spec
+    with pytest.raises(ConfigError, match=r"roles\['judge'\]\.path: .* holds adapters"):
+        script_roles({"judge": ModelRole("judge", str(folder), False)}, engine)
     with pytest.raises(CheckpointError, match=r"actor\.init_lora_from: .* has no adapter_config\.json"):
         trainer_of(init_lora_from=MODEL)
     expected = r"/no/where does not exist; expected a local adapter folder or a hub id .*\(actor\.init_lora_from\)"

@@ -178,6 +178,17 @@ def model_folder(path: str, key: str) -> str:
         return str(resolve(existing_path(path) or path))
 
 
+def whole_model(path: str, key: str) -> str:
+    """As `model_folder`, for roles without adapters. ConfigError naming `key` where the folder holds only these."""
+    from areno.models.adapters.folder import is_adapter
+
+    folder = model_folder(path, key)
+    if is_adapter(folder):
+        text = "{} holds adapters and no model; expected a whole model, as {}=true saves it"
+        raise ConfigError(Problem(key, text, folder, Key("saver.merge_adapters")))
+    return folder
+
+
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a folder. Raises ConfigError naming tokenizer_path, CheckpointError for its config.json."""
     from transformers import AutoConfig, AutoTokenizer
@@ -293,16 +304,16 @@ def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
 def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
     """The models beside the actor that an experiment asks for. Their path is "" where it is the actor's own.
 
-    Raises CheckpointError naming the key.
+    Raises CheckpointError or ConfigError naming the key.
     """
     if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
-        return {"ref": RoleSpec(path=model_folder(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
+        return {"ref": RoleSpec(path=whole_model(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
     if not isinstance(config, PolicyExperimentConfig):
         return {}
 
     def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
         key = f"{name}.path"
-        path = model_folder(section.path, key) if section.path else ""
+        path = whole_model(section.path, key) if section.path else ""
         return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
 
     roles: dict[str, Callable[[], RoleSpec]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areno.api.inputs.plan import model_folder
+from areno.api.inputs.plan import whole_model
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import ConfigError, Problem
 from areno.types import ModelRole
@@ -61,7 +61,7 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
 
 def _spec(role: ModelRole, engine: EngineSpec) -> RoleSpec:
     key = f"roles[{role.name!r}].path"
-    folder = model_folder(str(role.path), key)
+    folder = whole_model(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
     optimizer = None
     if role.trainable:
