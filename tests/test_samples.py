@@ -10,6 +10,7 @@ import pytest
 from policy_runs import classifier, play
 from test_console import samples
 
+from areno import Trainer
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
@@ -113,6 +114,19 @@ def test_a_run_keeps_some_samples_of_each_step_or_all(tmp_path, count):
         assert [line["sample"] for line in group] == list(range(4))
         rewards, advantages = (np.array([line[name] for line in group]) for name in ("reward", "advantage"))
         assert np.allclose(advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-6), atol=1e-3)
+
+
+def test_equal_answers_have_equal_rewards(tmp_path, monkeypatch):
+    """Also where a reward model rounds differently at each place in a batch."""
+    monkeypatch.setattr(Trainer, "score_rewards", lambda self, role, rows: [1.0 + 1e-7 * n for n in range(len(rows))])
+    judged = ["reward.fn=null", f"reward.path={classifier(tmp_path / 'reward')}", "total_train_steps=1"]
+    play("gspo", tmp_path / "run", *judged)
+    rewards: dict[tuple[int, str], set[float]] = {}
+    lines = RunReader(tmp_path / "run").samples(1)
+    for line in lines:
+        rewards.setdefault((line["group"], line["completion"]), set()).add(line["reward"])
+    assert len(rewards) < len(lines)  # some are equal
+    assert [len(values) for values in rewards.values()] == [1] * len(rewards)
 
 
 def test_settings_that_say_two_things():

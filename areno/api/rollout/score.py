@@ -92,8 +92,11 @@ class Scorer(AbstractContextManager["Scorer"]):
         if any(own) or (outcomes is None and setup.config.reward.path is None):
             outcomes = add_own(records, outcomes, own)
         if setup.config.reward.path is not None:
-            scores = setup.trainer.score_rewards("reward", [_whole(sample) for sample, _ in asked.values()])
-            outcomes = add_scores(records, outcomes, scores)
+            # Equal ones once: rounding differs with the place in a batch, and a group of them has no better answer.
+            rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
+            distinct = list(dict.fromkeys(rows))
+            scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
+            outcomes = add_scores(records, outcomes, [scores[row] for row in rows])
         assert outcomes is not None
         for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
             sample.outcome = outcome
