@@ -1,0 +1,165 @@
+"""Each family with layers as wide as its models have, on CUDA: rollout, log-probabilities and gradient against
+transformers in float32. In bf16 ours may be as far from it as transformers' own bf16.
+
+On a CPU the same code runs with a tiny model, so that a fault of the test itself shows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_shape
+import torch
+import transformers
+from tiny_engine import Outputs, request, spec, train_rows
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.engine import Engine
+from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
+from areno.loss_fns import sft_loss_fn
+from areno.types import TrainSequence
+from tests.family_cases import CASES, SHAPE, TWO_ROPES
+
+# Prompts that share blocks, within a window and beyond it, and completions that leave it.
+REQUESTS = [
+    request(number, n_samples=n_samples, length=length, max_new_tokens=40, ignore_eos=True)
+    for number, (length, n_samples) in enumerate([(5, 3), (70, 8), (200, 2), (100, 1), (300, 8)])
+]
+TINY = [request(0, n_samples=3, length=20), request(1, length=40), request(2, n_samples=2)]
+WIDE = {
+    **SHAPE, "vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 5120, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "max_position_embeddings": 4096, "initializer_range": 0.03,
+}  # fmt: skip
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+# As in the models of each family: the size of a head, how many query heads share a key head, and what is rotated.
+REAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mistral": (transformers.MistralConfig, {"head_dim": 128, "sliding_window": 64}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 8, "intermediate_size": 2048}),
+    "phi3 mini": (
+        transformers.Phi3Config,
+        {"hidden_size": 1536, "num_key_value_heads": 16, "sliding_window": 127},  # heads of 96
+    ),
+    "phi4 mini": (
+        transformers.Phi3Config,
+        {
+            "hidden_size": 1536, "num_attention_heads": 12, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "num_hidden_layers": 3, "head_dim": 256, "num_attention_heads": 8, "query_pre_attn_scalar": 256,
+            "sliding_window": 64, "layer_types": WINDOWS, "rope_parameters": TWO_ROPES,
+            "tie_word_embeddings": False,  # tied ones of random numbers, scaled up, say the last token again
+        },
+    ),
+    "olmo2": (transformers.Olmo2Config, {"num_key_value_heads": 16}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {
+            "num_hidden_layers": 3, "num_key_value_heads": 16, "sliding_window": 64, "layer_types": WINDOWS,
+            "rope_parameters": TWO_ROPES,
+        },
+    ),
+    "smollm3": (transformers.SmolLM3Config, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder, what is asked of it, and where."""
+
+    folder: Path
+    device: str
+    requests: list[Any]
+
+    def spec(self, dtype: str, **settings: Any) -> EngineSpec:
+        settings = {"dtype": dtype, "random_init": False, "gradient_checkpointing": True, **settings}
+        return replace(spec(self.folder, **settings), devices=[self.device])
+
+    def reference(self, dtype: torch.dtype) -> Any:
+        kind = transformers.AutoModelForCausalLM
+        return kind.from_pretrained(self.folder, dtype=dtype, attn_implementation="eager").to(self.device)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["tiny gemma3", "tiny phi3", *(pytest.param(name, marks=pytest.mark.gpu) for name in REAL)],
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder, name = tmp_path_factory.mktemp("model"), request.param.removeprefix("tiny ")
+    tiny = name != request.param
+    kind, extra = (CASES if tiny else REAL)[name]
+    tiny_shape.random_model(kind(**{**(SHAPE if tiny else WIDE), **extra}), folder)
+    return Model(folder, "cpu" if tiny else "cuda:0", TINY if tiny else REQUESTS)
+
+
+def completions(lines: Iterator[Any], outputs: Outputs, requests: list[Any]) -> np.ndarray:
+    """Of lines with a number for each token, those of the completions."""
+    news = [len(output.tokens) for item in requests for output in outputs[item.request_id]]
+    return np.concatenate([np.asarray(line, np.float64)[-n:] for line, n in zip(lines, news, strict=True)])
+
+
+def logprobs_by(reference: Any, tokens: list[list[int]]) -> Iterator[torch.Tensor]:
+    """Of each row, from its second token."""
+    for row in tokens:
+        ids = torch.tensor(row, device=reference.device)
+        logits = reference(ids[None]).logits[0, :-1].float()
+        yield logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def sample(engine: Engine, model: Model) -> tuple[Outputs, list[TrainSequence]]:
+    """One rollout phase, and the rows for training."""
+    engine.begin_rollout(RolloutSpec(max_running=16, max_len=400))
+    outputs = engine.generate(model.requests)
+    engine.end_rollout()
+    return outputs, train_rows(outputs, model.requests)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_family_agrees_with_transformers(model: Model, dtype: str) -> None:
+    with Engine(model.spec(dtype), "inline") as engine:
+        outputs, rows = sample(engine, model)
+        tokens = [list(row.tokens) for row in rows]
+        trained = completions(iter(engine.logprobs("actor", tokens)), outputs, model.requests)
+        norm = engine.train(rows, sft_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=2048)))["grad_norm"]
+    sampled = completions((row.logprobs for row in rows), outputs, model.requests)
+
+    exact = model.reference(torch.float32)
+    lines = list(logprobs_by(exact, tokens))
+    expected = completions((line.detach().cpu() for line in lines), outputs, model.requests)
+    assert expected.std() > 0.5  # a model that says nothing would agree with anything
+    news = (len(row.logprobs) - list(row.prompt_mask).index(False) for row in rows)
+    torch.cat([-line[-n:] for line, n in zip(lines, news, strict=True)]).mean().backward()
+    grads = [parameter.grad for parameter in exact.parameters() if parameter.grad is not None]
+    expected_norm = torch.stack([grad.norm() for grad in grads]).norm().item()
+
+    if dtype == "float32":
+        for found in (sampled, trained):
+            np.testing.assert_allclose(found, expected, atol=1e-3, rtol=0)
+        assert norm == pytest.approx(expected_norm, rel=1e-3)
+        return
+    with torch.no_grad():
+        lines = (line.cpu() for line in logprobs_by(model.reference(torch.bfloat16), tokens))
+        theirs = np.abs(completions(lines, outputs, model.requests) - expected).mean()
+    told = {name: np.abs(found - expected).mean() / theirs for name, found in (("s", sampled), ("t", trained))}
+    assert max(told.values()) < 1.2, f"{told}, transformers {theirs}"
+    assert norm == pytest.approx(expected_norm, rel=0.05)
+
+
+def test_an_exact_engine_of_a_family(model: Model) -> None:
+    if model.device != "cpu" and "Mixtral" in (model.folder / "config.json").read_text():
+        pytest.skip("engine.exact has no experts on a GPU")
+    dtype = "float32" if model.device == "cpu" else "bfloat16"
+    with Engine(model.spec(dtype, exact=True, optimizer=None), "inline") as engine:
+        outputs, rows = sample(engine, model)
+        trained = engine.logprobs("actor", [list(row.tokens) for row in rows])
+    sampled = [output.logprobs for item in model.requests for output in outputs[item.request_id]]
+    assert [list(line)[-len(new) :] for line, new in zip(trained, sampled, strict=True)] == sampled
