@@ -305,13 +305,21 @@ def test_a_killed_driver_leaves_no_actor(nodes: TwoNodes, tmp_path: Path) -> Non
         time.sleep(0.2)
 
 
-def test_ctrl_c_with_a_cluster_of_its_own_which_nobody_else_can_reach(tmp_path: Path) -> None:
-    with driver(tmp_path, 1, RAY_ADDRESS="", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1") as process:
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_with_a_cluster_of_its_own_which_nobody_else_can_reach(twice: bool, tmp_path: Path) -> None:
+    """The second one comes while Ray leaves its cluster."""
+    address = "local" if twice else ""
+    with driver(tmp_path, 1, RAY_ADDRESS=address, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1") as process:
         below = children_of(process.pid)
         assert set(listening(below)) == {"127.0.0.1"}
         os.killpg(process.pid, signal.SIGINT)
+        if twice:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "closed\n"
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-        assert (process.returncode, out, err) == (0, "closed\n", "")
+        assert (process.returncode, out, err) == (0, "" if twice else "closed\n", "")
         all_end(below, 10)
 
 

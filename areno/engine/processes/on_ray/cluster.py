@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -92,7 +93,8 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     with _own_signals():
         if given == _LOCAL:
-            return _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+            _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+            return
         try:
             address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
             is_there = address is not None and _is_there(address)
@@ -102,6 +104,8 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 if given or "RAY_AUTH_MODE" in os.environ:  # without both, Ray finds the token of the cluster it finds
                     _check_token(str(address))
                 ray.init(address=given, **quiet)
+                # Ray takes about a second to leave when Python ends. Ctrl-C would interrupt that with a traceback.
+                atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
                 return
         except Exception as error:  # Ray raises what its transport does
             where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
@@ -193,6 +197,7 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
         ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # so that Ray ends all of its processes
     if {node["NodeManagerAddress"] for node in ray.nodes()} != {_LOCAL_HOST}:
         ray.shutdown()
         raise EngineError(
