@@ -222,6 +222,16 @@ def test_versions_that_differ_are_named() -> None:
     assert "+" not in own["torch"], "a build for another accelerator is the same version"
 
 
+def test_gpus_that_torch_does_not_see_are_told() -> None:
+    reports = [NodeReport("a", "10.0.0.1", versions(), [], n_cuda=2), NodeReport("b", "10.0.0.2", versions(), [])]
+    processes.check_devices(EngineSpec(model_path="", devices=["cpu"] * 4, n_nodes=2), reports)
+    on_gpus = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, n_nodes=2)
+    with pytest.raises(
+        EngineError, match=r"^torch sees 0 CUDA devices on node 10\.0\.0\.2, where Ray gives the run 2; look"
+    ):
+        processes.check_devices(on_gpus, reports)
+
+
 def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
     spec = EngineSpec(model_path="/models/m", devices=["cpu"] * 2, n_nodes=2)
     sign = leave_sign(str(tmp_path / "outputs"))

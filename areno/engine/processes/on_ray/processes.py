@@ -161,6 +161,7 @@ class RayProcesses:
             for sign in signs.values():
                 sign.unlink(missing_ok=True)
         check_versions(reports)
+        check_devices(self.spec, reports)
         check_folders(self.spec, reports, signs)
         for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
             node.id, node.host = report.id, report.host
@@ -322,6 +323,17 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
         if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
             text = "node {} has {}; install the same versions on all nodes"
             raise EngineError(text, report.host, ", ".join(other))
+
+
+def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
+    """EngineError where torch does not see the GPUs of a node."""
+    n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
+    for report in reports:
+        if report.n_cuda < n_each:
+            text = (
+                "node {} has {} GPUs for the run as Ray says, but torch sees {} there; look at its driver and its torch"
+            )
+            raise EngineError(text + ", or set {}=cpu", report.host, n_each, report.n_cuda, Key("engine.device"))
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
