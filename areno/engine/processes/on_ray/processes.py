@@ -331,9 +331,10 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
     for report in reports:
         if report.n_cuda < n_each:
             text = (
-                "node {} has {} GPUs for the run as Ray says, but torch sees {} there; look at its driver and its torch"
+                "torch sees {} CUDA devices on node {}, where Ray gives the run {}; look at the driver and the torch "
             )
-            raise EngineError(text + ", or set {}=cpu", report.host, n_each, report.n_cuda, Key("engine.device"))
+            text += "there, or set {}=cpu"
+            raise EngineError(text, report.n_cuda, report.host, n_each, Key("engine.device"))
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
