@@ -334,6 +334,20 @@ def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
 
 
 @needs_ray
+def test_a_ray_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes its sockets in TMPDIR, which is a long path in many a job of a cluster."""
+
+    def init(**settings: Any) -> None:
+        raise OSError("validate_socket_filename failed:\n path length cannot exceed 107 bytes")
+
+    said = (
+        r"^scheduler\.type: is ray, but Ray cannot be started .*: validate.* failed: path .* bytes; set RAY_TMPDIR to a"
+    )
+    with pytest.raises(ConfigError, match=said):
+        cluster._start_here(SimpleNamespace(init=init), 1, {})
+
+
+@needs_ray
 def test_a_token_that_is_missing_is_one_line(tmp_path: Path) -> None:
     """A client of Ray that is to use a token and has none ends its process, with a stack of C++."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -195,6 +195,11 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises what its processes and their files do
+        text = "is ray, but Ray cannot be started on this machine: {}"
+        if isinstance(error, OSError):  # most often its sockets, whose paths may have 107 bytes
+            text += "; set RAY_TMPDIR to a folder with a short path that can be written"
+        raise ConfigError(Problem(_KEY, text, one_line(str(error)))) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # so that Ray ends all of its processes
