@@ -73,7 +73,7 @@ def on_nodes(monkeypatch: pytest.MonkeyPatch, nodes: list[Node], n_nodes: int, *
     monkeypatch.setattr(cluster, "connect", lambda *_: None)
     monkeypatch.setattr(cluster, "nodes", lambda: nodes)
     of_cluster = {name: engine.pop(name) for name in ("n_gpus_per_node",) if name in engine}
-    scheduler = SchedulerConfig(type="ray", setup_timeout=0)
+    scheduler = SchedulerConfig(type="ray", setup_timeout=engine.pop("setup_timeout", 0))
     return devices.devices_of(EngineConfig(**engine), ClusterConfig(n_nodes=n_nodes, **of_cluster), scheduler)
 
 
@@ -95,6 +95,32 @@ def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     six = [Node(name, name, 6, 8) for name in "ab"]
     with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, but nodes have 6 GPUs each; tensor parallel stays"):
         on_nodes(monkeypatch, six, 2, tp_size=4)  # of 12 devices, 4 would be on both
+
+
+def test_the_cpu_of_a_cluster_is_taken_with_a_word_and_not_beside_gpus_that_ray_was_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert on_nodes(monkeypatch, [HEAD], 1, device="cpu") == ["cpu"]
+    assert caplog.messages == []
+    assert on_nodes(monkeypatch, [HEAD], 1) == ["cpu"]
+    assert caplog.messages == [
+        "engine.device=auto takes the CPU, since Ray sees no GPU: the Ray cluster has 1 node: "
+        "10.0.0.3 (0 GPUs, 16 CPUs)"
+    ]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    refused = r"^engine\.device: is auto, and Ray sees no GPU, but this machine has 2: .*; start Ray with --num-gpus=N"
+    with pytest.raises(ConfigError, match=refused):
+        on_nodes(monkeypatch, [HEAD], 1)
+    assert on_nodes(monkeypatch, [HEAD], 1, device="cpu") == ["cpu"]
+
+
+def test_nodes_with_gpus_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of a cluster has often none, and is there first."""
+    found = [HEAD]
+    monkeypatch.setattr(cluster.time, "sleep", lambda seconds: found.extend([BIG, SMALL]))
+    four = [f"cuda:{index}" for index in range(4)]
+    assert on_nodes(monkeypatch, found, 2, setup_timeout=30) == four * 2
 
 
 def test_the_devices_of_this_machine() -> None:
@@ -133,9 +159,10 @@ def test_what_is_left_of_a_layout() -> None:
     assert shares_left([SMALL, HEAD], "cuda", 2, 4) == 1
     assert shares_left([SMALL, HEAD], "cuda", 2, 8) == 0
     assert shares_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
-    assert str(no_room("cuda", 2, 8, [BIG, HEAD])) == (
+    assert str(no_room("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
         "cluster.n_nodes: is 2, and the run takes 2 nodes with 8 GPUs each, but the Ray cluster has 2 nodes: "
-        "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs)"
+        "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs); areno waited 30 s for more (scheduler.setup_timeout "
+        "changes that)"
     )
     assert described([]) == "no node"
 
@@ -170,7 +197,8 @@ def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
 
     monkeypatch.setattr(Trainer, "from_plan", from_plan)
     config = SimpleNamespace(scheduler=SchedulerConfig(type=scheduler))
-    run = SimpleNamespace(clock=None, may_restart=bool(retries), recovery=MagicMock())
+    run = MagicMock(may_restart=bool(retries))
+    run.give_up.side_effect = WorkerLost("given up")
     with ExitStack() as stack:
         with pytest.raises(WorkerLost) if tries == 1 else nullcontext():
             trainer = Setup._load(cast(Any, SimpleNamespace(config=config, run=run)), stack, cast(Any, None), {})
@@ -192,6 +220,16 @@ def test_versions_that_differ_are_named() -> None:
     with pytest.raises(EngineError, match=rf"^node 10\.0\.0\.2 has {other}; install the same versions on all nodes$"):
         check_versions([report(), report(torch="1.0", python="3.1")])
     assert "+" not in own["torch"], "a build for another accelerator is the same version"
+
+
+def test_gpus_that_torch_does_not_see_are_told() -> None:
+    reports = [NodeReport("a", "10.0.0.1", versions(), [], n_cuda=2), NodeReport("b", "10.0.0.2", versions(), [])]
+    processes.check_devices(EngineSpec(model_path="", devices=["cpu"] * 4, n_nodes=2), reports)
+    on_gpus = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, n_nodes=2)
+    with pytest.raises(
+        EngineError, match=r"^torch sees 0 CUDA devices on node 10\.0\.0\.2, where Ray gives the run 2; look"
+    ):
+        processes.check_devices(on_gpus, reports)
 
 
 def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
@@ -223,6 +261,57 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("203.0.113.77") is None
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("local", "RAY_ADDRESS=local starts Ray on this machine alone, and cluster.n_nodes is 2; start the run with"),
+        ("foo", "RAY_ADDRESS=foo is no address; start the run with RAY_ADDRESS=HOST:PORT as `ray start`"),
+        ("a:1,b:2", "RAY_ADDRESS=a:1,b:2 is no address; start"),
+        ("ray://127.0.0.1:9", "RAY_ADDRESS=ray://127.0.0.1:9 is that of a Ray client server; start the run"),
+    ],
+)
+def test_an_address_that_a_run_cannot_use(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError) as caught:
+        cluster._given_address(2)
+    assert str(caught.value).startswith(f"scheduler.type: is ray, but {message}")
+
+
+def test_addresses_that_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("auto", "10.0.0.1:6379", "[::1]:6379", "head:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert cluster._given_address(2) == address
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert cluster._given_address(1) == "local"
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster._given_address(2) is None
+
+
+DEAD = """The actor died unexpectedly before finishing this task.
+\tclass_name: NodeHost
+\tip: 127.0.0.1
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: \
+Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process was
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            DEAD,
+            "the process of Ray that held its workers has ended, perhaps killed for lack of memory: "
+            "Worker unexpectedly exits with a connection error code 2. End of file",
+        ),
+        ("ray::NodeHost.listen() (pid=1)\n  File x\nOSError: no port\n\n", "OSError: no port"),
+        ("", "RuntimeError"),
+        ("word " * 100, "word " * 49 + "..."),
+    ],
+)
+def test_what_ray_says_is_one_line(words: str, line: str) -> None:
+    assert cluster.said(RuntimeError(words)) == line
+
+
 def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
@@ -242,6 +331,20 @@ def test_a_ray_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         ConfigError, match=r"is ray, which cannot be imported: libray\.so is missing; install it again$"
     ):
         cluster.connect(2)
+
+
+@needs_ray
+def test_a_ray_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes its sockets in TMPDIR, which is a long path in many a job of a cluster."""
+
+    def init(**settings: Any) -> None:
+        raise OSError("validate_socket_filename failed:\n path length cannot exceed 107 bytes")
+
+    said = (
+        r"^scheduler\.type: is ray, but Ray cannot be started .*: validate.* failed: path .* bytes; set RAY_TMPDIR to a"
+    )
+    with pytest.raises(ConfigError, match=said):
+        cluster._start_here(SimpleNamespace(init=init), 1, {})
 
 
 @needs_ray

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from areno import __version__
 from areno.api.earlier_run import STATE, EarlierRun, refuse
@@ -17,7 +17,7 @@ from areno.checkpoint.recover import StatefulEngine, StateWriter
 from areno.checkpoint.state import State, States
 from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig
-from areno.errors import CheckpointError, ConfigError, Problem, WorkerLost
+from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked
 from areno.tracking.files.run_files import RunFiles
 from areno.tracking.new_run import versions
@@ -147,6 +147,14 @@ class Recovery(AbstractContextManager["Recovery"]):
     def may_restart(self) -> bool:
         """Whether the workers may be started again in this process."""
         return self.is_on and self._n_restarts < self.config.recover.retries
+
+    def give_up(self, lost: WorkerLost) -> NoReturn:
+        """Raise the error of workers that are not started again, with the reason where it is recover.retries."""
+        if not self._n_restarts:
+            raise lost
+        text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
+        times = "once" if self._n_restarts == 1 else f"{self._n_restarts} times"
+        raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
 
     def count(self, lost: WorkerLost) -> None:
         """Say that the workers are started again, and that this was one of the times."""

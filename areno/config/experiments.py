@@ -81,7 +81,8 @@ class ExperimentConfig(Section):
 
     @forbid(
         "cluster.n_nodes",
-        "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray",
+        "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray, "
+        "or lower it to 1",
     )
     def nodes_without_a_cluster(self) -> bool:
         return self.cluster.n_nodes > 1 and self.scheduler.type == "local"

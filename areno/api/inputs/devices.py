@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.errors import ConfigError, Key, Problem
+
+logger = logging.getLogger("areno")
 
 
 def find_devices(
@@ -77,20 +80,37 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
     n_nodes, size = settings.n_nodes, engine.world_size
     n_each = settings.n_gpus_per_node or (size and size // n_nodes)
     cluster.connect(n_nodes, n_each or engine.tp_size)
-    kind = engine.device
-    if kind == "auto":
-        kind = "cuda" if any(node.gpus for node in cluster.nodes()) else "cpu"
-    n_least = n_each or (engine.tp_size if kind == "cpu" else 1)
-    found = cluster.wait_for(
-        lambda nodes: cluster.has_room(nodes, kind, n_nodes, n_least),
-        scheduler.setup_timeout,
-        cluster.wanted(kind, n_nodes, n_least),
-    )
+
+    def kind_of(nodes: Sequence[cluster.Node]) -> str:
+        return engine.device if engine.device != "auto" else "cuda" if any(node.gpus for node in nodes) else "cpu"
+
+    def least_of(kind: str) -> int:
+        return n_each or (engine.tp_size if kind == "cpu" else 1)
+
+    def enough(nodes: Sequence[cluster.Node]) -> bool:  # the nodes with GPUs may come last
+        return cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
+
+    kind = kind_of(cluster.nodes())
+    found = cluster.wait_for(enough, scheduler.setup_timeout, cluster.wanted(kind, n_nodes, least_of(kind)))
+    n_least = least_of(kind := kind_of(found))
     if not cluster.has_room(found, kind, n_nodes, n_least):
-        raise ConfigError(cluster.no_room(kind, n_nodes, n_least, found))
+        raise ConfigError(cluster.no_room(kind, n_nodes, n_least, found, scheduler.setup_timeout))
+    if kind == "cpu" and engine.device == "auto":
+        _take_cpu(cluster.described(found))
     if n_each is None and kind == "cuda":
         n_least = sorted((node.gpus for node in found), reverse=True)[n_nodes - 1]
         if n_least % engine.tp_size:
             text = "is {}, but nodes have {} GPUs each; tensor parallel stays inside a node"
             raise ConfigError(Problem("engine.tp_size", text, engine.tp_size, n_least))
     return ["cpu" if kind == "cpu" else f"cuda:{rank % n_least}" for rank in range(n_nodes * n_least)]
+
+
+def _take_cpu(found: str) -> None:
+    """Say that engine.device=auto is the CPU of a cluster. ConfigError where Ray has not been told of GPUs here."""
+    import torch
+
+    if n_here := torch.cuda.device_count():
+        text = "is auto, and Ray sees no GPU, but this machine has {}: the Ray cluster has {}; start Ray with "
+        text += "--num-gpus=N on the nodes with GPUs, or set it to cpu"
+        raise ConfigError(Problem("engine.device", text, n_here, found))
+    logger.warning("engine.device=auto takes the CPU, since Ray sees no GPU: the Ray cluster has %s", found)

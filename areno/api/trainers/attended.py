@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from areno.errors import WorkerLost
 
@@ -19,6 +19,8 @@ class AttendedRun(Protocol):
 
     @property
     def may_restart(self) -> bool: ...
+
+    def give_up(self, lost: WorkerLost) -> NoReturn: ...
 
     def restart(self, lost: WorkerLost) -> None: ...
 
@@ -47,7 +49,7 @@ def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
                     break
                 except WorkerLost as error:
                     if not loop.run.may_restart:
-                        raise
+                        loop.run.give_up(error)
                     lost = error
         loop.run.has_result(result)
         return result

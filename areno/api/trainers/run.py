@@ -289,6 +289,10 @@ class Run:
         """Whether recover.retries allows that."""
         return self.recovery.may_restart
 
+    def give_up(self, lost: WorkerLost) -> NoReturn:
+        """End with the error of lost workers, which says whether recover.retries is used up."""
+        self.recovery.give_up(lost)
+
     def restart(self, lost: WorkerLost) -> None:
         """Start the workers again; the next `steps` goes on from the last state, or begins again without one.
 

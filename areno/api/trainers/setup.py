@@ -119,7 +119,7 @@ class Setup(Generic[Config]):
                     return trainer
             except WorkerLost as lost:
                 if self.config.scheduler.type == "local" or not self.run.may_restart:
-                    raise
+                    self.run.give_up(lost)
                 self.run.recovery.count(lost)
 
     def _open_rewards(self, stack: ExitStack, reward_fn: RewardFns | None) -> RewardPool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +18,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from areno import heartbeat
-from areno.errors import ConfigError, EngineError, Problem
+from areno.errors import ConfigError, EngineError, Key, Problem
 
 logger = logging.getLogger("areno")
 
 _KEY = "scheduler.type"
+TIMEOUT = Key("scheduler.setup_timeout")
 _LOOK_S = 0.5
 _ANSWER_S = 5.0
 _LOCAL_HOST = "127.0.0.1"
+_AUTO, _LOCAL = "auto", "local"  # that RAY_ADDRESS may be in the place of HOST:PORT
 _GPU, _CPU = "GPU", "CPU"
+_GUESSES = ("Some common causes include", "There are some potential root causes")
 # Ray reports who uses it unless it is told not to. On a node without GPUs it talks of a change to come, and when a node
 # is lost it prints the end of its log: all such lines are skipped.
 QUIET = {
@@ -71,8 +76,8 @@ def check_installed() -> None:
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
     """Join the cluster of RAY_ADDRESS or, without it, the one that runs on this machine. Later calls do nothing.
 
-    Where there is none, start one on this machine for a run on one node, which ends with this process. n_devices: of
-    that run, if it knows. ConfigError where none can be reached.
+    Where there is none, or with RAY_ADDRESS=local, start one on this machine for a run on one node, which ends with
+    this process. n_devices: of that run, if it knows. ConfigError where none can be reached.
     """
     for name, value in QUIET.items():  # before it is imported
         os.environ.setdefault(name, value)
@@ -83,15 +88,13 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
         return
     from ray._private import services
 
-    given = os.environ.get("RAY_ADDRESS") or None
-    if given is not None and "://" in given:
-        text = (
-            "is ray, but RAY_ADDRESS={} is that of a Ray client server; start the run on a node of the cluster, with "
-        )
-        raise ConfigError(Problem(_KEY, text + "RAY_ADDRESS=HOST:PORT as `ray start` prints it, or without", given))
+    given = _given_address(n_nodes)
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     with _own_signals():
+        if given == _LOCAL:
+            _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+            return
         try:
             address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
             is_there = address is not None and _is_there(address)
@@ -101,17 +104,56 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 if given or "RAY_AUTH_MODE" in os.environ:  # without both, Ray finds the token of the cluster it finds
                     _check_token(str(address))
                 ray.init(address=given, **quiet)
+                # Ray takes about a second to leave when Python ends. Ctrl-C would interrupt that with a traceback.
+                atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
                 return
         except Exception as error:  # Ray raises what its transport does
-            said = " ".join(str(error).split())[:300]
-            where = f"the Ray cluster at {given}" if given else "the Ray cluster of this machine"
-            raise ConfigError(Problem(_KEY, "is ray, but {} cannot be joined: {}", where, said)) from error
+            where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
+            raise ConfigError(
+                Problem(_KEY, "is ray, but {} cannot be joined: {}", where, one_line(str(error)))
+            ) from error
         if n_nodes > 1:
             text = (
                 "is ray, but no Ray cluster runs on this machine and RAY_ADDRESS is not set; start one with `ray start`"
             )
             raise ConfigError(Problem(_KEY, text))
         _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+
+
+def _given_address(n_nodes: int) -> str | None:
+    """RAY_ADDRESS, or None without it. ConfigError where a run on so many nodes cannot use it."""
+    given = os.environ.get("RAY_ADDRESS") or None
+    host, _, port = (given or "").rpartition(":")
+    if given is None or given == _AUTO or (host and port.isdecimal() and not set(host) & set("/, ")):
+        return given
+    expected = "RAY_ADDRESS=HOST:PORT as `ray start` prints it, or without"
+    if given == _LOCAL:
+        if n_nodes == 1:
+            return given
+        text = "is ray, but RAY_ADDRESS=local starts Ray on this machine alone, and {} is {}; start the run with {}"
+        raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"), n_nodes, expected))
+    if "://" in given:
+        text = "is ray, but RAY_ADDRESS={} is that of a Ray client server; start the run on a node of the cluster, {}"
+        raise ConfigError(Problem(_KEY, text, given, f"with {expected}"))
+    raise ConfigError(Problem(_KEY, "is ray, but RAY_ADDRESS={} is no address; start the run with {}", given, expected))
+
+
+def said(error: BaseException) -> str:
+    """Why an actor or its node is gone, in one line. Ray says it last, after a traceback or a list of ids."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    last = lines[-1] if lines else type(error).__name__
+    _, found, detail = last.partition("Worker exit detail: ")
+    if not found:
+        return one_line(last)
+    guess = ", perhaps killed for lack of memory" if any(guesses in detail for guesses in _GUESSES) else ""
+    return f"the process of Ray that held its workers has ended{guess}: {one_line(detail)}"
+
+
+def one_line(words: str) -> str:
+    """What Ray says, without its guesses at the cause and what is past 250 characters."""
+    for guesses in _GUESSES:
+        words = words.partition(guesses)[0]
+    return textwrap.shorten(words.strip(" ."), 250, placeholder=" ...")
 
 
 def _is_there(address: str) -> bool:
@@ -153,8 +195,14 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(address="local", num_cpus=n_cpus, include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises what its processes and their files do
+        text = "is ray, but Ray cannot be started on this machine: {}"
+        if isinstance(error, OSError):  # most often its sockets, whose paths may have 107 bytes
+            text += "; set RAY_TMPDIR to a folder with a short path that can be written"
+        raise ConfigError(Problem(_KEY, text, one_line(str(error)))) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # so that Ray ends all of its processes
     if {node["NodeManagerAddress"] for node in ray.nodes()} != {_LOCAL_HOST}:
         ray.shutdown()
         raise EngineError(
@@ -199,12 +247,16 @@ def free_devices(kind: str) -> dict[str, int]:
     return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
-def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str) -> list[Node]:
-    """The nodes, as soon as they are enough or when the time is over. what: is missing, for the log."""
+def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
+    """The nodes, as soon as they are enough or when the time is over.
+
+    what: is missing, for the log. key: the setting that the time comes from.
+    """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
         if not told:
-            logger.info("waiting up to %g s for %s; the Ray cluster has %s", timeout, what, described(found))
+            limit = f"{timeout:g} s ({key})" if key else f"{timeout:g} s"
+            logger.info("waiting up to %s for %s; the Ray cluster has %s", limit, what, described(found))
             told = True
         heartbeat.beat()
         time.sleep(_LOOK_S)
@@ -221,11 +273,12 @@ def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> 
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
 
-def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node]) -> Problem:
-    """Of a layout that the cluster does not have."""
+def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
+    """Of a layout that the cluster does not have. waited: so many seconds for what is missing."""
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
-    text = "is {}, and the run takes {}, but the Ray cluster has {}"
-    return Problem(key, text, n_nodes if n_nodes > 1 else n_each, wanted(kind, n_nodes, n_each), described(found))
+    size = n_nodes if n_nodes > 1 else n_each
+    text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
+    return Problem(key, text, size, wanted(kind, n_nodes, n_each), described(found), waited, TIMEOUT)
 
 
 def wanted(kind: str, n_nodes: int, n_each: int) -> str:

@@ -25,12 +25,17 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says about itself. missing: those of the paths it was asked for that are not there."""
+    """What a node says about itself.
+
+    missing: those of the paths it was asked for that are not there. n_cuda: CUDA devices that torch sees among those
+    that Ray has given to the run.
+    """
 
     id: str
     host: str
     versions: dict[str, str]
     missing: list[str]
+    n_cuda: int = 0
 
 
 class NodeHost:
@@ -53,10 +58,12 @@ class NodeHost:
 
     def report(self, paths: Iterable[str]) -> NodeReport:
         import ray
+        import torch
 
         context = ray.get_runtime_context()
         missing = [path for path in paths if not os.path.exists(path)]
-        return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing)
+        n_cuda = torch.cuda.device_count()
+        return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing, n_cuda)
 
     def listen(self, host: str) -> int:
         """Open the port where all ranks meet, on the node of rank 0."""

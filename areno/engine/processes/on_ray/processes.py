@@ -76,10 +76,13 @@ class RayProcesses:
         try:
             self._place(again)
             self._start()
+        except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
+            self.close()
+            raise EngineError("the workers cannot be started on their node: {}", cluster.said(error)) from error
         except self._ray.exceptions.RayError as error:
             _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
-            raise WorkerLost("a node was lost while its workers started: {}", _said(error)) from error
+            raise WorkerLost("a node was lost while its workers started: {}", cluster.said(error)) from error
         except BaseException:
             self.close()
             raise
@@ -92,7 +95,7 @@ class RayProcesses:
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = cluster.wanted(kind, n_nodes, n_each)
         if _lost_nodes:
-            cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone")
+            cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None)
         found = cluster.wait_for(lambda found: cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what)
         spread = cluster.has_room(found, kind, n_nodes, n_each)
         if not spread:
@@ -100,11 +103,13 @@ class RayProcesses:
             while n_shares * n_each % (spec.tp_size * spec.cp_size):
                 n_shares -= 1
             if not n_shares:
-                raise ConfigError(cluster.no_room(kind, n_nodes, n_each, found))
+                raise ConfigError(cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
                 logger.warning(
-                    "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s",
-                    n_shares * n_each // spec.tp_size, spec.dp_size, cluster.described(found),
+                    "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
+                    "and no more came within %g s (%s)",
+                    n_shares * n_each // spec.tp_size, spec.dp_size, cluster.described(found), spec.setup_timeout,
+                    cluster.TIMEOUT,
                 )  # fmt: skip
             self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
@@ -115,19 +120,21 @@ class RayProcesses:
         bundle = {cluster.resource(kind): float(n_each)}
         self._group = placement_group([bundle] * self.spec.n_nodes, strategy=strategy)
         seconds, told = max(_RESERVE_S, self.spec.setup_timeout), False
+        limit = f"{seconds:g} s ({cluster.TIMEOUT}, but at least {_RESERVE_S:g} s)"
         deadline = time.monotonic() + seconds
         while not self._group.wait(1):
             heartbeat.beat()
             what, free = cluster.wanted(kind, self.spec.n_nodes, n_each), sum(cluster.free_devices(kind).values())
             if not told:
-                text = "waiting up to %g s for %s, which others use; of the Ray cluster %d %ss are free in all"
-                logger.info(text, seconds, what, free, cluster.resource(kind))
+                text = "waiting up to %s for %s, which others use; of the Ray cluster %d %ss are free in all"
+                logger.info(text, limit, what, free, cluster.resource(kind))
                 told = True
             if time.monotonic() > deadline:
                 raise EngineError(
-                    "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all; wait for them, or "
-                    "lower {}",
-                    cluster.described(found), what, free, cluster.resource(kind), Key("cluster.n_nodes"),
+                    "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
+                    "raise {} to wait longer, or lower {}",
+                    cluster.described(found), what, free, cluster.resource(kind), seconds, cluster.TIMEOUT,
+                    Key("cluster.n_nodes"),
                 )  # fmt: skip
         ids = placement_group_table(self._group)["bundles_to_node_id"]
         hosts = {node.id: node.host for node in cluster.nodes()}
@@ -154,6 +161,7 @@ class RayProcesses:
             for sign in signs.values():
                 sign.unlink(missing_ok=True)
         check_versions(reports)
+        check_devices(self.spec, reports)
         check_folders(self.spec, reports, signs)
         for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
             node.id, node.host = report.id, report.host
@@ -178,8 +186,10 @@ class RayProcesses:
         except self._ray.exceptions.RayError as error:
             if node.id not in {alive.id for alive in cluster.nodes()}:
                 raise
-            text = "areno {} cannot be started on node {}: {}; install the same version of areno on all nodes"
-            raise EngineError(text, versions()["areno"], node.host, _said(error)) from error
+            text = "areno {} cannot be started on node {}: {}"
+            if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
+                text += "; install the same version of areno on all nodes"
+            raise EngineError(text, versions()["areno"], node.host, cluster.said(error)) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +209,7 @@ class RayProcesses:
             except self._ray.exceptions.ActorUnavailableError:
                 return self._lose(node, "its connection has ended")
             except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
-                return self._lose(node, _said(error))
+                return self._lose(node, cluster.said(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
                 self._inbox.put(arrived)
@@ -315,6 +325,18 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
             raise EngineError(text, report.host, ", ".join(other))
 
 
+def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
+    """EngineError where torch does not see the GPUs of a node."""
+    n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
+    for report in reports:
+        if report.n_cuda < n_each:
+            text = (
+                "torch sees {} CUDA devices on node {}, where Ray gives the run {}; look at the driver and the torch "
+            )
+            text += "there, or set {}=cpu"
+            raise EngineError(text, report.n_cuda, report.host, n_each, Key("engine.device"))
+
+
 def read_folders(spec: EngineSpec) -> dict[str, str]:
     """What every node reads itself, by setting."""
     adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
@@ -332,9 +354,3 @@ def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[s
             if str(sign) in report.missing:
                 text = "node {} does not see what is written to {}; set a folder of a file system that all nodes share"
                 raise ConfigError(Problem(key, text, report.host, sign.parent))
-
-
-def _said(error: BaseException) -> str:
-    """The reason, which Ray gives last, after a traceback or a list of ids."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
