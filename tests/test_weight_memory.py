@@ -13,6 +13,7 @@ from layouts import folder_with
 from safetensors import safe_open
 
 from areno import heartbeat
+from areno.engine.train.backend import TrainBackend
 from areno.layers.parallel import ParallelGroup
 from areno.models import weights
 from areno.models.registry import build_model, load_config
@@ -91,3 +92,22 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path: Path, monkeyp
     before = mapped_bytes()
     load_weights(model, folder)
     assert max(seen) - before < size / 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_model_that_moves_to_one_buffer_is_not_in_memory_before(tmp_path: Path, device: str) -> None:
+    folder = saved(folder_with(tmp_path, **LARGE))
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    model = build_model(load_config(folder), dtype=torch.float32, device=device, placed=False)
+    held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+    assert held == 4 * len(list(model.parameters()))
+    TrainBackend(model, None, attn_backend="sdpa", fill=lambda: load_weights(model, folder))
+    if device == "cuda":
+        n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        assert torch.cuda.max_memory_allocated() - before < 1.2 * n_bytes
+    load_weights(expected := model_of(folder), folder)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.is_contiguous()
+        assert torch.equal(one.cpu(), other)

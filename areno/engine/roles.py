@@ -152,8 +152,11 @@ class Roles:
                 problems := tp_problems(config, context.tp.size, f"the model of {key}", context.cp.size)
             ):
                 raise ConfigError(problems)
-            model = build_model(config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp)
-            if spec.lora is not None:  # what is frozen stays where it is
+            stays = spec.lora is not None  # what is frozen, where it is; else all weights move to one buffer
+            model = build_model(
+                config, dtype=getattr(torch, self.spec.dtype), device=context.device, tp=context.tp, placed=stays
+            )
+            if spec.lora is not None:
                 self._fill(model, spec)
                 self._adapt(model, spec.lora)
             backend = TrainBackend(
@@ -161,7 +164,7 @@ class Roles:
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
                 sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
                 router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
-                stays=spec.lora is not None,
+                stays=stays,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"

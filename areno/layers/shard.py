@@ -20,14 +20,21 @@ GATHERED_ON_CPU = 2**20  # the same, where what is received takes host memory, b
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How every layer of a model makes its weights on this rank. tp: the ranks that share one copy of the model."""
+    """How every layer of a model makes its weights on this rank.
+
+    tp: the ranks that share one copy of the model. placed: False where a parameter has a shape and no memory until
+    somebody gives it some (`parameter.data = view`).
+    """
 
     dtype: torch.dtype
     device: torch.device | str
     tp: ParallelGroup = field(default_factory=ParallelGroup)
+    placed: bool = True
 
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter with uninitialised values."""
+        if not self.placed:
+            return nn.Parameter(torch.empty(1, dtype=self.dtype, device=self.device).expand(shape))
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
 

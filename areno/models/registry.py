@@ -98,13 +98,21 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
 
 
 def build_model(
-    config: TransformerConfig, *, dtype: torch.dtype, device: torch.device | str, tp: ParallelGroup | None = None
+    config: TransformerConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tp: ParallelGroup | None = None,
+    placed: bool = True,
 ) -> Transformer:
-    """The model with uninitialised weights, this rank's shards only. ConfigError where the ranks do not divide it."""
+    """The model with uninitialised weights, this rank's shards only. ConfigError where the ranks do not divide it.
+
+    placed: see WeightSpec.
+    """
     tp = tp or ParallelGroup()
     if problems := tp_problems(config, tp.size):
         raise ConfigError(problems)
-    return Transformer(config, WeightSpec(dtype, device, tp))
+    return Transformer(config, WeightSpec(dtype, device, tp, placed))
 
 
 def _text_of(raw: RawConfig) -> RawConfig:

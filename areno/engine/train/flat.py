@@ -95,8 +95,8 @@ class FlatParameters:
     stage: see Transformer.stage. With it and a group `dp` of several ranks, masters are divided over these, and with
     `divide_grads` the gradients of layers, too. Those have no place as a whole: until they are reduced they are in
     `workspace`, which two buckets share (see ReducedGradients).
-    fill: sets the parameters, once they lie in `params`. Memory that was never written to takes none of the host's, so
-    a model that is filled there is not in memory twice.
+    fill: sets the parameters, once they lie in `params`. A model that has no memory before (see WeightSpec.placed) is
+    never in memory twice.
     """
 
     def __init__(
