@@ -37,7 +37,9 @@ def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:
         index = next(place for place, each in enumerate(kept) if each is tensor)
         maps = [file_of(owner, index, tensor.numel(), tensor.dtype) for owner in range(n_ranks)]
         maps[rank] = tensor
-        table = torch.tensor([each.data_ptr() for each in maps])
+        # Mapped, too, since no address of a GPU has less than 32 bits, as those of some Pythons' small objects have.
+        table = file_of(rank, index + 100, n_ranks, torch.int64)
+        table.copy_(torch.tensor([each.data_ptr() for each in maps]))
         held.append((maps, table))
         return SimpleNamespace(buffer_ptrs_dev=table.data_ptr())
 
