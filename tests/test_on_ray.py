@@ -305,11 +305,20 @@ Worker unexpectedly exits with a connection error code 2. End of file. Some comm
         ),
         ("ray::NodeHost.listen() (pid=1)\n  File x\nOSError: no port\n\n", "OSError: no port"),
         ("", "RuntimeError"),
-        ("word " * 100, "word " * 49 + "..."),
+        ("word " * 100, ("word " * 50)[:246] + " ..."),
     ],
 )
 def test_what_ray_says_is_one_line(words: str, line: str) -> None:
     assert cluster.said(RuntimeError(words)) == line
+
+
+def test_a_process_that_ray_killed_for_lack_of_memory() -> None:
+    """The last line of that error is where to read about it."""
+    error = type("OutOfMemoryError", (RuntimeError,), {})
+    words = "1 worker(s) were killed: the memory of the node is 31 of 32 GB.\n\nRefer to https://docs.ray.io/"
+    assert cluster.said(error(words)) == (
+        "killed by Ray for lack of memory: 1 worker(s) were killed: the memory of the node is 31 of 32 GB"
+    )
 
 
 def test_ray_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -371,3 +371,21 @@ def test_out_of_memory_in_a_role_names_its_settings(folder: Path, monkeypatch: p
         monkeypatch.setattr("areno.models.transformer.Transformer.forward", exhausted)
         with pytest.raises(EngineError, match=r"critic\.mb_spec\.max_tokens_per_mb=.*critic\.gradient_checkpointing"):
             engine.train(critic_rows(), value_loss_fn, role="critic")
+
+
+def test_models_have_no_memory_before_they_move_to_their_buffer(
+    folder: Path, reward_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they would be there twice while they load."""
+    placed = []
+
+    def build(*args: Any, **settings: Any) -> Any:
+        placed.append(settings["placed"])
+        return build_model(*args, **settings)
+
+    monkeypatch.setattr("areno.engine.roles.build_model", build)
+    with Engine(spec(folder)) as engine:
+        engine.ensure_roles(
+            {"ref": reference(folder), "critic": critic(folder), "reward": reference(reward_folder, head="value")}
+        )
+    assert placed == [False] * 4

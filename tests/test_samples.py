@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,7 +119,12 @@ def test_a_run_keeps_some_samples_of_each_step_or_all(tmp_path, count):
 
 def test_equal_answers_have_equal_rewards(tmp_path, monkeypatch):
     """Also where a reward model rounds differently at each place in a batch."""
-    monkeypatch.setattr(Trainer, "score_rewards", lambda self, role, rows: [1.0 + 1e-7 * n for n in range(len(rows))])
+
+    def score(self: Trainer, role: str, rows: list[Any]) -> list[float]:
+        assert len(set(rows)) == len(rows)
+        return [1.0 + 1e-7 * n for n in range(len(rows))]
+
+    monkeypatch.setattr(Trainer, "score_rewards", score)
     judged = ["reward.fn=null", f"reward.path={classifier(tmp_path / 'reward')}", "total_train_steps=1"]
     play("gspo", tmp_path / "run", *judged)
     rewards: dict[tuple[int, str], set[float]] = {}

@@ -117,6 +117,13 @@ def test_an_unknown_key_that_something_is_known_of(recipe, key, message):
     assert found.startswith(message)
 
 
+def test_a_variant_is_named_for_the_keys_that_it_sets(tmp_path):
+    (file := tmp_path / "mine.yaml").write_text("actor:\n  reduction: token\n")
+    assert hint("actor.reduction", ("mine", file)).endswith("; variant=mine sets it")
+    for key in ("actor.beta", "actor.reduction.mean", "critic"):
+        assert "mine" not in hint(key, ("mine", file))
+
+
 def test_what_is_said_not_to_be_there_is_not_there():
     keys = {row.key for name in RECIPES for row in rows(get_algorithm(name).config)}
     assert not keys & set(NOT_HERE)

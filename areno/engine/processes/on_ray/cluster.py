@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +131,7 @@ def _given_address(n_nodes: int) -> str | None:
             return given
         text = "is ray, but RAY_ADDRESS=local starts Ray on this machine alone, and {} is {}; start the run with {}"
         raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"), n_nodes, expected))
-    if "://" in given:
+    if given.startswith("ray://"):
         text = "is ray, but RAY_ADDRESS={} is that of a Ray client server; start the run on a node of the cluster, {}"
         raise ConfigError(Problem(_KEY, text, given, f"with {expected}"))
     raise ConfigError(Problem(_KEY, "is ray, but RAY_ADDRESS={} is no address; start the run with {}", given, expected))
@@ -141,6 +140,8 @@ def _given_address(n_nodes: int) -> str | None:
 def said(error: BaseException) -> str:
     """Why an actor or its node is gone, in one line. Ray says it last, after a traceback or a list of ids."""
     lines = [line for line in str(error).splitlines() if line.strip()]
+    if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it
+        return f"killed by Ray for lack of memory: {one_line(lines[0])}"
     last = lines[-1] if lines else type(error).__name__
     _, found, detail = last.partition("Worker exit detail: ")
     if not found:
@@ -153,7 +154,8 @@ def one_line(words: str) -> str:
     """What Ray says, without its guesses at the cause and what is past 250 characters."""
     for guesses in _GUESSES:
         words = words.partition(guesses)[0]
-    return textwrap.shorten(words.strip(" ."), 250, placeholder=" ...")
+    words = " ".join(words.strip(" .").split())
+    return words if len(words) <= 250 else f"{words[:246]} ..."
 
 
 def _is_there(address: str) -> bool:

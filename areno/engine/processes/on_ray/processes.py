@@ -184,7 +184,8 @@ class RayProcesses:
                 heartbeat.beat()
             return self._ray.get(asked, timeout=1.0)
         except self._ray.exceptions.RayError as error:
-            if node.id not in {alive.id for alive in cluster.nodes()}:
+            is_there = node.id in {alive.id for alive in cluster.nodes()}
+            if not is_there or isinstance(error, self._ray.exceptions.OutOfMemoryError):
                 raise
             text = "areno {} cannot be started on node {}: {}"
             if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
