@@ -187,7 +187,11 @@ class TrainSequence:
     """One row to train on. Lists and arrays are per token of `tokens` (prompt and response) and have its length.
 
     prompt_mask: True where the token is NOT trained (prompt, tool results); losses train on the False positions.
-    logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it; 0.0 on the prompt.
+    logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it, as the rollout gives;
+    0.0 on the prompt.
+    old_logprobs: the same under the policy before its first update on this row, by the training pass: what importance
+    ratios divide by. `Trainer.train` sets it, so that later calls on the row compare with the same policy. None: the
+    policy as it is when training begins.
     advantages, returns, values, ref_logprobs: per token, None where the loss does not need them.
     reward: of the whole row. eos_token_id: for scripts that pad rows themselves; areno packs rows and does not read it.
     weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.
@@ -208,6 +212,7 @@ class TrainSequence:
     weights: list[float] | np.ndarray | None = None
     staleness: int = 0
     routes: np.ndarray | None = None
+    old_logprobs: list[float] | np.ndarray | None = None
 
 
 Message = dict[str, Any]
@@ -415,7 +420,7 @@ class ScoredSample:
 
     trajectory: of an agent; `sequence` then has all tokens that were sampled in it. None for a single completion.
     advantages: of each token of the completion (of an agent: of its trained tokens), where it is trained on.
-    train_logprobs: of each token of the completion, by a forward pass before the update, where there was one.
+    train_logprobs: of each token of the completion, by the training pass under the policy before the update.
     arrays: of a single completion, what its row will hold.
     """
 

@@ -41,11 +41,21 @@ def random_rows(seed=0, constant_advantage=False, spread=0.4):
     return rows
 
 
-def pack_of(rows, *, weighted=False, step_rows=None, step_tokens=None, dtype=torch.float64):
-    """(DataPack, outputs): outputs (N,) with requires_grad. Without `weighted` the rows bring no weights."""
+def interpolates(loss_fn):
+    """Whether the loss is to find the proximal policy between the rollout and the policy in training."""
+    return getattr(loss_fn, "keywords", {}).get("prox_logp_method") == "loglinear"
+
+
+def pack_of(rows, *, weighted=False, interpolated=False, step_rows=None, step_tokens=None, dtype=torch.float64):
+    """Pack rows for a loss: (DataPack, outputs (N,) with requires_grad).
+
+    weighted: the rows bring weights. interpolated: their old log-probabilities are those of the rollout alone.
+    """
     flat = {name: [v for row in rows for v in row[name]] for name in (*PER_TOKEN, "outputs", "mask")}
     mask = torch.tensor(flat["mask"]).bool()
     fields = {name: torch.tensor(flat[name], dtype=dtype) for name in PER_TOKEN if weighted or name != "weights"}
+    if interpolated:
+        fields["rollout_logprobs"] = fields.pop("old_logprobs")
     pack = DataPack(
         tokens=torch.zeros(len(mask), dtype=torch.int64),
         row_of_token=torch.tensor([i for i, row in enumerate(rows) for _ in row["mask"]]),
@@ -77,7 +87,7 @@ def token_weight(rows, row, reduction, norm_length):
 
 def check(loss_fn, rows, expected, dtype, tol, weighted=False):
     """Loss and gradient are `expected`; returns the statistics."""
-    pack, outputs = pack_of(rows, weighted=weighted, dtype=dtype)
+    pack, outputs = pack_of(rows, weighted=weighted, interpolated=interpolates(loss_fn), dtype=dtype)
     loss, stats = loss_fn(pack, outputs)
     loss.backward()
     assert loss.dim() == 0

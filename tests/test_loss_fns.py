@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from loss_rows import PER_TOKEN, pack_of, random_rows
+from loss_rows import PER_TOKEN, interpolates, pack_of, random_rows
 
 import areno.loss_fns
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
@@ -33,13 +33,14 @@ LOSSES = [sft_loss_fn, value_loss_fn, *POLICY_LOSSES]
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_shares_add_up_however_the_step_is_cut(loss_fn, weighted):
     rows = random_rows()
-    pack, outputs = pack_of(rows, weighted=weighted)
+    how = {"weighted": weighted, "interpolated": interpolates(loss_fn)}
+    pack, outputs = pack_of(rows, **how)
     loss, stats = loss_fn(pack, outputs)
     loss.backward()
     total, grads, sums = 0.0, [], {}
     for part in (rows[:1], rows[1:4], rows[4:]):
         step = {"step_rows": pack.step_rows, "step_tokens": pack.step_tokens}
-        share_pack, share_outputs = pack_of(part, weighted=weighted, **step)
+        share_pack, share_outputs = pack_of(part, **how, **step)
         share, share_stats = loss_fn(share_pack, share_outputs)
         share.backward()
         total += share.item()
@@ -55,7 +56,8 @@ def test_shares_add_up_however_the_step_is_cut(loss_fn, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_rows_without_trained_tokens_give_zero(loss_fn, weighted):
-    pack, outputs = pack_of([row for row in random_rows() if not any(row["mask"])], weighted=weighted)
+    rows = [row for row in random_rows() if not any(row["mask"])]
+    pack, outputs = pack_of(rows, weighted=weighted, interpolated=interpolates(loss_fn))
     loss, stats = loss_fn(pack, outputs)
     loss.backward()
     assert loss.item() == 0
@@ -68,14 +70,15 @@ def test_rows_without_trained_tokens_give_zero(loss_fn, weighted):
 def test_values_outside_the_mask_do_not_matter(loss_fn, garbage):
     """Content at untrained positions never leaks: loss, gradient and statistics stay the same, bit for bit."""
     rows = random_rows()
-    pack, outputs = pack_of(rows, weighted=True)
+    how = {"weighted": True, "interpolated": interpolates(loss_fn)}
+    pack, outputs = pack_of(rows, **how)
     expected, expected_stats = loss_fn(pack, outputs)
     expected.backward()
     for row in rows:
         for t, m in enumerate(row["mask"]):
             if not m:
                 row |= {name: [*row[name][:t], garbage, *row[name][t + 1 :]] for name in (*PER_TOKEN, "outputs")}
-    pack, dirty = pack_of(rows, weighted=True)
+    pack, dirty = pack_of(rows, **how)
     loss, stats = loss_fn(pack, dirty)
     loss.backward()
     assert loss.item() == expected.item()
@@ -94,7 +97,7 @@ def test_far_apart_policies_give_finite_gradients(loss_fn, gap, dtype):
             row["advantages"] = [advantage] * len(row["mask"])
             row["old_logprobs"] = [lp - gap for lp in row["outputs"]]
             row["ref_logprobs"] = list(row["old_logprobs"])
-        pack, outputs = pack_of(rows, weighted=True, dtype=dtype)
+        pack, outputs = pack_of(rows, weighted=True, interpolated=interpolates(loss_fn), dtype=dtype)
         loss, stats = loss_fn(pack, outputs)
         loss.backward()
         assert torch.isfinite(loss)

@@ -140,7 +140,7 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         losses.append([])
         scores.append([])
         for _ in range(3):
-            losses[-1].append(worker.train("critic", steps, value_loss_fn, update)["loss"])
+            losses[-1].append(worker.train("critic", steps, value_loss_fn, update).stats["loss"])
             scored_rows = worker.score("critic", "values", token_rows, mb_spec)
             for row in scored_rows + worker.score("ref", "logprobs", token_rows, 1.0, mb_spec):
                 scores[-1] += row.tolist()

@@ -184,7 +184,7 @@ def test_tensors():
     assert pack.trained_T.tolist() == [1, 2, 6, 8]
     assert pack.row_lengths().tolist() == [2, 0, 2]
     assert (pack.n_rows, pack.step_tokens, pack.step_rows) == (3, 11, 7)
-    assert pack.old_logprobs.tolist() == [0, -1, -2, -9, 0, 0, -3, 0, -4]
+    assert pack.rollout_logprobs.tolist() == [0, -1, -2, -9, 0, 0, -3, 0, -4]
     assert pack.advantages.dtype == torch.float32
     assert pack.rewards.tolist() == [1.5, 0, 0]
     assert pack.weights.tolist() == [0.0, 1.0, 0.25, 1, 1, 1, 2, 1, 3]
@@ -192,7 +192,7 @@ def test_tensors():
     assert (pack.weights.dtype, pack.staleness.dtype) == (torch.float32, torch.float32)
     assert pack.rows_per_unit == 1
     assert pack.returns is None
-    assert pack.sum_rows(pack.trained(pack.old_logprobs)).tolist() == [-3, 0, -7]
+    assert pack.sum_rows(pack.trained(pack.rollout_logprobs)).tolist() == [-3, 0, -7]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_bad_rows_are_named(bad, message):
 
 def test_untrained_tokens_may_hold_anything():
     got = read_rows([row([1, 2, 3], [True, True, False], logprobs=[np.nan, np.inf, -1.0])], vocab_size=10)
-    assert got[0].fields["old_logprobs"][2] == -1.0
+    assert got[0].fields["rollout_logprobs"][2] == -1.0
 
 
 def test_no_rows():
@@ -242,7 +242,7 @@ def test_arrays_are_as_good_as_lists():
     (from_lists,), (from_arrays,) = (read_rows([TrainSequence(**fields)], 10) for fields in (lists, arrays))
     assert np.array_equal(from_lists.tokens, from_arrays.tokens)
     assert np.array_equal(from_lists.trained, from_arrays.trained)
-    assert np.array_equal(from_lists.fields["old_logprobs"], from_arrays.fields["old_logprobs"])
+    assert np.array_equal(from_lists.fields["rollout_logprobs"], from_arrays.fields["rollout_logprobs"])
 
 
 def test_a_row_longer_than_the_context():

@@ -220,10 +220,22 @@ def test_weights_are_reported_as_they_are():
 
 def test_a_row_that_is_not_stale_needs_no_proximal_policy():
     rows = [{**row, "staleness": 0} for row in random_rows()]
-    plain, interpolated = (
-        grpo_loss_fn(*pack_of(rows), prox_logp_method=method)[0] for method in ("recompute", "loglinear")
-    )
+    plain, _ = grpo_loss_fn(*pack_of(rows))
+    interpolated, _ = grpo_loss_fn(*pack_of(rows, interpolated=True), prox_logp_method="loglinear")
     assert interpolated.item() == plain.item()
+
+
+def test_loglinear_takes_the_proximal_policy_where_it_is_known():
+    """As in the first update of a batch, whose own log-probabilities are those of the policy before it."""
+    rows = random_rows(spread=0.8)
+    pack, outputs = pack_of(rows)
+    rollout = torch.tensor([value - 0.3 for row in rows for value in row["old_logprobs"]], dtype=torch.float64)
+    pack.rollout_logprobs = rollout
+    loss, stats = grpo_loss_fn(pack, outputs, prox_logp_method="loglinear")
+    pack.weights = torch.exp(pack.old_logprobs - rollout)
+    expected, _ = grpo_loss_fn(pack, outputs)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    torch.testing.assert_close(stats["weights"], torch.full_like(stats["weights"], math.exp(0.3)))
 
 
 def test_gspo_token_with_equal_advantages_is_gspo():

@@ -191,21 +191,19 @@ def test_gae_reaches_across_tool_spans_and_is_whitened_over_the_batch() -> None:
     np.testing.assert_allclose(np.concatenate(plain), raw)
 
 
-def test_recomputed_logprobs_keep_the_prompt_at_zero_and_tell_the_difference() -> None:
-    config = actor(recompute_logprob=True)
-    assert needs_proximal(config)
-    made = row([0.0, -1.0, -2.0])
-    told = correct_rows([made], [[-9.0, -1.5, -1.75]], config)
-    np.testing.assert_array_equal(made.logprobs, [0.0, -1.5, -1.75])
-    assert made.weights is None
-    assert told == pytest.approx({"logp_diff_mean": 0.125, "logp_abs_diff_mean": 0.375, "logp_abs_diff_max": 0.5})
+def test_only_weights_need_a_scoring_pass_before_the_update() -> None:
+    assert not needs_proximal(actor())
+    assert not needs_proximal(actor(recompute_logprob=False))
+    assert not needs_proximal(actor(use_decoupled_loss=True, prox_logp_method="loglinear"))
+    assert needs_proximal(actor(use_decoupled_loss=True))
+    assert needs_proximal(actor(m2_threshold=0.04))
 
 
 def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:
     limits = RejectionSamplingConfig(level="token", action="mask", upper=2.0)
     made = row([0.0, -1.0, -2.0, -1.0])
     told = correct_rows([made], [[0.0, -0.5, 0.0, -1.0]], actor(use_decoupled_loss=True, rejection_sampling=limits))
-    np.testing.assert_array_equal(made.logprobs, [0.0, -0.5, 0.0, -1.0])
+    np.testing.assert_array_equal(made.logprobs, [0.0, -1.0, -2.0, -1.0])
     np.testing.assert_array_equal(made.prompt_mask, [True, False, True, False])  # e^2 is more than 2
     assert made.weights == pytest.approx([0.0, math.exp(0.5), 0.0, 1.0])
     assert told["rejected_frac"] == pytest.approx(1 / 3)
@@ -215,11 +213,13 @@ def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:
     assert made.weights == pytest.approx([0.0, math.exp(0.5), math.exp(2.0)])
 
 
-def test_m2po_takes_the_weight_of_the_farthest_tokens_and_leaves_the_ratio_to_the_sampling_policy() -> None:
+@pytest.mark.parametrize("recompute", [True, False])
+def test_m2po_takes_the_weight_of_the_farthest_tokens_and_keeps_the_ratio_to_the_sampling_policy(recompute) -> None:
+    """The paper's ratio is to the policy that sampled: the loss's to the one before the update, times the weight."""
     made = row([0.0, -1.0, -2.0], advantages=[0.0, 1.0, 1.0])
-    told = correct_rows([made], [[0.0, -0.9, 0.0]], actor(m2_threshold=0.04))
+    told = correct_rows([made], [[0.0, -0.9, 0.0]], actor(m2_threshold=0.04, recompute_logprob=recompute))
     np.testing.assert_array_equal(made.logprobs, [0.0, -1.0, -2.0])
-    np.testing.assert_array_equal(made.weights, [0.0, 1.0, 0.0])
+    np.testing.assert_allclose(made.weights, [0.0, math.exp(0.1) if recompute else 1.0, 0.0])
     np.testing.assert_array_equal(made.prompt_mask, [True, False, False])
     assert told["m2_masked_frac"] == 0.5
 

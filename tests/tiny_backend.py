@@ -65,7 +65,8 @@ def make_rows(n=10, seed=0):
             TrainSequence(
                 tokens=[rng.randrange(VOCAB) for _ in range(size)],
                 prompt_mask=mask,
-                logprobs=[0.0 if m else -rng.uniform(1, 5) for m in mask],
+                logprobs=(logprobs := [0.0 if m else -rng.uniform(1, 5) for m in mask]),
+                old_logprobs=[value + 0.2 * (-1) ** place for place, value in enumerate(logprobs)],
                 advantages=[rng.gauss(0, 1)] * size,
                 ref_logprobs=[-rng.uniform(1, 5) for _ in mask],
             )

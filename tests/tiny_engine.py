@@ -136,7 +136,7 @@ def train_on(
     update = UpdateSpec(mb_spec, **how)
     checked = read_rows(rows, backend.model.config.vocab_size)
     shares = share_steps(checked, update, backend.dp.size, backend.section)
-    return backend.train(shares[backend.dp.rank], loss_fn, update)
+    return backend.train(shares[backend.dp.rank], loss_fn, update).stats
 
 
 def scored(engine: Engine, role: str, token_rows: Any, temperature: float = 1.0) -> list[list[float]]:

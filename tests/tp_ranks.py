@@ -101,7 +101,7 @@ def train(trained: TrainBackend, n_rows: int) -> dict[str, float]:
     update = UpdateSpec(SEVERAL)
     checked = read_rows(rows(n_rows), trained.model.config.vocab_size)
     shares = share_steps(checked, update, trained.data.size, trained.section, None, trained.context.size)
-    return trained.train(shares[trained.data.rank], loss_fn, update)
+    return trained.train(shares[trained.data.rank], loss_fn, update).stats
 
 
 def full_gradients(trained: TrainBackend) -> dict[str, torch.Tensor]:

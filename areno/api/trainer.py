@@ -31,7 +31,7 @@ from areno.config.models import MicroBatchSpec
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.spec import EngineInfo, RoleSpec, UpdateSpec
+from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
 from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
@@ -284,21 +284,32 @@ class Trainer:
         temperature: float | None = None,
         seed: int = 0,
         rows_per_unit: int = 1,
+        old_logprobs: OldLogprobs = "recompute",
     ) -> dict[str, float]:
-        """One optimizer step of the policy on rows, and its statistics (docs/sdk.md says what each of them is).
+        """Take optimizer steps of the policy on rows, one unless said otherwise.
 
-        loss_fn: (pack, logprobs) -> (loss, stats), from areno.loss_fns or the script's own. mini_bs: rows in a forward
-        pass, where neither mb_spec nor the max_tokens_per_mb of ArenoConfig.runtime decides. The result does not depend
-        on either. gradient_accumulation_steps: an optimizer step after each so many forward passes; None makes one
-        step of all rows. n_minibatches: so many steps, each on its part of the rows, which `seed` shuffles.
-        temperature: the one the rows were sampled at; None is that of this Trainer's last rollout. rows_per_unit: so
-        many adjacent rows are never separated. Raises DataError for rows of the wrong form.
+        Importance ratios compare with the policy before the first call on a row, which leaves its log-probabilities in
+        `TrainSequence.old_logprobs` for later calls. So the first update of a row has ratio exactly 1.
+
+        Args:
+            loss_fn: (pack, logprobs) -> (loss, stats), from areno.loss_fns or the script's own.
+            mini_bs: Rows in a forward pass, unless mb_spec or max_tokens_per_mb of ArenoConfig.runtime decides. The
+                result does not depend on either.
+            gradient_accumulation_steps: Forward passes of each optimizer step. None makes one step of all rows.
+            n_minibatches: Number of steps, each on its part of the rows, which `seed` shuffles.
+            temperature: Sampling temperature of the rows; None is the one of this Trainer's last rollout.
+            rows_per_unit: Number of adjacent rows that are never separated.
+            old_logprobs: "recompute": as above; steps after the first of a call cost a scoring pass. "loglinear": the
+                loss interpolates in these steps. "rollout": ratios compare with the log-probabilities of the rollout.
+
+        Returns: Statistics by name; docs/sdk.md lists them.
+
+        Raises: DataError for rows of the wrong form.
         """
         temperature = self.temperature if temperature is None else temperature
         mb_spec = self._micro_batches(mini_bs, mb_spec)
-        update = UpdateSpec(
-            mb_spec, n_minibatches, gradient_accumulation_steps, temperature, seed=seed, rows_per_unit=rows_per_unit
-        )
+        steps = (n_minibatches, gradient_accumulation_steps, temperature)
+        update = UpdateSpec(mb_spec, *steps, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
         return self._train("actor", batch_data, loss_fn, update)
 
     def train_values(

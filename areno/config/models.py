@@ -210,7 +210,7 @@ class PolicyConfig(ModelConfig):
     """Settings that the actors of all policy algorithms have."""
 
     ppo_n_minibatches: int = setting(
-        1, help="Optimizer steps per rollout batch. The ratio is always to the policy of the rollout", gt=0
+        1, help="Optimizer steps per rollout batch. The ratio is always to the policy before the first of them", gt=0
     )
     eps_clip: float = setting(
         0.2, help="Clip range of the ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--clip-eps"
@@ -220,9 +220,9 @@ class PolicyConfig(ModelConfig):
         None, help="Dual clip (1912.09729): bounds the loss of negative advantages", gt=1, flag="--clip-ratio-c"
     )
     recompute_logprob: bool = setting(
-        False,
-        help="Recompute the old log-probabilities with a training forward pass instead of using those of the "
-        "rollout. The ratio is then free of bf16 differences between the two, which matters for GSPO",
+        True,
+        help="Take the old log-probabilities from the training pass. The first update of a batch has them anyway; "
+        "later ones cost a scoring pass. false: those of the rollout, which differ by rounding and may clip by it",
     )
     routing_replay: bool = setting(
         False,
@@ -236,8 +236,9 @@ class PolicyConfig(ModelConfig):
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: interpolated between behaviour "
-        "and current policy by the row's staleness. metrics: recompute, and log the error of loglinear",
+        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: those of the first update; in later "
+        "ones, interpolated between behaviour and current policy by the row's staleness. metrics: recompute, and log "
+        "the error of loglinear",
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither"
@@ -298,20 +299,27 @@ class PolicyConfig(ModelConfig):
 
     @forbid(
         "prox_logp_method",
-        "is loglinear, which has no proximal log-probabilities before the update. rejection_sampling, m2_threshold "
-        "and recompute_logprob need them; set it to recompute",
+        "is loglinear, which has no proximal log-probabilities before the update. rejection_sampling and m2_threshold "
+        "choose tokens by them; set it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
-        needed = self.rejection_sampling is not None or self.m2_threshold is not None or self.recompute_logprob
+        needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed
 
     @forbid(
         "recompute_logprob",
-        "is true, but use_decoupled_loss puts the proximal policy in place of the old log-probabilities; set it to "
-        "false",
+        "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave it "
+        "out",
     )
-    def recomputed_twice(self) -> bool:
-        return self.recompute_logprob and self.use_decoupled_loss and self.prox_logp_method != "loglinear"
+    def decoupled_from_the_rollout(self) -> bool:
+        return self.use_decoupled_loss and not self.recompute_logprob
+
+    @property
+    def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
+        """Where importance ratios take their denominator from, as `areno.Trainer.train` names the choices."""
+        if not self.recompute_logprob:
+            return "rollout"
+        return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @forbid("kl_estimator", "is {self.kl_estimator}, but kl_ctl is 0, so there is no KL; set kl_ctl")
     def estimator_without_kl(self) -> bool:

@@ -23,7 +23,7 @@ from areno.engine.requests.streams import Consumer, FairLock, Streams
 from areno.engine.routing.rows import add_routes, routes_of_rows
 from areno.engine.scoring import share_rows
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.engine.train.rows import read_rows, read_tokens
 from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
@@ -278,7 +278,7 @@ class Engine(AbstractContextManager["Engine"]):
         role: str = "actor",
         row_name: str = "row {}",
     ) -> dict[str, float]:
-        """Optimizer steps of a role on `rows`. Returns the statistics of TrainBackend.train.
+        """Take optimizer steps of a role on `rows`, and set their `old_logprobs`. Returns TrainBackend.train's stats.
 
         loss_fn: see areno.loss_fns; for a role with head "value" it is given values in the place of log-probabilities.
         update: None makes one step with the micro-batches of EngineSpec.mb_spec.
@@ -300,7 +300,9 @@ class Engine(AbstractContextManager["Engine"]):
         shares = share_steps(checked, update, self.spec.data_size, spec.section, self.info.cost, self.spec.cp_size)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
         with self._turn:
-            return self._workers.call_each("train", args)[0]
+            results = self._workers.call_each("train", args)
+        keep_old_logprobs(rows, checked, shares, results[:: self.spec.cp_size])
+        return results[0].stats
 
     def logprobs(
         self,

@@ -15,6 +15,9 @@ from areno.models.cost.arithmetic import Cost
 
 LOOPBACK = "127.0.0.1"
 
+OldLogprobs = Literal["recompute", "loglinear", "rollout"]
+"""Where the log-probabilities that an importance ratio divides by come from; see UpdateSpec.old_logprobs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
@@ -176,6 +179,10 @@ class UpdateSpec:
     n_minibatches=1 make one step of all rows. Set at most one of the two.
     temperature: the one that the rows were sampled at. Models with values have none.
     rows_per_unit: so many adjacent rows are never separated (2 for preference pairs).
+    old_logprobs: what importance ratios divide by, for rows of a rollout that bring no old_logprobs of their own.
+        recompute: the training pass before the first update. That update takes its own forward pass, so its ratios are
+        exactly 1; for the later ones a scoring pass over the same micro-batches comes first. loglinear: as recompute in
+        the first update; the loss interpolates in the later ones. rollout: the log-probabilities of the rollout.
     """
 
     mb_spec: MicroBatchSpec
@@ -184,6 +191,7 @@ class UpdateSpec:
     temperature: float = 1.0
     seed: int = 0
     rows_per_unit: int = 1
+    old_logprobs: OldLogprobs = "recompute"
 
 
 @dataclass(kw_only=True, frozen=True)

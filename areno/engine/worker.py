@@ -25,7 +25,7 @@ from areno.engine.sampling.grammar import GrammarCompiler
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.keeper import StateKeeper
 from areno.engine.train.backend import LossFn
-from areno.engine.train.micro_batches import StepShare
+from areno.engine.train.micro_batches import StepShare, TrainResult
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.models.adapters.folder import adapter_writes
@@ -269,11 +269,12 @@ class Worker:
         self.roles.release(name)
         self._set_threads()
 
-    def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        """TrainBackend.train on this rank's shares of the steps."""
+    def train(self, role: str, steps: list[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
+        """Call TrainBackend.train on this rank's shares of the steps, and add memory_gib to the statistics."""
         with self.roles[role].on_device(training=True) as backend, operations_named():
-            stats = backend.train(steps, loss_fn, update)
-        return {**stats, "memory_gib": self.memory_gib()}
+            result = backend.train(steps, loss_fn, update)
+        result.stats["memory_gib"] = self.memory_gib()
+        return result
 
     def score(self, role: str, what: str, token_rows: list[np.ndarray], *settings: Any) -> list[Any]:
         """TrainBackend.logprobs, values or rewards, which `what` names, of some rows."""

@@ -29,7 +29,8 @@ class DataPack:
     n_rows: int  # R
     step_tokens: int  # trained tokens of the whole optimizer step
     step_rows: int  # rows of the whole optimizer step that have at least one trained token
-    old_logprobs: Tensor | None = None  # (N,) float32, of the policy that sampled the rows
+    old_logprobs: Tensor | None = None  # (N,) float32, of the policy before the update: what ratios divide by
+    rollout_logprobs: Tensor | None = None  # (N,) float32, of the policy that sampled the rows, by its rollout
     advantages: Tensor | None = None  # (N,) float32
     ref_logprobs: Tensor | None = None  # (N,) float32
     returns: Tensor | None = None  # (N,) float32
@@ -51,7 +52,7 @@ class DataPack:
         """The per-token tensor `name`. DataError where the rows did not bring it."""
         value = vars(self)[name]
         if value is None:
-            field_name = {"old_logprobs": "logprobs"}.get(name, name)
+            field_name = {"old_logprobs": "logprobs", "rollout_logprobs": "logprobs"}.get(name, name)
             raise DataError(f"this loss needs {name}, but the rows have none; set TrainSequence.{field_name}")
         return value
 

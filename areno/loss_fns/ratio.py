@@ -26,22 +26,27 @@ def bounded(log_ratio: Tensor) -> Tensor:
 def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMethod) -> tuple[Tensor, Tensor | None]:
     """Log ratio of each trained token (T,), differentiable and not bounded, and the factor on its policy loss (T,).
 
-    recompute: the ratio to `pack.old_logprobs` (which are the proximal policy's where the caller put those there) and
-    `pack.weights`; None is 1 everywhere.
-    loglinear: the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy, whose
+    recompute: the ratio to `pack.old_logprobs`, and `pack.weights`; None is 1 everywhere.
+    loglinear: the decoupled objective (arXiv 2505.24298) without a forward pass for the proximal policy. Where
+    `pack.old_logprobs` is given, as in the first update of a batch, the proximal policy is that. Elsewhere its
     log-probability is interpolated between the policy that sampled and the one in training (A-3PO, arXiv 2512.06547):
-    prox = old + alpha (logprobs - old), alpha = staleness / (staleness + 1), without gradient. The ratio is that to
-    prox, and exp(prox - old) joins the factor. A row that is not stale has alpha 0: the ratio to old, the factor 1.
+    prox = rollout + alpha (logprobs - rollout), alpha = staleness / (staleness + 1), without gradient. The ratio is
+    that to prox, and exp(prox - rollout) joins the factor. A row that is not stale has alpha 0: the ratio to the
+    rollout, the factor 1.
     """
-    log_ratio_T = logprobs_T - pack.trained(pack.need("old_logprobs"))
     weights_T = None if pack.weights is None else pack.trained(pack.weights)
     if prox_logp_method == "recompute":
-        return log_ratio_T, weights_T
+        return logprobs_T - pack.trained(pack.need("old_logprobs")), weights_T
     if prox_logp_method != "loglinear":
         raise ValueError(f"prox_logp_method is {prox_logp_method!r}; expected recompute or loglinear")
-    staleness_T = pack.of_rows(pack.need("staleness")).to(log_ratio_T.dtype)
+    rollout_T = pack.trained(pack.need("rollout_logprobs"))
+    if pack.old_logprobs is not None:
+        prox_T = pack.trained(pack.old_logprobs)
+        log_ratio_T, factor_T = logprobs_T - prox_T, torch.exp(bounded(prox_T - rollout_T))
+        return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
+    moved_T = (logprobs_T - rollout_T).detach()
+    staleness_T = pack.of_rows(pack.need("staleness")).to(moved_T.dtype)
     alpha_T = staleness_T / (staleness_T + 1.0)
-    moved_T = log_ratio_T.detach()
     factor_T = torch.exp(alpha_T * bounded(moved_T))
     # Written as a sum, so that policies infinitely far apart stay infinitely far apart: inf - alpha * inf is NaN.
     log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())

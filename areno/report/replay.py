@@ -220,8 +220,11 @@ def _add_loss(
         staleness=0 if recorded.versions is None or not found.checkpoint_step else
         max(0, found.checkpoint_step - recorded.versions[0]),
     )  # fmt: skip
+    row.old_logprobs = row.logprobs  # near enough, and recorded of every token
     if needs_proximal(config.actor):
         correct_rows([row], [now.tolist()], config.actor)
+    if config.actor.use_decoupled_loss:
+        row.old_logprobs = now.tolist()
     found.loss, contributions, gradient = attribute_loss(algorithm.make_loss(config), row, now.tolist())
     if contributions is None:
         found.missing.append("the parts of tokens in the loss: this loss does not weigh tokens")

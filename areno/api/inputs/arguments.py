@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from areno.config.run import is_no_folder
 from areno.config.schema.values import text_problem
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.limits import check_params
-from areno.engine.spec import UpdateSpec
+from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
 from areno.types import SamplingParams, TrainSequence
@@ -98,6 +98,9 @@ def check_update(update: UpdateSpec) -> None:
         if update.n_minibatches > 1:
             both = f"is {update.n_minibatches}, and gradient_accumulation_steps is {steps}"
             raise ConfigError([Problem("n_minibatches", f"{both}; both cut the rows into steps, give one of them")])
+    if update.old_logprobs not in (choices := get_args(OldLogprobs)):
+        found = f"is {update.old_logprobs!r}; expected {', '.join(choices)}"
+        raise ConfigError([Problem("old_logprobs", found)])
     if not isinstance(update.mb_spec, MicroBatchSpec):
         found = f"is a {type(update.mb_spec).__name__}; a MicroBatchSpec is expected"
         raise ConfigError([Problem("mb_spec", found)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -41,16 +42,25 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
 
 
-def log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence], is_corrected: bool = True) -> None:
-    """Give the samples to the trackers, with what is known of them. is_corrected: `correct` has seen the rows."""
-    actor = setup.config.actor
-    has_proximal = is_corrected and (actor.use_decoupled_loss or actor.recompute_logprob)
+@contextmanager
+def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
+    """Give the samples to the trackers after the update of their rows, also after one that fails.
+
+    The update leaves the log-probabilities of the policy before it in the rows.
+    """
+    try:
+        yield
+    finally:
+        _log_samples(setup, rollout, rows)
+
+
+def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     for sample, row in zip(rollout.kept, joined(rows, rollout.sizes), strict=True):
         if sample.trajectory is not None:
             sample.advantages = trained([row], "advantages")[0]
             continue
         start = len(sample.item.tokens)
         sample.advantages = np.asarray(row.advantages)[start:]
-        if has_proximal:
-            sample.train_logprobs = np.asarray(row.logprobs)[start:]
+        if row.old_logprobs is not None:
+            sample.train_logprobs = np.asarray(row.old_logprobs)[start:]
     setup.run.trackers.samples(setup.run.step, rollout.samples)

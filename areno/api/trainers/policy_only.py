@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from areno.api.rollout.by_sample import joined, set_advantages
 from areno.api.rollout.collect import collect
-from areno.api.rollout.log import log_rollout, log_samples
+from areno.api.rollout.log import log_rollout, samples_logged
 from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.update import correct, rows_of, update_policy
@@ -28,9 +28,9 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
                 advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)
                 set_advantages(rows, rollout.sizes, advantages)
             log_rollout(setup, rollout, rows)
-            stats = correct(setup, rows)  # what the policy thinks of the rows before the update
-            log_samples(setup, rollout, rows)
-            stats = update_policy(setup, rows) | stats
+            stats = correct(setup, rows)  # weights for rows that another policy sampled
+            with samples_logged(setup, rollout, rows):
+                stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)

@@ -8,7 +8,7 @@ import numpy as np
 
 from areno.api.rollout.by_sample import joined, set_advantages
 from areno.api.rollout.collect import collect
-from areno.api.rollout.log import log_rollout, log_samples
+from areno.api.rollout.log import log_rollout, samples_logged
 from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
@@ -50,11 +50,10 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 set_advantages(rows, rollout.sizes, returns, "returns")
             log_rollout(setup, rollout, rows)
             stats = self.update_critic(rows)
-            if run.step > warmup:
-                stats |= correct(setup, rows)  # what the policy thinks of the rows before the update
-            log_samples(setup, rollout, rows, is_corrected=run.step > warmup)
-            if run.step > warmup:
-                stats = update_policy(setup, rows) | stats
+            with samples_logged(setup, rollout, rows):
+                if run.step > warmup:
+                    stats |= correct(setup, rows)  # weights for rows that another policy sampled
+                    stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, "eval_accuracy": 1})
         return run.result("eval_accuracy", "reward_mean", 5)

@@ -196,35 +196,34 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
 
 
 def needs_proximal(actor: PolicyConfig) -> bool:
-    """Whether `correct_rows` wants the log-probabilities of the policy as it is before the update."""
+    """Return whether `correct_rows` needs a scoring pass of the policy before the update."""
     decoupled = actor.use_decoupled_loss and actor.prox_logp_method != "loglinear"
-    return actor.recompute_logprob or decoupled or actor.m2_threshold is not None
+    return decoupled or actor.m2_threshold is not None
 
 
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: PolicyConfig) -> dict[str, float]:
-    """Bring the proximal policy in: which tokens are trained, with what weight, and against what the ratio is taken.
+    """Weigh and mask tokens by how the policy before the update differs from the policy that sampled them.
 
-    prox_logprobs: of whole rows, by a forward pass before the update. Returns how far the two policies are apart, under
-    the names that the train backend uses for its own comparison, and how much was masked.
+    Args:
+        rows: Rows to train on. Sets their `weights` and, where tokens are rejected, their `prompt_mask`.
+        prox_logprobs: Log-probabilities of all tokens of each row, by a forward pass before the update.
+        actor: Settings of the decoupled loss and M2PO.
+
+    Returns:
+        The shares of masked tokens, and with prox_logp_method "metrics" the error of the interpolation.
     """
     behave = trained(rows, "logprobs")
     prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
-    diff = np.concatenate([old - new for old, new in zip(behave, prox, strict=True)] or [np.zeros(0)])
     stats: dict[str, float] = {}
-    if diff.size:
-        stats = {
-            "logp_diff_mean": diff.mean(),
-            "logp_abs_diff_mean": np.abs(diff).mean(),
-            "logp_abs_diff_max": np.abs(diff).max(),
-        }
     if actor.prox_logp_method == "metrics":
         # The error of what prox_logp_method=loglinear would have taken for `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
         stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
     weights = [np.ones(len(old)) for old in behave]
-    if actor.use_decoupled_loss:
+    if actor.recompute_logprob:  # ratios compare with the proximal policy, so weights lead on to the one that sampled
         limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
         weights, passed = behave_weights(prox, behave, **limits)
+    if actor.use_decoupled_loss:
         stats["rejected_frac"] = _share_masked(passed)
     if actor.m2_threshold is not None:
         keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
@@ -232,8 +231,6 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         weights = [one * other for one, other in zip(weights, keep, strict=True)]
     if actor.use_decoupled_loss or actor.m2_threshold is not None:
         set_trained(rows, "weights", weights)
-    if actor.use_decoupled_loss or actor.recompute_logprob:
-        set_trained(rows, "logprobs", prox)
     if actor.use_decoupled_loss:
         for row, kept in zip(rows, passed, strict=True):
             places = places_of(row)

@@ -15,6 +15,7 @@ from areno.api.trainers.rows import (
     token_rows,
 )
 from areno.api.trainers.setup import PolicySetup, Setup
+from areno.engine.spec import OldLogprobs
 from areno.tracking.console import log_stage
 from areno.types import TrainSequence
 
@@ -40,7 +41,7 @@ def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) ->
 
 
 def correct(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Bring in what the policy thinks of the rows now, where the settings ask for it: see correct_rows."""
+    """Score the rows under the policy and weigh them by `correct_rows`, where the settings need that."""
     actor = setup.config.actor
     if not needs_proximal(actor):
         return {}
@@ -55,8 +56,9 @@ def update(
     n_minibatches: int = 1,
     temperature: float = 1.0,
     rows_per_unit: int = 1,
+    old_logprobs: OldLogprobs = "recompute",
 ) -> dict[str, float]:
-    """Optimizer steps of the actor; the train/* statistics by name."""
+    """Take optimizer steps of the actor and return the train/* statistics by name."""
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
         log_stage("train_start")
@@ -69,6 +71,7 @@ def update(
             temperature=temperature,
             seed=run.seed,
             rows_per_unit=rows_per_unit,
+            old_logprobs=old_logprobs,
         )
         log_stage("train_end")
     run.watch_update(stats, applied=setup.trainer.engine.weights_version > version)
@@ -77,6 +80,7 @@ def update(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """`update`, cut and tempered as the settings of a policy say."""
-    config = setup.config
-    return update(setup, rows, n_minibatches=config.actor.ppo_n_minibatches, temperature=config.gconfig.temperature)
+    """Call `update` with the minibatches, temperature and old log-probabilities of the settings."""
+    actor, temperature = setup.config.actor, setup.config.gconfig.temperature
+    how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
+    return update(setup, rows, temperature=temperature, **how)

@@ -22,7 +22,9 @@ from areno.engine.spec import UpdateSpec
 from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients
-from areno.engine.train.micro_batches import StepShare, micro_batches
+from areno.engine.train.micro_batches import StepShare, TrainResult, micro_batches
+from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
+from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import AdamW
 from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
 from areno.engine.train.stats import StepStats, over_steps
@@ -101,17 +103,42 @@ class TrainBackend:
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = AdamW(self.flat, optimizer, model.tp)
 
-    def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        """This rank's share of some optimizer steps, as `share_steps` cut them by `update`.
+    def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
+        """Take this rank's share of some optimizer steps, as `share_steps` cut them by `update`.
 
         Loss and gradient are those of all rows together, whatever the number of ranks or micro-batches.
 
-        Returns statistics, by `over_steps`. skipped_steps are updates that were not applied because loss or gradient
-        was not finite or no token was trained. grad_norm is taken before clipping. EngineError when memory runs out.
+        Returns:
+            The statistics by `over_steps`, and the old log-probabilities. skipped_steps counts updates that were not
+            applied, because loss or gradient was not finite or no token was trained. grad_norm is taken before
+            clipping.
+
+        Raises:
+            EngineError: Memory ran out, or with `exact` a row of staleness 0 disagrees with the model.
         """
         with self._out_of_memory_hint(update.mb_spec):
-            done = [self._step(steps[0], loss_fn, update, must_agree=self.exact)]
-            return over_steps(done + [self._step(step, loss_fn, update) for step in steps[1:]])
+            # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
+            batches = [
+                [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
+                for step in steps
+            ]
+            if self.model.config.head == "lm":
+                score = partial(self._scored_logprobs, temperature=update.temperature)
+                set_before_first_update(batches, update.old_logprobs, self.exact, score)
+            stats, old = [], []
+            for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
+                stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
+                old.append(old_of_step(of_step) if update.old_logprobs == "recompute" else None)
+            return TrainResult(over_steps(stats), old)
+
+    def _scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> Tensor:
+        """Return log-probabilities at `trained_T`, (N,), without gradient, by the forward pass of an update."""
+        with torch.no_grad():
+            logprobs_N = self._logprobs(packed, trained_T, temperature)[0]
+        if self._routing is not None:
+            self._routing.end()
+        heartbeat.beat()
+        return logprobs_N
 
     def logprobs(
         self, token_rows: TokenRows, temperature: float, mb_spec: MicroBatchSpec, routes: TokenRows | None = None
@@ -205,14 +232,15 @@ class TrainBackend:
         )
         return share.aligned(trained_T, logprobs_T), share.aligned(trained_T, entropy_T)
 
-    def _step(self, step: StepShare, loss_fn: LossFn, update: UpdateSpec, must_agree: bool = False) -> dict[str, float]:
+    def _step(
+        self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
+    ) -> dict[str, float]:
+        """Take one optimizer step. is_first: no update of this call came before."""
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
-        # All tensors go to the device before the first forward pass, so that no copy waits between two of them.
-        batches = [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
         if self._routing is not None:
             self._routing.begin_step([packed for packed, _ in batches], self._hidden)
-        stats = self._accumulate(step, batches, loss_fn, update.temperature)
+        stats = self._accumulate(step, batches, loss_fn, update.temperature, is_first)
 
         numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
         if self._routing is not None:
@@ -220,7 +248,7 @@ class TrainBackend:
             numbers |= self._routing.finish()
             numbers["total_loss"] += self._routing.weighed(numbers["router_aux_loss"])
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
-        if must_agree and apart:
+        if self.exact and is_first and apart:
             raise EngineError(
                 "{} is true, but the model disagrees by {:.3g} with a log-probability that a row of staleness 0 came "
                 "with, before any update; give such rows the rollout's own log-probabilities and temperature. If they "
@@ -244,13 +272,16 @@ class TrainBackend:
         return numbers
 
     def _accumulate(
-        self, step: StepShare, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
+        self, step: StepShare, batches: Batches, loss_fn: LossFn, temperature: float, is_first: bool
     ) -> StepStats:
         """Leave the gradient of a step over all ranks in the flat buffer. Without memory, begin again and keep less."""
         self._gradients.begin(step)
+        given = [pack.old_logprobs for _, pack in batches]
         while True:
+            for (_, pack), old_N in zip(batches, given, strict=True):
+                pack.old_logprobs = old_N
             try:
-                stats = self._accumulate_once(batches, loss_fn, temperature)
+                stats = self._accumulate_once(batches, loss_fn, temperature, is_first)
                 self._gradients.finish()
                 return stats
             except RuntimeError as error:
@@ -261,9 +292,7 @@ class TrainBackend:
                     raise
             self._gradients.begin(step, again=True)
 
-    def _accumulate_once(
-        self, batches: list[tuple[PackedTokens, DataPack]], loss_fn: LossFn, temperature: float
-    ) -> StepStats:
+    def _accumulate_once(self, batches: Batches, loss_fn: LossFn, temperature: float, is_first: bool) -> StepStats:
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
@@ -272,8 +301,11 @@ class TrainBackend:
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
             else:
                 logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
+                own_N = logprobs_N.detach()
+                if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
+                    pack.old_logprobs = complete(pack.old_logprobs, own_N)
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
-                _compare_with_rollout(stats, pack, logprobs_N.detach())
+                compare_with_rollout(stats, pack, own_N, is_first)
             if self._routing is not None:
                 self._routing.add()
             self._gradients.backward(loss)
@@ -331,21 +363,6 @@ def _described(value: Any) -> str:
 def _later(packed: PackedTokens) -> Tensor:
     """All tokens but the first of each row."""
     return packed.positions_N.nonzero().squeeze(-1)
-
-
-def _compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor) -> None:
-    """How well the model agrees with the log-probabilities that the rows came with (rollout minus training)."""
-    train_T = pack.trained(logprobs_N)
-    stats.add({"train_logprobs_mean": pack.token_mean(train_T)})
-    if pack.old_logprobs is not None:
-        rollout_T = pack.trained(pack.old_logprobs)
-        diff_T = rollout_T - train_T
-        means = {"rollout_logprobs_mean": rollout_T, "logp_diff_mean": diff_T, "logp_abs_diff_mean": diff_T.abs()}
-        stats.add({name: pack.token_mean(values_T) for name, values_T in means.items()})
-        stats.maximum("logp_abs_diff_max", diff_T.abs())
-        if pack.staleness is not None:
-            on_policy_T = pack.of_rows(pack.staleness) == 0
-            stats.maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)
 
 
 def _without_trailing(tokens: np.ndarray, pad: int | None) -> np.ndarray:

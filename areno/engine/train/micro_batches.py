@@ -17,6 +17,7 @@ from areno.engine.spec import UpdateSpec
 from areno.engine.train.rows import FlatRows, Row
 from areno.errors import DataError, Key
 from areno.models.cost.arithmetic import Cost, train_flops
+from areno.types import TrainSequence
 
 
 @dataclass(slots=True)
@@ -38,6 +39,46 @@ class StepShare:
             self.step_rows,
             self.rounds,
         )
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What one rank returns from its optimizer steps.
+
+    Attributes:
+        stats: Numbers by name, equal on all ranks.
+        old_logprobs: For each optimizer step the old log-probabilities of this rank's tokens, (N,) float32, in the
+            order of its micro-batches. None where the step had none, or did not recompute them.
+    """
+
+    stats: dict[str, float]
+    old_logprobs: list[np.ndarray | None]
+
+
+def keep_old_logprobs(
+    rows: Sequence[TrainSequence],
+    read: Sequence[Row],
+    shares: Sequence[Sequence[StepShare]],
+    results: Sequence[TrainResult],
+) -> None:
+    """Set `old_logprobs` of the rows to the values that ratios divided by, so that a later call compares with them too.
+
+    Args:
+        rows: The caller's rows.
+        read: The same rows as arrays.
+        shares: The optimizer steps of each data-parallel rank, as `share_steps` made them of `read`.
+        results: Of each data-parallel rank.
+    """
+    index_of = {id(row): index for index, row in enumerate(read)}  # not of the rows that only keep a rank busy
+    for steps, result in zip(shares, results, strict=True):
+        for step, old_N in zip(steps, result.old_logprobs, strict=True):
+            if old_N is None:
+                continue
+            start = 0
+            for row in itertools.chain(*step.micro_batches):
+                if (index := index_of.get(id(row))) is not None:
+                    rows[index].old_logprobs = old_N[start : start + row.n_tokens]
+                start += row.n_tokens
 
 
 def _of_flat(flat: FlatRows, sizes: Sequence[int], step_tokens: int, step_rows: int, rounds: int) -> StepShare:

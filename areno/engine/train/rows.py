@@ -12,8 +12,9 @@ from areno.errors import DataError
 from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
-_SAME = ("advantages", "returns", "values", "ref_logprobs", "weights")
-FIELDS = {"logprobs": "old_logprobs", **{name: name for name in _SAME}}
+OLD = "old_logprobs"  # some rows of a call may have been trained before, and others not: then theirs are NaN
+_SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "weights")
+FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 
 
 @dataclass(slots=True)
@@ -109,11 +110,15 @@ def read_rows(
     """Check every row and turn it into arrays. DataError names the row and the field. name: with {} for the index."""
     if not rows:
         raise DataError("there are no rows to train on")
-    given = [field for field in FIELDS if vars(rows[0])[field] is not None]
+    given = [field for field in FIELDS if vars(rows[0])[field] is not None or (field == OLD and _any_old(rows))]
     if (flat := _read_arrays(rows, given, vocab_size, context_len)) is not None:
         return flat.rows()
     first = name.format(0)
     return [_read_row(row, name.format(i), first, given, vocab_size, context_len) for i, row in enumerate(rows)]
+
+
+def _any_old(rows: Sequence[TrainSequence]) -> bool:
+    return any(row.old_logprobs is not None for row in rows)
 
 
 def _read_arrays(
@@ -161,6 +166,9 @@ def _read_row(
     trained[0] = False
     out = Row(tokens, trained, reward=float(row.reward), staleness=int(row.staleness))
     for name in given:
+        if name == OLD and row.old_logprobs is None:
+            out.fields[OLD] = np.full(len(tokens), np.nan, dtype=np.float32)
+            continue
         try:
             values = np.asarray(vars(row)[name], dtype=np.float32)
         except (TypeError, ValueError) as error:
@@ -180,7 +188,7 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
         raise DataError(f"{called}: prompt_mask is missing; give True for each token that is not trained")
     for name in ("prompt_mask", *FIELDS):
         values = vars(row)[name]
-        if name in FIELDS and (values is not None) != (name in given):
+        if name in FIELDS and name != OLD and (values is not None) != (name in given):
             has, lacks = (first, called) if name in given else (called, first)
             raise DataError(f"{lacks}: {name} is missing, but {has} has it; set it on every row or on none")
         if values is None:

@@ -52,8 +52,12 @@ class StepStats:
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Several optimizer steps as one: mean; the largest of `*_max`; the last `lr`; the number of `skipped_steps`."""
-    last = steps[-1]
-    out = {name: sum(step[name] for step in steps) / len(steps) for name in last}
-    out |= {name: max(step[name] for step in steps) for name in last if name.endswith("_max")}
-    return {**out, "lr": last["lr"], "skipped_steps": sum(step["skipped_steps"] for step in steps)}
+    """Join the statistics of several optimizer steps.
+
+    Returns:
+        The mean of each number over the steps that have it, which the first one does; the largest of `*_max`, the last
+        `lr` and the sum of `skipped_steps`.
+    """
+    found = {name: [step[name] for step in steps if name in step] for name in steps[0]}
+    out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}
+    return {**out, "lr": steps[-1]["lr"], "skipped_steps": sum(step["skipped_steps"] for step in steps)}

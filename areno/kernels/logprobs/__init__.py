@@ -136,11 +136,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         n = hidden_KD.shape[0]
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K, entropy_K, lse_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
-        n_kept = 0
-        if any(ctx.needs_input_grad):
-            n_kept = min(n, head.keep_bytes // max(1, len(weight_VD) * hidden_KD.element_size()))
+        n_kept = min(n, head.keep_bytes // max(1, len(weight_VD) * hidden_KD.element_size()))
+        # Chunks are cut alike with and without gradients, so that both give the same bits.
+        chunks = _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk)
+        n_kept = n_kept if any(ctx.needs_input_grad) else 0
         kept_CV = hidden_KD.new_empty((n_kept, len(weight_VD)))
-        for part in _chunks(0, n_kept, head.chunk) + _chunks(n_kept, n, head.chunk):
+        for part in chunks:
             logits_CV = head.logits(hidden_KD[part], weight_VD)
             logprobs_K[part], entropy_K[part], lse_K[part] = head.softmax(logits_CV, targets_K[part])
             if part.stop <= n_kept:

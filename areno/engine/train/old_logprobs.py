@@ -1,0 +1,101 @@
+"""The log-probabilities that an importance ratio divides by, for each optimizer step of a batch of rows.
+
+A ratio compares the policy with itself before the first update of the batch, both computed by the training pass. The
+rollout's own log-probabilities (`DataPack.rollout_logprobs`) differ from these by rounding, which in bfloat16 exceeds a
+narrow clip range such as GSPO's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areno.engine.spec import OldLogprobs
+from areno.engine.train.packing import PackedTokens
+from areno.engine.train.stats import StepStats
+from areno.loss_fns.pack import DataPack
+
+Batches = list[tuple[PackedTokens, DataPack]]
+
+
+def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
+    """Fill the entries that rows did not bring (NaN, or no tensor at all) with found ones, (N,)."""
+    return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
+
+
+def is_known(pack: DataPack) -> bool:
+    """Return whether every row brought the old log-probabilities, or none needs them. Waits for the device."""
+    return pack.old_logprobs is None or not bool(pack.old_logprobs.isnan().any())
+
+
+def set_before_first_update(
+    steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens, Tensor], Tensor]
+) -> None:
+    """Set the old log-probabilities of all optimizer steps but the first, before any update.
+
+    The first step needs no pass of its own: its old log-probabilities are the ones of its forward pass, detached.
+
+    Args:
+        steps: The micro-batches of each optimizer step.
+        source: Where old log-probabilities come from.
+        exact: Whether rollout and training give equal bits, so that on-policy rows need no scoring pass.
+        score: (micro-batch, positions of the trained tokens) -> log-probabilities (N,), without gradient.
+    """
+    for number, step in enumerate(steps):
+        for packed, pack in step:
+            rollout_N, given_N = pack.rollout_logprobs, pack.old_logprobs
+            if source == "rollout":
+                pack.old_logprobs = rollout_N
+            elif number == 0 or (rollout_N is None and given_N is None):
+                continue
+            elif source == "loglinear":
+                pack.old_logprobs = None  # the loss interpolates
+            elif given_N is None or not is_known(pack):
+                on_policy = exact and rollout_N is not None and not bool((pack.staleness != 0).any())
+                found_N = rollout_N if on_policy else score(packed, pack.trained_T)
+                pack.old_logprobs = complete(given_N, found_N)
+
+
+def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, is_first: bool) -> None:
+    """Add the difference between rollout and training to the statistics, both under the weights of the rollout.
+
+    Later steps whose old log-probabilities do not come from a training pass have nothing to compare.
+
+    Args:
+        stats: Receives train_logprobs_mean, rollout_logprobs_mean, logp_diff_mean (rollout minus training),
+            logp_abs_diff_mean, logp_abs_diff_max and logp_row_diff_mean, the mean over rows of the absolute mean
+            difference of a row, which is the logarithm of a sequence ratio.
+        pack: The micro-batch.
+        logprobs_N: Log-probabilities of this step's forward pass, detached.
+        is_first: Whether no update of this batch of rows came before.
+    """
+    stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
+    if pack.rollout_logprobs is None:
+        return
+    rollout_T = pack.trained(pack.rollout_logprobs)
+    stats.add({"rollout_logprobs_mean": pack.token_mean(rollout_T)})
+    if pack.old_logprobs is None or pack.old_logprobs is pack.rollout_logprobs:
+        before_N = logprobs_N if is_first else None
+    else:
+        before_N = pack.old_logprobs
+    if before_N is None:
+        return
+    diff_T = rollout_T - pack.trained(before_N)
+    of_rows = pack.row_mean(pack.mean_rows(diff_T).abs())
+    means = {"logp_diff_mean": pack.token_mean(diff_T), "logp_abs_diff_mean": pack.token_mean(diff_T.abs())}
+    stats.add({**means, "logp_row_diff_mean": of_rows})
+    stats.maximum("logp_abs_diff_max", diff_T.abs())
+    if pack.staleness is not None:
+        on_policy_T = pack.of_rows(pack.staleness) == 0
+        stats.maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)
+
+
+def of_step(batches: Batches) -> np.ndarray | None:
+    """Return the old log-probabilities of a step's tokens in the order of its micro-batches, float32 on the host."""
+    found = [pack.old_logprobs for _, pack in batches]
+    if any(old_N is None for old_N in found):
+        return None
+    return torch.cat([old_N for old_N in found if old_N is not None]).cpu().numpy()
