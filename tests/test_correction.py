@@ -19,8 +19,15 @@ def random_logprobs(seed=0, spread=0.8):
     return [[b + rng.gauss(0, spread) for b in row] for row in behave], behave
 
 
-def metric_of(log_r, metric):
+def binary_kl(p, q):
+    p, q = min(p, 1 - 1e-8), min(q, 1 - 1e-8)
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def metric_of(log_r, old, metric):
+    p, q = math.exp(old + log_r), math.exp(old)
     return {
+        "binary_kl": max(binary_kl(p, q), binary_kl(q, p)),
         "ratio": math.exp(log_r),
         "kl_k1": log_r,
         "kl_k2": log_r**2 / 2,
@@ -37,14 +44,15 @@ def by_hand(prox, behave, level, action, metric, agg, upper, lower):
     for new, old in zip(prox, behave, strict=True):
         log_rs = [n - o for n, o in zip(new, old, strict=True)]
         row_weights, row_keep = [], []
-        for log_r in log_rs:
-            weight, judged = math.exp(log_r), metric_of(log_r, metric)
+        for log_r, b in zip(log_rs, old, strict=True):
+            weight, judged = math.exp(log_r), metric_of(log_r, b, metric)
             if level == "sequence" and metric == "ratio":
                 weight, judged = math.exp(sum(log_rs) / len(log_rs)), math.exp(aggregate(log_rs, agg))
             elif level == "sequence":
-                judged = aggregate([metric_of(x, metric) for x in log_rs], agg)
-            kept = action == "clamp" or (judged <= upper and (lower is None or judged >= lower))
-            if action == "clamp":
+                judged = aggregate([metric_of(x, b, metric) for x, b in zip(log_rs, old, strict=True)], agg)
+            accepted = judged <= upper and (lower is None or judged >= lower)
+            kept = action == "clamp" or accepted
+            if action == "clamp" and not accepted:
                 weight = min(max(weight, lower or 0.0), upper)
             row_weights.append(weight if kept else 0.0)
             row_keep.append(kept)
@@ -54,17 +62,25 @@ def by_hand(prox, behave, level, action, metric, agg, upper, lower):
 
 
 CASES = [
-    *itertools.product(["token"], ["mask"], ["ratio", "kl_k1", "kl_k2", "kl_k3"], ["mean"]),
-    *itertools.product(["sequence"], ["mask"], ["ratio", "kl_k1", "kl_k2", "kl_k3"], ["sum", "mean", "max"]),
+    *itertools.product(["token"], ["mask"], ["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"], ["mean"]),
+    *itertools.product(
+        ["sequence"], ["mask"], ["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"], ["sum", "mean", "max"]
+    ),
     ("token", "clamp", "ratio", "mean"),
-    ("sequence", "clamp", "ratio", "mean"),
+    *itertools.product(["sequence"], ["clamp"], ["ratio"], ["sum", "mean", "max"]),
 ]
 
 
 @pytest.mark.parametrize(("level", "action", "metric", "agg"), CASES)
 @pytest.mark.parametrize("bounded_below", [False, True])
 def test_behave_weights(level, action, metric, agg, bounded_below):
-    upper, lower = {"ratio": (1.2, 0.8), "kl_k1": (0.3, -0.3), "kl_k2": (0.2, 0.01), "kl_k3": (0.2, 0.01)}[metric]
+    upper, lower = {
+        "ratio": (1.2, 0.8),
+        "kl_k1": (0.3, -0.3),
+        "kl_k2": (0.2, 0.01),
+        "kl_k3": (0.2, 0.01),
+        "binary_kl": (0.1, 0.01),
+    }[metric]
     kept = []
     for seed in range(3):
         prox, behave = random_logprobs(seed)
@@ -107,8 +123,6 @@ def test_settings_that_cannot_be_meant():
             ValueError, match=f"clamp bounds a ratio, but metric is {metric}; use metric ratio or action"
         ):
             behave_weights(prox, behave, action="clamp", metric=metric, upper=1.0)
-    with pytest.raises(ValueError, match="agg is sum; use agg mean or action mask"):
-        behave_weights(prox, behave, level="sequence", action="clamp", agg="sum", upper=2.0)
     for name in ("level", "action", "metric", "agg"):
         with pytest.raises(ValueError, match=f"{name} is 'no'; expected"):
             behave_weights(prox, behave, **{name: "no"})

@@ -39,6 +39,24 @@ def told(steps, divergence=None):
     return [(step, " ".join(text.split()[:4])) for step, text in found]
 
 
+@pytest.mark.parametrize(
+    ("ratio", "apart", "is_told"),
+    [
+        ((3e-4, "sequence"), {"train/logp_row_diff_mean": 2e-4}, True),
+        ((3e-4, "sequence"), {"train/logp_row_diff_mean": 7e-5, "train/logp_abs_diff_mean": 0.05}, False),
+        ((0.2, "token"), {"train/logp_abs_diff_mean": 0.06}, True),
+        ((0.2, "token"), {"train/logp_abs_diff_mean": 0.04}, False),
+        ((None, "token"), {"train/logp_abs_diff_mean": 0.06}, False),
+        ((3e-4, "sequence"), {"train/logp_row_diff_mean": math.nan}, False),
+    ],
+)
+def test_rounding_against_a_clip_range_that_compares_with_the_rollout(ratio, apart, is_told):
+    divergence = Divergence()
+    divergence.ratio = ratio
+    found = told([apart, apart], divergence)
+    assert found == ([(1, "rollout and training differ")] if is_told else [])
+
+
 def entropies(*values):
     return [{"train/entropy": value} for value in values]
 

@@ -230,7 +230,7 @@ def test_a_row_of_an_agent_has_values_where_it_was_sampled() -> None:
 def row_and_logprobs() -> tuple[TrainSequence, list[float]]:
     mask = [True, True, False, False, True, False]
     row = TrainSequence(
-        prompt_mask=mask, tokens=[1, 2, 3, 4, 5, 6], logprobs=[0.0, 0.0, -1.0, -0.5, 0.0, -2.0],
+        prompt_mask=mask, tokens=[1, 2, 3, 4, 5, 6], old_logprobs=[0.0, 0.0, -1.0, -0.5, 0.0, -2.0],
         advantages=[0.0, 0.0, 1.5, 1.5, 0.0, 1.5],
     )  # fmt: skip
     return row, [0.0, -0.3, -0.9, -0.1, -0.4, -2.2]

@@ -27,8 +27,8 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         ("gspo", "actor.adv_norm.std_level=null actor.adv_norm.eps=1", "actor.adv_norm.eps: is 1.0, but std_level is"),
         (
             "gspo",
-            "actor.recompute_logprob=true actor.use_decoupled_loss=true",
-            "actor.recompute_logprob: is true, but use_decoupled_loss puts the proximal policy in place",
+            "actor.recompute_logprob=false actor.use_decoupled_loss=true",
+            "actor.recompute_logprob: is false, but use_decoupled_loss compares with the policy before the update",
         ),
         ("grpo", "actor.use_sapo_loss=true actor.eps_clip=0.1", "actor.eps_clip: is 0.1, but the loss of use_sapo"),
         ("gspo", "eval_gconfig.top_p=0.5", "eval_gconfig.top_p: is 0.5, but greedy takes the most likely token"),

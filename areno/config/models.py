@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.lora import LoraConfig
+from areno.config.rejection import RejectionSamplingConfig
 from areno.config.schema.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
@@ -158,54 +159,6 @@ class ModelConfig(LoraConfig, UpdatedModelConfig):
 
 
 @dataclass(kw_only=True)
-class RejectionSamplingConfig(Section):
-    """What happens to tokens or rows on which the proximal policy and the behaviour policy disagree."""
-
-    level: Literal["token", "sequence"] = setting("token", help="Judge each token alone, or each row as a whole")
-    action: Literal["mask", "clamp"] = setting(
-        "mask", help="mask: leave it out of training. clamp: limit its weight to [lower, upper] (truncated IS)"
-    )
-    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = setting(
-        "ratio",
-        help="ratio: r = proximal / behaviour probability. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1",
-    )
-    agg: Literal["sum", "mean", "max"] = setting(
-        "mean", help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric"
-    )
-    upper: float = setting(5.0, help="Largest metric that is accepted", gt=0)
-    lower: float | None = setting(None, help="Smallest metric that is accepted. null: no bound")
-
-    @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
-    def clamp_without_ratio(self) -> bool:
-        return self.action == "clamp" and self.metric != "ratio"
-
-    @forbid("agg", "is {self.agg}, but clamp limits a row's weight, its geometric mean; use mean")
-    def clamp_of_a_row_without_mean(self) -> bool:
-        return self.action == "clamp" and self.level == "sequence" and self.agg != "mean"
-
-    @forbid("agg", "is {self.agg}, which only level=sequence uses, but level is token")
-    def aggregated_tokens(self) -> bool:
-        return self.agg != "mean" and self.level == "token"
-
-    @check
-    def a_kl_of_zero_passes(self) -> Iterator[Problem]:
-        if self.lower is None or self.metric == "ratio":
-            return
-        if self.metric != "kl_k1":
-            yield Problem("lower", f"is {self.lower}, but {self.metric} is never negative, and 0 must pass; use null")
-        elif self.lower >= 0:
-            yield Problem("lower", f"is {self.lower}, but a kl_k1 of 0 (no difference) must pass; use lower < 0")
-
-    @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
-    def bounds_out_of_order(self) -> bool:
-        return self.lower is not None and self.lower >= self.upper
-
-    @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
-    def ratio_of_one_outside(self) -> bool:
-        return self.metric == "ratio" and (self.upper <= 1 or (self.lower or 0.5) >= 1 or (self.lower or 0.5) <= 0)
-
-
-@dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
     """Settings that the actors of all policy algorithms have."""
 
@@ -315,6 +268,17 @@ class PolicyConfig(ModelConfig):
         return self.use_decoupled_loss and not self.recompute_logprob
 
     @property
+    def ratio_level(self) -> Literal["token", "sequence"]:
+        """Whether tokens have importance ratios of their own, or share the ratio of their sequence."""
+        return "token"
+
+    @property
+    def clip_against_rollout(self) -> float | None:
+        """The clip range of a ratio that compares with the rollout. None where ratios compare with training."""
+        interpolates = self.prox_logp_method == "loglinear" and self.ppo_n_minibatches > 1
+        return self.eps_clip if interpolates or not self.recompute_logprob else None
+
+    @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
         """Where importance ratios take their denominator from, as `areno.Trainer.train` names the choices."""
         if not self.recompute_logprob:
@@ -360,6 +324,14 @@ class TokenPolicyConfig(PolicyConfig):
     use_sapo_loss: bool = setting(False, help="Replace the clip by a soft gate (SAPO 2511.20347)")
     sapo_tau_pos: float = setting(1.0, help="Temperature of the SAPO gate for positive advantages", gt=0)
     sapo_tau_neg: float = setting(1.05, help="Temperature of the SAPO gate for negative advantages", gt=0)
+
+    @property
+    def ratio_level(self) -> Literal["token", "sequence"]:
+        return self.importance_sampling_level
+
+    @property
+    def clip_against_rollout(self) -> float | None:
+        return super().clip_against_rollout if self.surrogate != "sapo" else None
 
     @property
     def surrogate(self) -> Literal["clip", "cispo", "sapo"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from areno.errors import DataError
 
 MAX_LOG_RATIO = 20.0  # no ratio is taken beyond exp(20) = 5e8: far from all that matters, and finite in float32
 
+Metric = Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"]
 Rows = Sequence[np.ndarray] | Sequence[Sequence[float]]
 
 
@@ -26,53 +27,60 @@ def behave_weights(
     *,
     level: Literal["token", "sequence"] = "token",
     action: Literal["mask", "clamp"] = "clamp",
-    metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3"] = "ratio",
+    metric: Metric = "ratio",
     agg: Literal["sum", "mean", "max"] = "mean",
     upper: float = math.inf,
     lower: float | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Importance weight of each token and whether to train on it. The defaults bound nothing: the weight is r.
+    """Compute the importance weight of each token and choose the tokens to train on.
 
-    prox, behave: log-probabilities, a (T_i,) array for each row, of its trained tokens. Returns (weights, keep): (T_i,)
-    float64 and bool arrays.
+    The weight is r of the token; at level "sequence" with metric "ratio", all tokens of a row have its geometric mean.
+    The defaults bound nothing.
 
-    metric: what is judged. ratio: r; kl_k1: log r; kl_k2: (log r)^2 / 2; kl_k3: r - log r - 1.
-    level: "token" judges each token; "sequence" judges the row by `agg` of its tokens, for a ratio in log space (mean
-    is the geometric mean, sum the ratio of the whole row), for the others plainly; max is the largest token's.
-    The weight is the token's r; at level sequence with metric ratio, all tokens of a row have its geometric mean.
-    action: "mask" keeps what has lower <= metric <= upper; the weight of the rest is 0. Leave those tokens out of the
-    training mask as well, so that means do not count them. "clamp" keeps everything and cuts the weight to
-    [lower, upper]: truncated importance sampling. It bounds a weight, so it needs metric ratio and, at level sequence,
-    agg mean: ValueError otherwise.
+    Args:
+        prox: Log-probabilities of the proximal policy at the trained tokens, a (T_i,) array for each row.
+        behave: The same of the policy that sampled the rows.
+        level: "token" compares each token with the bounds, "sequence" each row.
+        action: "mask" keeps tokens or rows with lower <= metric <= upper and gives the others weight 0; leave these out
+            of the training mask as well, so that means do not count them. "clamp" keeps everything and cuts weights
+            outside of the bounds to [lower, upper]: truncated importance sampling.
+        metric: Number to compare. ratio: r; kl_k1: log r; kl_k2: (log r)^2 / 2; kl_k3: r - log r - 1; binary_kl: the
+            larger of KL(p, q) and KL(q, p) between drawing this token and drawing any other.
+        agg: Row value at level "sequence". Ratios are combined in log space, so mean is the geometric mean and sum the
+            ratio of the whole row; the other metrics are combined plainly.
+        upper: Largest metric that is accepted.
+        lower: Smallest metric that is accepted; None is no bound.
+
+    Returns:
+        (weights, keep): a (T_i,) float64 and a (T_i,) bool array for each row.
+
+    Raises:
+        ValueError: A choice is unknown, or action "clamp", which bounds a weight, has another metric than "ratio".
+        DataError: The log-probabilities differ in shape or are not finite.
     """
     for name, value, choices in (
         ("level", level, ("token", "sequence")),
         ("action", action, ("mask", "clamp")),
-        ("metric", metric, ("ratio", "kl_k1", "kl_k2", "kl_k3")),
+        ("metric", metric, get_args(Metric)),
         ("agg", agg, ("sum", "mean", "max")),
     ):
         if value not in choices:
             raise ValueError(f"{name} is {value!r}; expected {', '.join(choices)}")
     if action == "clamp" and metric != "ratio":
         raise ValueError(f"action clamp bounds a ratio, but metric is {metric}; use metric ratio or action mask")
-    if action == "clamp" and level == "sequence" and agg != "mean":
-        raise ValueError(f"action clamp bounds the row's geometric mean, but agg is {agg}; use agg mean or action mask")
 
     weights, keep = [], []
-    for log_r_T in _log_ratios(prox, behave):
+    low = -math.inf if lower is None else lower
+    for log_r_T, behave_T in zip(_log_ratios(prox, behave), behave, strict=True):
         whole_row = level == "sequence" and log_r_T.size > 0
-        judged = _judged(log_r_T, metric, agg) if whole_row else _metric(log_r_T, metric)
+        metric_T = _metric(log_r_T, np.asarray(behave_T, dtype=np.float64), metric)
+        judged = _of_row(log_r_T if metric == "ratio" else metric_T, metric, agg) if whole_row else metric_T
         log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if whole_row and metric == "ratio" else log_r_T
         weights_T = np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        keep_T = np.ones(log_r_T.shape, dtype=bool)
-        if action == "clamp":
-            weights_T = np.clip(weights_T, lower, upper)
-        else:
-            keep_T &= (-math.inf if lower is None else lower) <= judged
-            keep_T &= judged <= upper
-            weights_T = np.where(keep_T, weights_T, 0.0)
-        weights.append(weights_T)
-        keep.append(keep_T)
+        accepted_T = np.broadcast_to((low <= judged) & (judged <= upper), log_r_T.shape)
+        bounded_T = np.clip(weights_T, low, upper) if action == "clamp" else 0.0
+        weights.append(np.where(accepted_T, weights_T, bounded_T))
+        keep.append(np.ones_like(accepted_T) if action == "clamp" else accepted_T.copy())
     return weights, keep
 
 
@@ -120,19 +128,28 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
     return out
 
 
-def _metric(log_r_T: np.ndarray, metric: str) -> np.ndarray:
-    """What is judged, for each token."""
+def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
+    """Return the metric of each token."""
     if metric == "kl_k1":
         return log_r_T
     if metric == "kl_k2":
         return np.square(log_r_T) / 2.0
+    if metric == "binary_kl":
+        prox_T = behave_T + log_r_T
+        return np.maximum(_binary_kl(prox_T, behave_T), _binary_kl(behave_T, prox_T))
     r_T = np.exp(np.clip(log_r_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return r_T if metric == "ratio" else r_T - log_r_T - 1.0
 
 
-def _judged(log_r_T: np.ndarray, metric: str, agg: str) -> float:
-    """What is judged, for the row as a whole."""
-    combine = {"sum": np.sum, "mean": np.mean, "max": np.max}[agg]
-    if metric != "ratio":
-        return float(combine(_metric(log_r_T, metric)))
-    return math.exp(min(float(combine(log_r_T)), MAX_LOG_RATIO))
+def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
+    """Return KL(p, q) of the two events "this token" and "another token"."""
+    nearly_one = -1e-8  # a probability of 1 leaves nothing for the other event
+    log_p_T, log_q_T = np.minimum(log_p_T, nearly_one), np.minimum(log_q_T, nearly_one)
+    p_T, other_p_T, other_q_T = np.exp(log_p_T), -np.expm1(log_p_T), -np.expm1(log_q_T)
+    return p_T * (log_p_T - log_q_T) + other_p_T * (np.log(other_p_T) - np.log(other_q_T))
+
+
+def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
+    """Combine the tokens of a row. values_T: log ratios for metric "ratio", else the metric of each token."""
+    value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
+    return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

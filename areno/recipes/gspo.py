@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
@@ -29,6 +29,10 @@ class GSPOActorConfig(PolicyConfig):
     eps_clip: float = setting(
         3e-4, help="Clip range of the sequence ratio: 1 - eps_clip to 1 + eps_clip", gt=0, flag="--gspo-clip-eps"
     )
+
+    @property
+    def ratio_level(self) -> Literal["token", "sequence"]:
+        return "sequence"
 
     @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
     def proximal_policy_of_tokens(self) -> bool:

@@ -100,6 +100,21 @@ def logprobs_apart(difference: History) -> str:
     )
 
 
+def rounding_clips(apart: float, clip: float | None) -> str:
+    """Return a warning if rounding between rollout and training is not small against the clip range.
+
+    apart: absolute difference of the logarithms that the ratio is made of, mean over tokens or sequences. clip: the
+    clip range, None where ratios do not compare with the rollout.
+    """
+    if clip is None or not apart > clip / 4:
+        return ""
+    return (
+        f"rollout and training differ by {apart:.2g} before any update, and ratios that compare with the rollout are "
+        f"clipped at {clip:g} (actor.eps_clip), so rounding takes part of the gradient; set "
+        "actor.recompute_logprob=true, or engine.exact=true"
+    )
+
+
 def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
     """Some rewards are NaN or infinite. reward: what gives them."""
     if not n:
@@ -114,11 +129,18 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 class Divergence:
     """Looks at the steps of a run one after another.
 
-    reward: what gives the rewards, for messages. unanswered: "no row of data.jsonl", where rows have no solutions.
+    Args:
+        reward: What gives the rewards, for messages.
+        unanswered: "no row of data.jsonl", where rows have no solutions.
+
+    Attributes:
+        ratio: Clip range of importance ratios that compare with the rollout (None where ratios do not), and what has
+            a ratio of its own: "token" or "sequence".
     """
 
     def __init__(self, reward: str = "", unanswered: str = ""):
         self.reward, self.unanswered = reward, unanswered
+        self.ratio: tuple[float | None, str] = (None, "token")
         self._kept: dict[str, History] = {}
         self._told: list[str] = []
 
@@ -130,12 +152,15 @@ class Divergence:
         for name in (name for name in names if name in scalars):
             self._history(name).add(scalars[name])
         self._history("flat").add(float(is_flat(scalars)))
+        clip, level = self.ratio
+        apart = "logp_row_diff_mean" if level == "sequence" else "logp_abs_diff_mean"
         length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
             "answers": answers_missing(is_flat(scalars), reward, self.unanswered),
             "truncated": all_truncated(self._history("rollout/truncated"), length),
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
             "flat": nothing_to_learn(self._history("flat"), reward),
+            "rounding": rounding_clips(scalars.get(f"train/{apart}", 0.0), clip),
             "logprobs": logprobs_apart(self._history("train/logp_abs_diff_mean")),
             "not_finite": rewards_not_finite(
                 scalars.get("rollout/reward_not_finite", 0.0), scalars["rollout/num_sequences"], self.reward

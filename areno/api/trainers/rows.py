@@ -219,10 +219,11 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         # The error of what prox_logp_method=loglinear would have taken for `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
         stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
-    weights = [np.ones(len(old)) for old in behave]
-    if actor.recompute_logprob:  # ratios compare with the proximal policy, so weights lead on to the one that sampled
-        limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
-        weights, passed = behave_weights(prox, behave, **limits)
+    # Ratios compare with the proximal policy, so weights carry the rest of the way from the one that sampled.
+    limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
+    weights, passed = behave_weights(prox, behave, **limits)
+    if not actor.recompute_logprob:
+        weights = [np.ones(len(old)) for old in behave]
     if actor.use_decoupled_loss:
         stats["rejected_frac"] = _share_masked(passed)
     if actor.m2_threshold is not None:

@@ -83,6 +83,8 @@ class Run:
             self._resources = stack.pop_all()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.divergence = Divergence(reward, unanswered)
+        if isinstance(config, PolicyExperimentConfig):
+            self.divergence.ratio = (config.actor.clip_against_rollout, config.actor.ratio_level)
         self._scalars: dict[str, float] = {}  # of the step under way
         self.stop = Stop() if self.display is None else Stop(self.display.tell)
         self.clock = Stopwatch(self._before_phase)  # of the step under way

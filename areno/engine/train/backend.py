@@ -240,7 +240,7 @@ class TrainBackend:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         if self._routing is not None:
             self._routing.begin_step([packed for packed, _ in batches], self._hidden)
-        stats = self._accumulate(step, batches, loss_fn, update.temperature, is_first)
+        stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.data)  # which each rank of a context has for all its tokens
         if self._routing is not None:
@@ -272,7 +272,7 @@ class TrainBackend:
         return numbers
 
     def _accumulate(
-        self, step: StepShare, batches: Batches, loss_fn: LossFn, temperature: float, is_first: bool
+        self, step: StepShare, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> StepStats:
         """Leave the gradient of a step over all ranks in the flat buffer. Without memory, begin again and keep less."""
         self._gradients.begin(step)
@@ -281,7 +281,7 @@ class TrainBackend:
             for (_, pack), old_N in zip(batches, given, strict=True):
                 pack.old_logprobs = old_N
             try:
-                stats = self._accumulate_once(batches, loss_fn, temperature, is_first)
+                stats = self._accumulate_once(batches, loss_fn, update, is_first)
                 self._gradients.finish()
                 return stats
             except RuntimeError as error:
@@ -292,7 +292,7 @@ class TrainBackend:
                     raise
             self._gradients.begin(step, again=True)
 
-    def _accumulate_once(self, batches: Batches, loss_fn: LossFn, temperature: float, is_first: bool) -> StepStats:
+    def _accumulate_once(self, batches: Batches, loss_fn: LossFn, update: UpdateSpec, is_first: bool) -> StepStats:
         stats = StepStats(self.device)
         if self._routing is not None:
             self._routing.restart()
@@ -300,12 +300,15 @@ class TrainBackend:
             if self.model.config.head == "value":
                 loss, loss_stats = _checked(loss_fn(pack, self._values(packed, pack.trained_T)))
             else:
-                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, temperature)
+                logprobs_N, pack.entropy = self._logprobs(packed, pack.trained_T, update.temperature)
                 own_N = logprobs_N.detach()
                 if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
                     pack.old_logprobs = complete(pack.old_logprobs, own_N)
                 loss, loss_stats = _checked(loss_fn(pack, logprobs_N))
-                compare_with_rollout(stats, pack, own_N, is_first)
+                before_N = pack.old_logprobs
+                if update.old_logprobs == "rollout":
+                    before_N = own_N if is_first else None
+                compare_with_rollout(stats, pack, own_N, before_N)
             if self._routing is not None:
                 self._routing.add()
             self._gradients.backward(loss)

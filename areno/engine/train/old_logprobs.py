@@ -54,12 +54,15 @@ def set_before_first_update(
             elif source == "loglinear":
                 pack.old_logprobs = None  # the loss interpolates
             elif given_N is None or not is_known(pack):
-                on_policy = exact and rollout_N is not None and not bool((pack.staleness != 0).any())
-                found_N = rollout_N if on_policy else score(packed, pack.trained_T)
-                pack.old_logprobs = complete(given_N, found_N)
+                found_N = rollout_N if exact and _is_on_policy(pack) else None
+                pack.old_logprobs = complete(given_N, score(packed, pack.trained_T) if found_N is None else found_N)
 
 
-def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, is_first: bool) -> None:
+def _is_on_policy(pack: DataPack) -> bool:
+    return pack.staleness is not None and not bool(pack.staleness.any())
+
+
+def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:
     """Add the difference between rollout and training to the statistics, both under the weights of the rollout.
 
     Later steps whose old log-probabilities do not come from a training pass have nothing to compare.
@@ -70,17 +73,13 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, i
             difference of a row, which is the logarithm of a sequence ratio.
         pack: The micro-batch.
         logprobs_N: Log-probabilities of this step's forward pass, detached.
-        is_first: Whether no update of this batch of rows came before.
+        before_N: Log-probabilities by the training pass under the weights of the rollout; None where they are unknown.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:
         return
     rollout_T = pack.trained(pack.rollout_logprobs)
     stats.add({"rollout_logprobs_mean": pack.token_mean(rollout_T)})
-    if pack.old_logprobs is None or pack.old_logprobs is pack.rollout_logprobs:
-        before_N = logprobs_N if is_first else None
-    else:
-        before_N = pack.old_logprobs
     if before_N is None:
         return
     diff_T = rollout_T - pack.trained(before_N)
