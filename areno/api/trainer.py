@@ -32,7 +32,7 @@ from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
-from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Problem, Rename, keys_renamed
+from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
 from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
 from areno.tracking.display.progress import RolloutProgress
@@ -44,7 +44,7 @@ from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, T
 logger = logging.getLogger("areno")
 
 
-class Trainer:
+class Trainer(contextlib.AbstractContextManager["Trainer"]):
     """One policy with its tokenizer, its optimizer and the models beside it: rollout, scoring, training, saving.
 
     Construction only checks the arguments; `init()` loads the model. Samples are drawn inside `rollout_session`,
@@ -252,10 +252,8 @@ class Trainer:
         check_token_rows(prompt_tokens, "prompt_tokens", engine.info.vocab_size)
         if at_once is not None:
             check_count("at_once", at_once)
-        if seed is not None:
-            check_count("seed", seed, least=None)
-        else:
-            seed = self._own_seed()
+        seed = self._own_seed() if seed is None else seed
+        check_count("seed", seed, least=None)
         report: Any = contextlib.nullcontext(on_progress)
         if on_progress is None:
             copies, interval_s = engine.spec.dp_size, self._plan.progress_interval_s
@@ -293,23 +291,19 @@ class Trainer:
 
         Args:
             loss_fn: (pack, logprobs) -> (loss, stats), from areno.loss_fns or the script's own.
-            mini_bs: Rows in a forward pass, unless mb_spec or max_tokens_per_mb of ArenoConfig.runtime decides. The
-                result does not depend on either.
+            mini_bs: Rows in a forward pass, unless mb_spec or ArenoConfig.runtime decides. Results do not depend on it.
             gradient_accumulation_steps: Forward passes of each optimizer step. None makes one step of all rows.
             n_minibatches: Number of steps, each on its part of the rows, which `seed` shuffles.
             temperature: Sampling temperature of the rows; None is the one of this Trainer's last rollout.
             rows_per_unit: Number of adjacent rows that are never separated.
-            old_logprobs: "recompute": as above; steps after the first of a call cost a scoring pass. "loglinear": the
+            old_logprobs: "recompute" as above; steps after the first of a call cost a scoring pass. "loglinear": the
                 loss interpolates in these steps. "rollout": ratios compare with the log-probabilities of the rollout.
 
-        Returns: Statistics by name; docs/sdk.md lists them.
-
-        Raises: DataError for rows of the wrong form.
+        Returns statistics by name (docs/sdk.md lists them). Raises DataError for rows of the wrong form.
         """
         temperature = self.temperature if temperature is None else temperature
-        mb_spec = self._micro_batches(mini_bs, mb_spec)
-        steps = (n_minibatches, gradient_accumulation_steps, temperature)
-        update = UpdateSpec(mb_spec, *steps, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
+        how = (self._micro_batches(mini_bs, mb_spec), n_minibatches, gradient_accumulation_steps, temperature)
+        update = UpdateSpec(*how, seed=seed, rows_per_unit=rows_per_unit, old_logprobs=old_logprobs)
         return self._train("actor", batch_data, loss_fn, update)
 
     def train_values(
@@ -347,11 +341,9 @@ class Trainer:
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=self.engine.spec.mb_spec.max_tokens_per_mb)
 
     def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
-        check_update(update)
+        check_update(update, loss_fn)
         engine = self._outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
-        if not callable(loss_fn):
-            raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
         with self._named():
             with self.clock.phase("train" if role == "actor" else f"train_{role}"):
                 stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
@@ -453,9 +445,6 @@ class Trainer:
         """Free the devices, end the workers, close the metrics. Calling it again does nothing."""
         self._closed, self._engine = True, None
         self._resources.close()
-
-    def __enter__(self) -> Trainer:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -87,8 +87,10 @@ def check_rows(rows: Any) -> None:
             raise DataError(f"batch_data[{index}] is a {type(row).__name__}; an areno.TrainSequence is expected")
 
 
-def check_update(update: UpdateSpec) -> None:
-    """ConfigError for an argument of a training call that is wrong or does not fit the others."""
+def check_update(update: UpdateSpec, loss_fn: Any) -> None:
+    """Raise ConfigError for an argument of a training call that is wrong or does not fit the others."""
+    if not callable(loss_fn):
+        raise ConfigError([Problem("loss_fn", f"is a {type(loss_fn).__name__}; a function is expected")])
     check_count("n_minibatches", update.n_minibatches)
     check_count("rows_per_unit", update.rows_per_unit)
     check_count("seed", update.seed, least=0)

@@ -1,0 +1,86 @@
+"""Runs in bfloat16, where rollout and training differ by rounding: their ratios and clips, by recipe, variant and task."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_model import made
+from policy_runs import Played, play
+from variant_runs import Variant, player
+
+from areno.files.paths import find_file
+from areno.types import TrainSequence
+
+BF16 = "actor.dtype=bfloat16"
+VARIANTS = sorted(path.stem for path in find_file("conf/variant").glob("*.yaml"))
+FROZEN = ["actor.optimizer.lr=1e-30", "actor.ppo_n_minibatches=4"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, models: dict[str, Path]) -> dict[str, Variant]:
+    """A reward model gives every completion a reward of its own, so that all groups have a gradient."""
+    ppo = partial(player("ppo", tmp_path, models["reward"], "critic.warmup_steps=0"), task="quickstart_ppo")
+    return {recipe: player(recipe, tmp_path, models["reward"]) for recipe in ("gspo", "grpo")} | {"ppo": ppo}
+
+
+def assert_no_ratio_from_rounding(run: Played, rounds: bool = True) -> None:
+    """Every ratio is 1 to the bit, nothing is clipped, and the mismatch is logged. rounds: whether there is one."""
+    steps = len(run.series("train/ratio_mean"))
+    assert steps > 0
+    assert run.series("train/ratio_mean") == run.series("train/ratio_max") == [1.0] * steps
+    assert run.series("train/ratio_std") == [0.0] * steps
+    assert run.series("train/approx_kl") == [0.0] * steps
+    for name in ("train/clip_frac", "train/clip_frac_dual"):
+        assert name not in run.names() or run.series(name) == [0.0] * steps
+    mismatch = run.series("train/logp_abs_diff_mean")
+    assert max(mismatch) < 0.02
+    assert min(mismatch) > 1e-5 or not rounds
+
+
+@pytest.mark.parametrize("recipe", ["gspo", "grpo", "ppo"])
+def test_the_only_update_of_a_batch(runs: dict[str, Variant], recipe: str) -> None:
+    run = runs[recipe](BF16)
+    assert_no_ratio_from_rounding(run)
+    assert all(norm > 0 for norm in run.series("train/grad_norm"))
+
+
+@pytest.mark.parametrize("recipe", ["gspo", "grpo", "ppo"])
+def test_several_updates_with_unchanged_weights(runs: dict[str, Variant], recipe: str) -> None:
+    assert_no_ratio_from_rounding(runs[recipe](BF16, *FROZEN))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant(runs: dict[str, Variant], variant: str) -> None:
+    sizes = ["gconfig.n_samples=1", "train_dataset.batch_size=16", "actor.kl_ctl=0.1"] * (variant == "reinforce_pp")
+    run = runs["grpo"](BF16, f"variant={variant}", *sizes)
+    assert_no_ratio_from_rounding(run)
+    if "train/weights_mean" in run.names():
+        assert run.series("train/weights_std")[0] > 0, "the rollout has a ratio of its own"
+
+
+def test_a_ratio_to_the_rollout_clips_by_rounding(runs: dict[str, Variant], caplog: pytest.LogCaptureFixture) -> None:
+    settings = ["gconfig.temperature=1.0", "train_dataset.batch_size=16", "total_train_steps=1"]
+    run = runs["gspo"](BF16, *settings, "actor.recompute_logprob=false")
+    assert run.series("train/clip_frac")[0] > 0.02
+    assert run.series("train/ratio_std")[0] > 3e-4
+    told = [record.getMessage() for record in caplog.records if "before any update" in record.getMessage()]
+    assert len(told) == 1
+    assert "clipped at 0.0003 (actor.eps_clip)" in told[0]
+
+
+def test_exact_mode_needs_no_scoring_pass(runs: dict[str, Variant]) -> None:
+    run = runs["gspo"](BF16, "engine.exact=true", *FROZEN)
+    assert_no_ratio_from_rounding(run, rounds=False)
+    assert run.series("train/logp_abs_diff_max") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("task", ["tictactoe", "tools"])
+@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
+def test_tasks_of_agents(tmp_path: Path, recipe: str, task: str) -> None:
+    small = ["total_train_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=2", "gconfig.max_new_tokens=16"]
+    processes = ["reward.workers=1", "agent.workers=1", "saver.freq_steps=null"]
+    run = play(recipe, tmp_path, *small, "gconfig.max_tokens=null", *processes, BF16, task=task)
+    assert_no_ratio_from_rounding(run)
