@@ -104,8 +104,9 @@ class Ours:
         ]
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """One GSPO step, to the last weight."""
-        stats = self.engine.train(rows, partial(gspo_loss_fn, clip_eps=3e-4))
+        """Take one GSPO step on the rows, as if they had just been sampled, and wait for the last weight."""
+        fresh = [replace(item, old_logprobs=None) for item in rows]
+        stats = self.engine.train(fresh, partial(gspo_loss_fn, clip_eps=3e-4))
         self.engine.wait()
         return stats
 

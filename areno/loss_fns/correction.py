@@ -69,18 +69,17 @@ def behave_weights(
     if action == "clamp" and metric != "ratio":
         raise ValueError(f"action clamp bounds a ratio, but metric is {metric}; use metric ratio or action mask")
 
+    bounds = (-math.inf if lower is None else lower, upper)
     weights, keep = [], []
-    low = -math.inf if lower is None else lower
     for log_r_T, behave_T in zip(_log_ratios(prox, behave), behave, strict=True):
-        whole_row = level == "sequence" and log_r_T.size > 0
-        metric_T = _metric(log_r_T, np.asarray(behave_T, dtype=np.float64), metric)
-        judged = _of_row(log_r_T if metric == "ratio" else metric_T, metric, agg) if whole_row else metric_T
-        log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if whole_row and metric == "ratio" else log_r_T
-        weights_T = np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        accepted_T = np.broadcast_to((low <= judged) & (judged <= upper), log_r_T.shape)
-        bounded_T = np.clip(weights_T, low, upper) if action == "clamp" else 0.0
+        weights_T = _weights(log_r_T, by_row=level == "sequence" and metric == "ratio")
+        values_T = _metric(log_r_T, np.asarray(behave_T, dtype=np.float64), metric)
+        if level == "sequence" and log_r_T.size:
+            values_T = np.full_like(log_r_T, _of_row(log_r_T if metric == "ratio" else values_T, metric, agg))
+        accepted_T = (bounds[0] <= values_T) & (values_T <= bounds[1])
+        bounded_T = np.clip(weights_T, *bounds) if action == "clamp" else np.zeros_like(weights_T)
         weights.append(np.where(accepted_T, weights_T, bounded_T))
-        keep.append(np.ones_like(accepted_T) if action == "clamp" else accepted_T.copy())
+        keep.append(accepted_T | (action == "clamp"))
     return weights, keep
 
 
@@ -126,6 +125,12 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
             raise DataError(f"row {index}: a log-probability is not finite")
         out.append(new_T - old_T)
     return out
+
+
+def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
+    """Return r of each token, or with `by_row` their geometric mean at each token."""
+    log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
+    return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
