@@ -1,18 +1,15 @@
-"""Runs in bfloat16, where rollout and training differ by rounding: their ratios and clips, by recipe, variant and task."""
+"""Runs in bfloat16, where rollout and training differ by rounding: ratios and clips by recipe, variant and task."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from agent_model import made
 from policy_runs import Played, play
 from variant_runs import Variant, player
 
 from areno.files.paths import find_file
-from areno.types import TrainSequence
 
 BF16 = "actor.dtype=bfloat16"
 VARIANTS = sorted(path.stem for path in find_file("conf/variant").glob("*.yaml"))

@@ -7,13 +7,7 @@ from typing import Any
 
 from areno.api.rollout.by_sample import score_agents
 from areno.api.rollout.collect import Rollout
-from areno.api.trainers.rows import (
-    correct_rows,
-    needs_proximal,
-    policy_rows,
-    sample_rewards,
-    token_rows,
-)
+from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows
 from areno.api.trainers.setup import PolicySetup, Setup
 from areno.engine.spec import OldLogprobs
 from areno.tracking.console import log_stage
@@ -81,6 +75,6 @@ def update(
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Call `update` with the minibatches, temperature and old log-probabilities of the settings."""
-    actor, temperature = setup.config.actor, setup.config.gconfig.temperature
+    actor = setup.config.actor
     how = {"n_minibatches": actor.ppo_n_minibatches, "old_logprobs": actor.old_logprobs}
-    return update(setup, rows, temperature=temperature, **how)
+    return update(setup, rows, temperature=setup.config.gconfig.temperature, **how)

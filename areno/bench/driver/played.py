@@ -18,6 +18,7 @@ from typing import Any
 from areno.engine.limits import RequestLimits
 from areno.engine.processes.messages import Outputs, pack
 from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.train.micro_batches import TrainResult
 from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config
 from areno.types import GenerationOutput, GenerationRequest
@@ -142,11 +143,11 @@ class PlayedGroup:
             kv_tokens=1 << 30, stop_strings=True,
         )  # fmt: skip
 
-    def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> dict[str, float]:
+    def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:
         if self._sampled_at is not None:
             self.idle_s.append(self._idle_s + time.perf_counter() - self._sampled_at)
         n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
         time.sleep(n_tokens / TRAIN_TOK_S)
         self._trained_at, self._sampled_at = time.perf_counter(), None
         self._version += 1
-        return {"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "memory_gib": 0.0}
+        return TrainResult({"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "memory_gib": 0.0}, [None] * len(steps))

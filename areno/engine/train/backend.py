@@ -27,7 +27,7 @@ from areno.engine.train.old_logprobs import Batches, compare_with_rollout, compl
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import AdamW
 from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
-from areno.engine.train.stats import StepStats, over_steps
+from areno.engine.step_stats import StepStats, over_steps
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.engine.spec import OldLogprobs
 from areno.engine.train.packing import PackedTokens
-from areno.engine.train.stats import StepStats
+from areno.engine.step_stats import StepStats
 from areno.loss_fns.pack import DataPack
 
 Batches = list[tuple[PackedTokens, DataPack]]
