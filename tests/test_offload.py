@@ -16,8 +16,8 @@ from tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, tra
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import RolloutSpec
 from areno.engine.layout.offload import Offload
+from areno.engine.spec import RolloutSpec
 from areno.loss_fns.sft import sft_loss_fn
 from areno.loss_fns.value import value_loss_fn
 from areno.models import weights

@@ -16,12 +16,12 @@ import torch
 
 from areno.engine.layout.fitting import check_fits
 from areno.engine.layout.footprint import Footprint, footprint_of
+from areno.engine.layout.offload import Offload
 from areno.engine.memory import device_bytes, out_of_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.same_bits.exact import make_exact
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
-from areno.engine.layout.offload import Offload
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
 from areno.models.adapters.folder import load_adapters

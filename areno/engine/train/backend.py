@@ -19,6 +19,7 @@ from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.memory import is_out_of_memory, out_of_memory_hint
 from areno.engine.routing.trained import StepRouting
 from areno.engine.spec import UpdateSpec
+from areno.engine.step_stats import StepStats, over_steps
 from areno.engine.train.context import TokenShare
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
 from areno.engine.train.gradients import Gradients, ReducedGradients
@@ -27,7 +28,6 @@ from areno.engine.train.old_logprobs import Batches, compare_with_rollout, compl
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import AdamW
 from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
-from areno.engine.step_stats import StepStats, over_steps
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs

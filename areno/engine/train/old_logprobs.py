@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from areno.engine.spec import OldLogprobs
-from areno.engine.train.packing import PackedTokens
 from areno.engine.step_stats import StepStats
+from areno.engine.train.packing import PackedTokens
 from areno.loss_fns.pack import DataPack
 
 Batches = list[tuple[PackedTokens, DataPack]]
