@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from areno.api.rollout.collect import first_groups, has_signal, n_groups
+from areno.api.rollout.correct import correct_rows, needs_proximal
 from areno.api.trainers.rows import (
-    correct_rows,
     critic_advantages,
-    needs_proximal,
     outcome_advantages,
     policy_rows,
     sample_rewards,
@@ -189,6 +188,24 @@ def test_gae_reaches_across_tool_spans_and_is_whitened_over_the_batch() -> None:
         rows, [0, 1], PPOActorConfig(path="m", adv_norm=None, kl_ctl=0.0, discount=0.9, gae_lambda=0.8)
     )
     np.testing.assert_allclose(np.concatenate(plain), raw)
+
+
+@pytest.mark.parametrize("levels", [("batch", "batch"), ("group", "group"), ("group", "batch")])
+@pytest.mark.parametrize("has_signal", [False, True])
+def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_signal: bool) -> None:
+    """Rewards that are all equal leave only the KL, here of policies that are equal but for rounding."""
+    norm = NormConfig(mean_level=levels[0], std_level=levels[1])  # type: ignore[arg-type]
+    config = actor(kl_ctl=0.1, use_kl_in_reward=True, kl_estimator="k1", adv_norm=norm)
+    rows = [
+        row(
+            [0.0, -1.0, -2.0],
+            reward=float(has_signal and index == 0),
+            ref_logprobs=[0.0, -1.0 + noise, -2.0 - noise / 2],
+        )
+        for index, noise in enumerate([1e-3, -2e-3, 3e-3, -1e-3])
+    ]
+    largest = max(np.abs(part).max() for part in outcome_advantages(rows, [0, 0, 1, 1], config))
+    assert largest > 0.5 if has_signal else 0 < largest < 1e-3
 
 
 def test_only_weights_need_a_scoring_pass_before_the_update() -> None:

@@ -13,7 +13,8 @@ import numpy as np
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
 from areno.api.inputs.lora import with_model
 from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
-from areno.api.trainers.rows import correct_rows, needs_proximal, sample_rewards
+from areno.api.rollout.correct import correct_rows, needs_proximal
+from areno.api.trainers.rows import sample_rewards
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.report.recorded import RecordedRow, recorded_row

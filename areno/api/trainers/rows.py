@@ -4,6 +4,7 @@ functions. Arrays are float64; `trained` ones hold the trained tokens of a row o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +15,6 @@ from areno.agents.rows import train_sequences
 from areno.config.models import PolicyConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens
-from areno.loss_fns.correction import behave_weights, m2_keep
 from areno.loss_fns.kl import kl_array
 from areno.loss_fns.shaping import overlong_penalty, shape_rewards
 from areno.rewards.verdict import reward_problem
@@ -165,22 +165,46 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
 
 
 def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
-    """Advantages without a critic, one for each trained token.
+    """Compute advantages without a critic, one for each trained token.
 
-    Those of a row are equal and come from its reward, normalised over samples by adv_norm, unless the KL is part of the
-    reward: then a group still compares the samples by what their tokens earn in all (RLOO), while without a group each
-    token has the sum of what follows, normalised over the tokens of the batch (REINFORCE++).
+    The tokens of a row have equal advantages: the reward of the row, normalised over samples by adv_norm. If the KL is
+    part of the reward, a group compares the samples by the sum of their token rewards (RLOO); without a group, each
+    token has the sum of the rewards from it on, normalised over the tokens of the batch (REINFORCE++).
+
+    Where all rewards that a deviation is taken over are equal, only KL terms differ, which may be rounding. They are
+    centred then, and not divided by their deviation.
     """
     norm = actor.adv_norm
-    per_token = token_rewards(rows, actor) if actor.use_kl_in_reward else []
-    if actor.use_kl_in_reward and (norm is None or "group" not in (norm.mean_level, norm.std_level)):
+    if not actor.use_kl_in_reward:
+        rewards_B = np.array([row.reward for row in rows])
+        values_B = rewards_B if norm is None else group_advantages(rewards_B, groups, **asdict(norm))
+        return _on_tokens(rows, values_B)
+    per_token = token_rewards(rows, actor)
+    if norm is None or "group" not in (norm.mean_level, norm.std_level):
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
-        return returns if norm is None else normalize_tokens(returns, groups, **asdict(norm))
-    earned = [row.reward for row in rows]
-    if actor.use_kl_in_reward:
-        earned = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
-    values_B = np.asarray(earned) if norm is None else group_advantages(earned, groups, **asdict(norm))
+        if norm is None:
+            return returns
+        divides = norm.std_level is not None and not _are_equal([row.reward for row in rows])
+        return normalize_tokens(returns, groups, **asdict(norm) | {"std_level": norm.std_level if divides else None})
+    earned_B = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
+    divided_B, centred_B = (
+        group_advantages(earned_B, groups, **asdict(norm) | {"std_level": level}) for level in (norm.std_level, None)
+    )
+    sets = [0] * len(rows) if norm.std_level == "batch" else groups
+    rewards_of = defaultdict(list)
+    for row, of_set in zip(rows, sets, strict=True):
+        rewards_of[of_set].append(row.reward)
+    are_equal_B = [_are_equal(rewards_of[of_set]) for of_set in sets]
+    return _on_tokens(rows, np.where(are_equal_B, centred_B, divided_B))
+
+
+def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
+    """Give each trained token the value of its row."""
     return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
+
+
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return min(rewards) == max(rewards)
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
@@ -193,53 +217,3 @@ def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], acto
     if actor.adv_norm is not None:
         advantages = normalize_tokens(advantages, groups, **asdict(actor.adv_norm))
     return advantages, returns
-
-
-def needs_proximal(actor: PolicyConfig) -> bool:
-    """Return whether `correct_rows` needs a scoring pass of the policy before the update."""
-    decoupled = actor.use_decoupled_loss and actor.prox_logp_method != "loglinear"
-    return decoupled or actor.m2_threshold is not None
-
-
-def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: PolicyConfig) -> dict[str, float]:
-    """Weigh and mask tokens by how the policy before the update differs from the policy that sampled them.
-
-    Args:
-        rows: Rows to train on. Sets their `weights` and, where tokens are rejected, their `prompt_mask`.
-        prox_logprobs: Log-probabilities of all tokens of each row, by a forward pass before the update.
-        actor: Settings of the decoupled loss and M2PO.
-
-    Returns:
-        The shares of masked tokens, and with prox_logp_method "metrics" the error of the interpolation.
-    """
-    behave = trained(rows, "logprobs")
-    prox = [np.asarray(all_)[places_of(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]
-    stats: dict[str, float] = {}
-    if actor.prox_logp_method == "metrics":
-        # The error of what prox_logp_method=loglinear would have taken for `prox`.
-        errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
-        stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
-    # Ratios compare with the proximal policy, so weights carry the rest of the way from the one that sampled.
-    limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
-    weights, passed = behave_weights(prox, behave, **limits)
-    if not actor.recompute_logprob:
-        weights = [np.ones(len(old)) for old in behave]
-    if actor.use_decoupled_loss:
-        stats["rejected_frac"] = _share_masked(passed)
-    if actor.m2_threshold is not None:
-        keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
-        stats["m2_masked_frac"] = _share_masked(keep)
-        weights = [one * other for one, other in zip(weights, keep, strict=True)]
-    if actor.use_decoupled_loss or actor.m2_threshold is not None:
-        set_trained(rows, "weights", weights)
-    if actor.use_decoupled_loss:
-        for row, kept in zip(rows, passed, strict=True):
-            places = places_of(row)
-            places[places] = kept
-            row.prompt_mask = ~places
-    return {name: float(value) for name, value in stats.items()}
-
-
-def _share_masked(keep: Arrays) -> float:
-    kept = np.concatenate(keep)
-    return float(1.0 - kept.mean()) if kept.size else 0.0

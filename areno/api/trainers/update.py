@@ -7,7 +7,8 @@ from typing import Any
 
 from areno.api.rollout.by_sample import score_agents
 from areno.api.rollout.collect import Rollout
-from areno.api.trainers.rows import correct_rows, needs_proximal, policy_rows, sample_rewards, token_rows
+from areno.api.rollout.correct import correct_rows, needs_proximal
+from areno.api.trainers.rows import policy_rows, sample_rewards, token_rows
 from areno.api.trainers.setup import PolicySetup, Setup
 from areno.engine.spec import OldLogprobs
 from areno.tracking.console import log_stage
