@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -184,12 +184,11 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
         if norm is None:
             return returns
-        divides = norm.std_level is not None and not _are_equal([row.reward for row in rows])
-        return normalize_tokens(returns, groups, **asdict(norm) | {"std_level": norm.std_level if divides else None})
+        how = replace(norm, std_level=None) if _are_equal([row.reward for row in rows]) else norm
+        return normalize_tokens(returns, groups, **asdict(how))
     earned_B = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
-    divided_B, centred_B = (
-        group_advantages(earned_B, groups, **asdict(norm) | {"std_level": level}) for level in (norm.std_level, None)
-    )
+    divided_B = group_advantages(earned_B, groups, **asdict(norm))
+    centred_B = group_advantages(earned_B, groups, **asdict(replace(norm, std_level=None)))
     sets = [0] * len(rows) if norm.std_level == "batch" else groups
     rewards_of = defaultdict(list)
     for row, of_set in zip(rows, sets, strict=True):
