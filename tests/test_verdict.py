@@ -47,7 +47,7 @@ def test_a_sweep_is_won_by_settings_not_by_a_lucky_seed(tmp_path):
     assert found["value"] == pytest.approx(0.8)
     assert found["std"] == pytest.approx(math.sqrt(0.005))
     assert found["notes"] == [
-        "Better than lr=0.1 by 0.1, not more than the standard deviation over seeds (0.2828).",
+        "Better than lr=0.1 by 0.1, not more than the standard deviation over seeds (0.28).",
         "The best single run is run 1, with 0.9.",
     ]
     assert [(place["title"], place["runs"], place["values"]) for place in found["places"]] == [
@@ -62,7 +62,7 @@ def test_a_sweep_is_won_by_settings_not_by_a_lucky_seed(tmp_path):
 def test_less_can_be_better_and_the_lead_more_than_the_spread(tmp_path):
     found = verdict_of(make_sweep(tmp_path, {"0.1": [0.5, 0.6], "0.2": [0.1, 0.2]}, "min"))
     assert (found["title"], found["best"]) == ("lr=0.2", 2)
-    assert found["notes"][0] == "Better than lr=0.1 by 0.4, more than the standard deviation over seeds (0.07071)."
+    assert found["notes"][0] == "Better than lr=0.1 by 0.4, more than the standard deviation over seeds (0.071)."
 
 
 def test_a_sweep_without_seeds_says_so(tmp_path):

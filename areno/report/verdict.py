@@ -169,7 +169,7 @@ def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
         return f"{told}. Without several seeds, the spread of a result is not known."
     spread = max(spreads)
     more = "more" if lead > spread * (1 + 1e-9) else "not more"
-    return f"{told}, {more} than the standard deviation over seeds ({_number(spread)})."
+    return f"{told}, {more} than the standard deviation over seeds ({spread:.2g})."
 
 
 def _number(value: float | None) -> str:

@@ -45,6 +45,9 @@ function told(value, counts = false) {
   return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
 }
 
+/** A standard deviation, of which two digits are known at best. */
+const spread = (std) => (std === null ? "" : ` ± ${told(Number(std.toPrecision(2)))}`);
+
 /** Any value; a setting as it was given, not rounded. */
 function shown(value) {
   if (value === null || value === undefined) return "–";

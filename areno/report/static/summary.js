@@ -4,11 +4,10 @@ const MOST_PLACES = 8; // of a sweep, before the rest is folded away
 
 function verdict() {
   const found = DATA.verdict, single = DATA.runs.length === 1;
-  const spread = found.std === null ? null : el("span", { class: "std" }, ` ± ${told(found.std)}`);
   const notes = found.notes.map((note) => el("p", {}, note));
   const card = el("div", { class: "verdict" },
     el("div", {}, found.places.length > 1 ? "Best: " : "", el("b", { class: "winner" }, found.title)),
-    el("div", { class: "big" }, el("span", {}, told(found.value), spread), found.scalar ? sparkline(DATA.runs[0].series[found.scalar], colour(0), found.title) : null), el("div", { class: "told" }, found.spread), ...notes);
+    el("div", { class: "big" }, el("span", {}, told(found.value), el("span", { class: "std" }, spread(found.std))), found.scalar ? sparkline(DATA.runs[0].series[found.scalar], colour(0), found.title) : null), el("div", { class: "told" }, found.spread), ...notes);
   by("summary").append(
     el("h2", {}, "Verdict", el("small", { class: single ? DATA.runs[0].status : null }, found.about)),
     el("div", { class: "verdicts" }, card, single ? tiles() : ranking(found.places)));
@@ -32,7 +31,7 @@ function ranking(places) {
   const head = ["", seeds ? "settings" : "run", seeds ? "mean ± std" : "result", `${told(bounds[0])} … ${told(bounds[1])}`, ...(seeds ? ["runs"] : [])];
   const rows = places.map((place, at) => [
     el("td", { class: "number" }, String(at + 1)), el("span", { class: "run long" }, swatch(place.runs[0]), place.title),
-    el("td", { class: "number" }, told(place.value) + (place.std === null ? "" : ` ± ${told(place.std)}`)),
+    el("td", { class: "number" }, told(place.value) + spread(place.std)),
     strip(place, bounds), ...(seeds ? [String(place.runs.map((run) => DATA.runs[run].name.split(" ")[0]).join(", "))] : []),
   ]);
   const rest = rows.length - MOST_PLACES;
