@@ -127,7 +127,7 @@ def test_training_counts_where_nothing_is_evaluated(tmp_path):
 def test_the_verdict_of_one_run(tmp_path):
     run = make_run(tmp_path / "one", 0.25, 0.75, 0.5)
     found = verdict_of([run])
-    assert (found["about"], found["title"], found["value"]) == ("run, 2 steps in 0:02", "evaluation: accuracy", 0.5)
+    assert (found["about"], found["title"], found["value"]) == ("2 steps in 0:02", "evaluation: accuracy", 0.5)
     assert (found["spread"], found["scalar"]) == ("eval/accuracy, last value", "eval/accuracy")
     assert found["notes"] == ["0.25 at the start.", "Best: 0.75 at step 1."]
     assert verdict_of([make_run(tmp_path / "new")])["notes"] == ["It has recorded no result yet."]

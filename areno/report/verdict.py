@@ -37,7 +37,9 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
     """The verdict of a single run: its state, and how its main number has changed."""
-    state = f"{run.status() or 'run'}, {last_step(metrics)} steps in {duration(seconds(run))}"
+    steps, taken = last_step(metrics), seconds(run)
+    state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
+    state = ", ".join(filter(None, (run.status(), state)))
     found: dict[str, Any] = {"about": state, "title": name, "value": None, "std": None, "spread": "", "scalar": None}
     found |= {"notes": ["It has recorded no result yet."], "places": [], "best": None}
     of_run = headlines(metrics)

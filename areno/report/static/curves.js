@@ -126,11 +126,13 @@ function curves() {
   const home = by("curves"), several = DATA.runs.length > 1;
   home.append(el("h2", {}, "Curves"));
   if (several) home.append(legend());
+  const [first] = Object.values(DATA.charts);
+  if (!first) home.append(el("p", { class: "told" }, "Nothing is recorded yet."));
   for (const [heading, found] of Object.entries(DATA.charts)) {
     const rest = heading === "More";
     const grid = el("div", { class: rest ? "charts small-charts" : "charts" }, ...found.map((chart) => chartNode({ ...chart, small: rest })));
     grid.childNodes.forEach((node) => watch.observe(node));
-    const repeated = several ? el("div", { class: "paper-legend" }, ...entries().map(([about]) => about)) : null;
+    const repeated = several && (found === first || entries().length <= 8) ? el("div", { class: "paper-legend" }, ...entries().map(([about]) => about)) : null;
     const parts = [repeated, grid].filter(Boolean);
     if (rest) home.append(el("details", {}, el("summary", {}, el("b", {}, `All other numbers (${found.length})`)), ...parts));
     else home.append(el("h3", {}, heading), ...parts);

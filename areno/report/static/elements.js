@@ -10,10 +10,13 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 /** Settings of which several runs were made, with other seeds: their curves have one colour and a mean. */
 const PLACES = DATA.verdict.places;
 const GROUPS = PLACES.length > 1 && PLACES.some((place) => place.runs.length > 1) ? PLACES : [];
-const colour = (run) => {
-  const group = GROUPS.findIndex((place) => place.runs.includes(run));
-  return COLOURS[(group < 0 ? run : group) % COLOURS.length];
-};
+/** The colour of a run, or of its settings. More runs than colours: hues in the order of the ranking. */
+function colour(run) {
+  const most = GROUPS.length || DATA.runs.length;
+  const rank = PLACES.findIndex((place) => place.runs.includes(run));
+  if (most > COLOURS.length) return rank < 0 ? "var(--soft)" : `hsl(${(225 + (300 * rank) / most) % 360} 62% 52%)`;
+  return COLOURS[(GROUPS.length && rank >= 0 ? rank : run) % COLOURS.length];
+}
 
 /** An element with attributes and children; texts are always texts, never markup. */
 function el(tag, attributes = {}, ...children) {

@@ -1,6 +1,6 @@
 // The verdict, the table of first, best and last, and the runs.
 
-const MOST_PLACES = 8; // of a sweep, before the rest is folded away
+const MOST_PLACES = 6; // of a sweep, before the rest is folded away
 
 function verdict() {
   const found = DATA.verdict, single = DATA.runs.length === 1;
@@ -62,6 +62,7 @@ function numbers() {
   };
   const title = (row) => el("span", {}, row.title, row.title.endsWith(row.unit) ? null : el("span", { class: "told small" }, ` (${row.unit})`));
   const home = el("div");
+  if (!DATA.headlines.length) return;
   by("numbers").append(el("h2", {}, "First, best and last"), home);
   runTable(home, (runs) => DATA.headlines.map((row) => [title(row), ...runs.map((run) => cell(row, run))]));
 }
