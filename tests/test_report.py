@@ -128,7 +128,7 @@ def test_the_column_of_prompts_shows_the_task(tmp_path):
     ]  # fmt: skip
     (run / "rollouts/000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = [line[8] for line in unpacked(packed_samples(RunReader(run), 2**20)["index"])]
-    assert shown == ["Go up.", "Go \n\nup.", "Go up.", plain["prompt"][-120:]] + ["else"] * 4
+    assert shown == ["Go up.", "Go \n\nup.", "Go up.", str(plain["prompt"])[-120:]] + ["else"] * 4
 
 
 def test_a_long_curve_keeps_its_peaks():

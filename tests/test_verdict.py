@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -23,7 +24,9 @@ def make_run(folder: Path, *accuracies: float, **settings: object) -> RunReader:
     return RunReader(folder)
 
 
-def make_sweep(folder: Path, results: dict[str, list[float | None]], mode: str = "max") -> list[RunReader]:
+def make_sweep(
+    folder: Path, results: dict[str, list[float | None]], mode: Literal["max", "min"] = "max"
+) -> list[RunReader]:
     """A sweep over learning rates with one run for each seed. None: the run failed."""
     sweep = Sweep(folder, "eval/accuracy of the last evaluation", mode)
     runs = []
