@@ -21,6 +21,7 @@ from areno.report.curves import charts, thinned
 from areno.report.differences import differing, short_names
 from areno.report.page import write_report
 from areno.report.tables import compare_tables, duration, runs_table
+from areno.report.units import is_count, unit_of
 from areno.tracking.headlines import headlines
 from areno.tracking.reader import RunReader, Series
 
@@ -73,15 +74,61 @@ def test_contents_are_what_the_runs_left(tmp_path):
     assert found["runs"][0]["series"]["rollout/rewards_mean"] == [[1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5]]
     assert found["runs"][0]["settings"]["actor.optimizer.lr"] == 0.1
     assert found["differences"] == {"seed": [0, 1]}
-    assert ["reward", 1, 0.1, 0.5, 0.5] in found["headlines"]
-    assert [chart["title"] for chart in found["charts"]["Learning"]] == ["Reward", "Loss"]
+    assert found["headlines"][0] == {
+        "name": "rollout/rewards_mean", "title": "reward", "unit": "reward", "counts": False,
+        "runs": [[0.1, 0.5, 0.5, 5]] * 2,
+    }  # fmt: skip
+    assert [row["title"] for row in found["headlines"]] == ["reward", "loss", "seconds of a step"]
+    assert [(chart["title"], chart["unit"]) for chart in found["charts"]["Learning"]] == [
+        ("Reward", "reward"),
+        ("Loss", "loss"),
+    ]
+    assert [chart["title"] for chart in found["charts"]["Speed and memory"]] == ["Time of a step"]
     assert [chart["names"] for chart in found["charts"]["More"]] == [("odd/number",)]
+    assert found["constant"] == {"time/train": 1.5}
+    alone = contents(runs[:1])
+    assert [chart["title"] for chart in alone["charts"]["Speed and memory"]] == ["Time of a step, by phase"]
+    assert alone["constant"] == {"odd/number": 0.0, "time/step": 2.0}
+    assert alone["headlines"][0]["runs"] == [[0.1, 0.5, 0.5, 5]]
 
 
 def test_a_chart_for_every_scalar():
     names = {"time/step", "time/rollout", "time/train", "train/kl_loss", "train/never_heard_of", "eval/pass@8"}
     shown = [name for of in charts(names).values() for chart in of for name in chart.names]
     assert sorted(shown) == sorted(names - {"time/step"})
+
+
+def test_units_of_axes():
+    units = {
+        "eval/accuracy": "share", "train/clip_frac": "share", "train/loss": "loss", "train/kl_loss": "loss",
+        "train/entropy": "nats", "train/logp_abs_diff_mean": "nats", "time/reward": "s", "train/step_e2e_time_s": "s",
+        "rollout/response_len_mean": "tokens", "train/tokens_per_second": "tokens/s", "train/memory_gib": "GiB",
+        "rollout/reward_errors": "samples", "rollout/reward/format": "reward", "train/never_heard_of": "never heard of",
+    }  # fmt: skip
+    assert {name: unit_of(name) for name in units} == units
+    assert [unit for unit in dict.fromkeys(units.values()) if is_count(unit)] == ["tokens", "tokens/s", "samples"]
+
+
+def test_the_column_of_prompts_shows_the_task(tmp_path):
+    """Of an agent, the first message of the user; of a chat, what the row asks; else the end of the prompt."""
+    run = make_run(tmp_path, "a", 1, 1, n_samples=1)
+    template = "<|im_start|>system\nTools<|im_end|>\n<|im_start|>user\nGo up.<|im_end|>\n<|im_start|>assistant\n"
+    plain = sample(1, 0) | {"prompt": f"{'an example ' * 20}2+2="}
+    given = [{"type": "text", "text": "Go "}, {"type": "image_url"}, {"type": "text", "text": "up."}]
+
+    def agent(*messages):
+        return plain | {"prompt": template, "trajectory": {"turns": [{"messages": list(messages)}], "rows": []}}
+
+    user, system = {"role": "user", "content": "Go up."}, {"role": "system", "content": "Tools"}
+    lines = [
+        agent(system, user, {"role": "user", "content": "again"}), agent({"role": "user", "content": given}),
+        plain | {"prompt": template, "task": "Go up."}, plain, agent(system) | {"prompt": "else"},
+        agent({"role": "user", "content": None}) | {"prompt": "else"}, agent({"role": "user"}, 7) | {"prompt": "else"},
+        plain | {"trajectory": {"turns": []}, "prompt": "else"},
+    ]  # fmt: skip
+    (run / "rollouts/000001.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = [line[8] for line in unpacked(packed_samples(RunReader(run), 2**20)["index"])]
+    assert shown == ["Go up.", "Go \n\nup.", "Go up.", str(plain["prompt"])[-120:]] + ["else"] * 4
 
 
 def test_a_long_curve_keeps_its_peaks():
@@ -177,7 +224,7 @@ def browser():
         pytest.skip("there is no Chromium to open a report in")
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
@@ -264,6 +311,8 @@ def test_the_turns_of_an_agent_in_a_browser(tmp_path, browser):
     (run / "rollouts/000001.jsonl").write_text(json.dumps(of_agent) + "\n")
     page, said = opened(browser, write_report([run], tmp_path / "report.html"))
     page.click("tr.sample")
+    assert page.locator("#colour-by").is_hidden(), "messages have no colours"
+    assert page.locator("tr.sample td.text").first.inner_text() == "2+2 <b>"
     card = page.locator(".card.chosen")
     assert card.locator(".message").all_inner_texts() == [
         "user\n2+2 <b>", 'assistant · sampled, ended by tool_calls\nadd({"a": 2})', "tool\n4",
@@ -271,6 +320,87 @@ def test_the_turns_of_an_agent_in_a_browser(tmp_path, browser):
     ]  # fmt: skip
     assert "3 turns · row 0: 3 of 9 tokens trained" in card.inner_text()
     assert "another conversation" in card.inner_text()
+    assert said == []
+
+
+def test_several_runs_on_the_screen_and_on_paper(tmp_path, browser):
+    """Verdict and curves are on the first screen. On paper, every chart is drawn and nothing is folded away."""
+    runs = [make_run(tmp_path, f"{seed}", seed, 6, n_samples=4) for seed in range(6)]
+    page, said = opened(browser, write_report(runs, tmp_path / "report.html"))
+    page.set_viewport_size({"width": 1440, "height": 900})
+    assert page.locator("h2").all_inner_texts()[0].startswith("Verdict")
+    assert page.locator(".verdict .big").bounding_box()["y"] < 200
+    page.wait_for_selector("#curves .js-plotly-plot")
+    first = page.locator("#curves .chart").first.bounding_box()
+    assert first["y"] + first["height"] < 900
+    assert page.locator("#numbers tbody tr").count() == 3
+    assert page.locator("#numbers thead th").count() == 7
+    assert page.locator("#numbers svg polyline").count() == 18
+    assert page.locator("#numbers tbody tr").first.inner_text().count("best 0.6 at step 6") == 6
+
+    page.emulate_media(color_scheme="dark")
+    page.evaluate(
+        """addEventListener("beforeprint", () => {
+          window.lines = charts.map((one) => one.querySelectorAll(".scatterlayer .trace").length);
+          window.folded = document.querySelectorAll("details:not([open])").length;
+          window.columns = [...document.querySelectorAll("#numbers thead tr")].map((one) => one.children.length);
+          window.ink = charts[0].plot.layout.font.color;
+        })"""
+    )
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    assert page.evaluate("lines") == [6] * page.locator(".chart").count()
+    assert page.evaluate("folded") == 0
+    assert page.evaluate("columns") == [4, 4]  # the number, and three runs beside each other
+    assert page.evaluate("ink") == "#1d2433", "dark on paper, whatever the screen"
+    assert page.locator("details:not([open])").count() == 2
+    assert page.locator("#numbers thead tr").count() == 1
+    assert page.evaluate("charts[0].plot.layout.font.color") == "#e6e9f0"
+    assert said == []
+
+
+def test_axes_have_units_and_colours_are_offered_where_there_are_some(tmp_path, browser):
+    run = make_run(tmp_path, "a", 0, 2, n_samples=1)
+    lines = [
+        {"step": step, "train/loss": 2e-8 * (-1) ** step, "train/tokens_per_second": 9e3 * step} for step in (1, 2, 3)
+    ]
+    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bare = {name: value for name, value in sample(2, 0).items() if name not in ("tokens", "logprobs", "advantage")}
+    (run / "rollouts/000002.jsonl").write_text(json.dumps(bare) + "\n")
+    page, said = opened(browser, write_report([run], tmp_path / "report.html"))
+    page.evaluate("charts.forEach((node) => draw(node))")
+    assert [page.locator(f".{axis}title").all_text_contents() for axis in "xy"] == [["step"] * 2, ["loss", "tokens/s"]]
+    loss, speed = (page.locator(".chart").nth(place).locator(".ytick").all_text_contents() for place in range(2))
+    assert any("\N{MULTIPLICATION SIGN}10" in tick for tick in loss)
+    assert not any(letter in tick for letter in "nμ" for tick in loss)
+    assert any(tick.endswith("k") for tick in speed)
+    told = "[0, 5e-8, -2.345e-7, 0.5, 1234.567, 15954, 3e6].map((value) => told(value, value >= 1000))"
+    assert page.evaluate(told) == ["0", "5e-8", "-2.34e-7", "0.5", "1235", "16k", "3M"]
+    assert "-2e-8 → -2e-8" in page.locator("#numbers").inner_text()
+
+    page.wait_for_selector(".card.chosen")
+    assert page.locator("#colour-by").is_hidden()
+    page.select_option("#step", "1")
+    page.click("tr.sample")
+    page.wait_for_selector("#colour-by", state="visible")
+    assert page.locator("#colouring option").all_inner_texts() == ["log-probability", "advantage"]
+    assert said == []
+
+
+def test_names_are_no_markup(tmp_path, browser):
+    evil = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+    run = make_run(tmp_path, "a", 0, 2, n_samples=1)
+    lines = [{"step": step, f"x/{evil}": step, "eval/accuracy": step / 2} for step in (1, 2)]
+    (run / "logs/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "overrides.yaml").write_text(json.dumps([f"trial_name={evil}"]))
+    (run / "config.yaml").write_text(json.dumps({"actor": {"path": evil}}))
+    (run / "rollouts/000002.jsonl").write_text(json.dumps(sample(2, 0) | {"task": evil, "prompt": evil}) + "\n")
+    other = make_run(tmp_path, "b", 0, 2)
+    page, said = opened(browser, write_report([run, other], tmp_path / "report.html"))
+    page.evaluate("toPaper()")
+    assert page.locator("img").count() == 0
+    assert page.locator("figcaption", has_text=evil).count() == 1
+    assert page.locator(".ytitle", has_text="script>").count() == 1
+    assert page.locator("#settings td", has_text=evil).count() == 2  # what differs, and all settings
     assert said == []
 
 

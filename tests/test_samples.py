@@ -17,6 +17,7 @@ from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.tracking.files.samples import EvalFiles, SampleFiles, chosen
 from areno.tracking.reader import RunReader
+from areno.types import PromptItem
 
 
 def written(path):
@@ -38,6 +39,7 @@ def test_what_is_written_of_a_sample(tmp_path):
         "group": 0,
         "sample": 0,
         "row": 17,
+        "task": "2+2?",
         "prompt": "<2+2?>",
         "completion": "four\n4 é",
         "reward": 1.0,
@@ -61,6 +63,27 @@ def test_what_is_written_of_a_sample(tmp_path):
     assert not second.keys() & {"token_advantages", "train_logprobs", "parts"}, "one value says it"
     EvalFiles(tmp_path / "eval", str).eval_samples(3, given, "hard")
     assert [line["set"] for line in written(tmp_path / "eval/hard/000003.jsonl")] == ["hard", "hard"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "task"),
+    [
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+            "c",
+        ),
+        ([{"role": "user", "content": "long " * 200}], "long " * 100),
+        ([{"role": "user", "content": [{"type": "image"}]}], None),
+        ([{"role": "system", "content": "a"}], None),
+        (None, None),
+    ],
+)
+def test_the_task_of_a_row_of_messages_is_what_it_asks(tmp_path, messages, task):
+    given = samples()[:1]
+    given[0].item = PromptItem(prompt="<c>", text="<c>", tokens=[1], messages=messages)
+    EvalFiles(tmp_path, str).eval_samples(1, given, "")
+    (line,) = written(tmp_path / "000001.jsonl")
+    assert line.get("task") == task
 
 
 @pytest.mark.parametrize(

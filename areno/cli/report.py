@@ -8,8 +8,8 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.description = (
-        "Writes one HTML page that needs no network and no other file: curves, samples with their tokens, settings and "
-        "versions. Several runs are drawn over each other, with the settings in which they differ. "
+        "Writes one HTML page that needs no network and no other file: the verdict, curves, samples with their tokens, "
+        "settings and versions. Several runs are drawn over each other, with the settings in which they differ. "
         "Needs pip install 'areno[report]'."
     )
     help = "folders of runs; the folder of a sweep stands for its runs"

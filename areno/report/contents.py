@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.config.schema.values import flat
-from areno.report.curves import charts, thinned
+from areno.report.curves import Chart, charts, thinned
 from areno.report.differences import differing, run_names
-from areno.tracking.headlines import NAMES, headlines, last_step
+from areno.report.units import is_count, unit_of
+from areno.report.verdict import verdict
+from areno.tracking.headlines import NAMES, duration, headlines, last_step, seconds
 from areno.tracking.reader import RunReader, Series
 
 SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed
-SHOWN_CHARS = 80  # of prompt and completion in the table of samples
+SHOWN_CHARS = 120  # of prompt and completion in the table of samples
 _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 
@@ -24,13 +26,14 @@ _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
     """Everything that the page shows. sample_bytes: how much of the page the samples may be, compressed and encoded.
 
-    {"runs": [{"name", "path", "status", "steps", "versions", "settings", "overrides", "series", "samples"}],
-    "headlines": [[title, number of the run, first, best, last]], "charts": {heading: [{"title", "names", "stacked"}]},
-    "differences": {key: [value of each run]}}
+    {"title": of the page, "runs": [{"name", "path", "status", "steps", "duration", "versions", "settings", "overrides",
+    "series", "samples"}], "verdict": see `verdict`, "headlines": [{"name", "title", "unit", "counts", "runs": [[first,
+    best, last, step of the best], or None for each run]}], "charts": {heading: [{"title", "names", "stacked", "unit",
+    "counts"}]}, "constant": {scalar: value in all steps}, "differences": {key: [value of each run]}}
     """
     names = run_names(runs)
     metrics = [run.metrics() for run in runs]
-    shown = charts(name for of_run in metrics for name in of_run)
+    shown, constant = _shown(metrics)
     described = []
     for name, run, of_run in zip(names, runs, metrics, strict=True):
         series = {key: _pair(*thinned(found.steps, found.values)) for key, found in of_run.items()}
@@ -40,6 +43,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
                 "path": str(run.path),
                 "status": run.status(),
                 "steps": last_step(of_run),
+                "duration": duration(seconds(run)),
                 "versions": run.versions,
                 "settings": flat(run.config),
                 "overrides": run.overrides,
@@ -48,21 +52,52 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
             }
         )
     return {
+        "title": _title(runs),
         "runs": described,
+        "verdict": verdict(runs, names, metrics),
         "headlines": _headlines(metrics),
-        "charts": {heading: [vars(chart) for chart in of] for heading, of in shown.items()},
+        "charts": {
+            heading: [vars(chart) | {"unit": chart.unit, "counts": chart.counts} for chart in of]
+            for heading, of in shown.items()
+        },
+        "constant": constant,
         "differences": differing([run.config for run in runs]) if len(runs) > 1 else {},
     }
 
 
-def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[list[Any]]:
+def _title(runs: Sequence[RunReader]) -> str:
+    """`experiment/trial` of a run or a sweep, with the number of runs if there are several."""
+    folders = {run.sweep or run.path for run in runs}
+    of = "/".join(folders.pop().absolute().parts[-2:]) if len(folders) == 1 else ""
+    several = f"{len(runs)} runs" if len(runs) > 1 else ""
+    return ", ".join(filter(None, (of, several)))
+
+
+def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
+    """Return the charts, and the rest: the values of scalars that are the same in all steps of all runs."""
+    values: dict[str, list[float]] = {}
+    for of_run in metrics:
+        for name, series in of_run.items():
+            values.setdefault(name, []).extend(series.values)
+    constant = {name: of[0] for name, of in sorted(values.items()) if len(of) > 1 and all(one == of[0] for one in of)}
+    shown = charts(values, len(metrics))
+    if more := [chart for chart in shown.pop("More", []) if chart.title not in constant]:
+        shown["More"] = more
+    charted = {name for of in shown.values() for chart in of for name in chart.names}
+    return shown, {name: value for name, value in constant.items() if name not in charted}
+
+
+def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
+    """Return one row for each number, with the values of all runs."""
     found = [headlines(of_run) for of_run in metrics]
-    return [
-        [title, number, *of_run[name][1:4]]
-        for name, (title, _) in NAMES.items()
-        for number, of_run in enumerate(found)
-        if name in of_run
-    ]
+    rows = []
+    for name, (title, _) in NAMES.items():
+        lines = [of_run.get(name) for of_run in found]
+        if any(lines):
+            values = [line and [line.first, line.best, line.last, line.step] for line in lines]
+            unit = unit_of(name)
+            rows.append({"name": name, "title": title, "unit": unit, "counts": is_count(unit), "runs": values})
+    return rows
 
 
 def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
@@ -114,15 +149,30 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 
 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
-    """step, number in the step, the group, the values of _INDEX, and the beginnings of prompt and completion."""
-    texts = (str(sample.get(name) or "") for name in ("prompt", "completion"))
+    """step, number in the step, the group, the values of _INDEX, what was asked, the beginning of the completion.
+
+    The end of a prompt is shown where the task is not known: examples come before the question.
+    """
+    task = task_of(sample)
     return [
         step,
         number,
         sample.get("group", sample.get("row")),
         *(sample.get(name) for name in _INDEX),
-        *(text[-SHOWN_CHARS:] if name == 0 else text[:SHOWN_CHARS] for name, text in enumerate(texts)),
+        task[:SHOWN_CHARS] if task else str(sample.get("prompt") or "")[-SHOWN_CHARS:],
+        str(sample.get("completion") or "")[:SHOWN_CHARS],
     ]
+
+
+def task_of(sample: Mapping[str, Any]) -> str:
+    """Return the task of a sample without its chat template: of an agent, the first message of the user."""
+    try:
+        messages = sample["trajectory"]["turns"][0]["messages"]
+        content = next(message["content"] for message in messages if message["role"] == "user")
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        return "\n".join(parts)
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration):  # another program's, or no agent's
+        return str(sample.get("task") or "")
 
 
 def without_nan(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from areno.report.units import is_count, unit_of
+
 MOST_POINTS = 4_000  # of one curve; a screen shows fewer
 
 
@@ -15,6 +17,16 @@ class Chart:
     title: str
     names: tuple[str, ...]
     stacked: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The unit of its vertical axis."""
+        return unit_of(self.names[0])
+
+    @property
+    def counts(self) -> bool:
+        """Whether its numbers are counts."""
+        return is_count(self.unit)
 
 
 # What is read first comes first. Of each chart, the scalars that a run has are shown.
@@ -27,40 +39,45 @@ _CHARTS = {
         Chart("Groups without a difference", ("rollout/frac_groups_zero_std",)),
     ],
     "Answers": [
-        Chart("Response length (tokens)", ("rollout/response_len_mean", "eval/response_len_mean")),
-        Chart("Truncated answers (share)", ("rollout/truncated", "eval/truncated")),
+        Chart("Response length", ("rollout/response_len_mean", "eval/response_len_mean")),
+        Chart("Truncated answers", ("rollout/truncated", "eval/truncated")),
         Chart("Rewards that failed", ("rollout/reward_errors", "rollout/reward_timeouts")),
     ],
     "Policy": [
         Chart("Entropy", ("train/entropy",)),
         Chart("KL to the reference", ("train/kl", "train/ref_kl", "train/kl_loss")),
-        Chart("Clipped (share)", ("train/clip_ratio", "train/clipfrac", "train/clip_frac")),
+        Chart("Clipped", ("train/clip_ratio", "train/clipfrac", "train/clip_frac")),
         Chart("Gradient norm", ("train/grad_norm",)),
         Chart("Learning rate", ("train/lr",)),
-        Chart("Rollout against training: difference of log-probabilities", ("train/logp_abs_diff_mean",)),
+        Chart("Rollout against training: log-probabilities", ("train/logp_abs_diff_mean",)),
     ],
     "Speed and memory": [
-        Chart("Seconds of a step, by phase", (), stacked=True),
+        Chart("Time of a step, by phase", (), stacked=True),
         Chart("Tokens per second", ("rollout/tokens_per_second", "train/tokens_per_second")),
-        Chart("Peak device memory (GiB)", ("train/memory_gib",)),
+        Chart("Peak device memory", ("train/memory_gib",)),
     ],
 }
-_TIMES = "time/"
+_TIMES, _WHOLE_TIME = "time/", "time/step"
 
 
-def charts(names: Iterable[str]) -> dict[str, list[Chart]]:
-    """Heading -> charts for runs that have recorded these scalars. What no other chart shows is under "More"."""
+def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
+    """Return heading -> charts for runs that have recorded these scalars.
+
+    What no other chart shows is under "More". The phases of a step are stacked for one run. Several runs are compared
+    by the time of the whole step, since stacks cannot be drawn over each other.
+    """
     there = set(names)
-    phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != "time/step"))
+    phases = tuple(sorted(name for name in there if name.startswith(_TIMES) and name != _WHOLE_TIME))
     found: dict[str, list[Chart]] = {}
     for heading, known in _CHARTS.items():
-        kept = [
-            Chart(chart.title, tuple(name for name in (chart.names or phases) if name in there), chart.stacked)
-            for chart in known
-        ]
-        found[heading] = [chart for chart in kept if chart.names]
+        found[heading] = []
+        for chart in known:
+            if chart.stacked:
+                chart = Chart(chart.title, phases, True) if n_runs == 1 else Chart("Time of a step", (_WHOLE_TIME,))
+            if kept := tuple(name for name in chart.names if name in there):
+                found[heading].append(Chart(chart.title, kept, chart.stacked))
     shown = {name for of in found.values() for chart in of for name in chart.names}
-    rest = sorted(there - shown - {"time/step"})
+    rest = sorted(there - shown - {_WHOLE_TIME})
     found["More"] = [Chart(name, (name,)) for name in rest]
     return {heading: kept for heading, kept in found.items() if kept}
 

@@ -15,6 +15,7 @@ from areno.report.contents import contents, without_nan
 from areno.tracking.reader import RunReader
 
 _STATIC = Path(__file__).with_name("static")
+_SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", "page")
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
@@ -45,7 +46,7 @@ def render(data: dict[str, Any]) -> str:
         "STYLE": _static("page.css"),
         "PLOTLY": _plotly(),
         "DATA": _inside_script(without_nan({**data, "areno": __version__})),
-        "SCRIPT": _static("page.js"),
+        "SCRIPT": "".join(_static(f"{name}.js") for name in _SCRIPTS),
     }
     page = _static("page.html")
     for name, part in parts.items():

@@ -21,13 +21,14 @@ import numpy as np
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.background import Background
 from areno.tracking.tracker import END_OF_STEP, Tracker
-from areno.types import ScoredSample, Trajectory
+from areno.types import PromptItem, ScoredSample, Trajectory
 
 logger = logging.getLogger("areno.rollout")
 
 VARIABLE = "ARENO_LOG_COMPLETIONS"
 _SHOWN_CHARS = 1000
 _SHOWN_TOKENS = 64
+_TASK_CHARS = 500
 
 
 class SampleLog(Tracker):
@@ -217,6 +218,7 @@ def _line(sample: ScoredSample) -> dict[str, object]:
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
+        **({"task": task} if (task := _task(sample.item)) else {}),
         "prompt": sample.item.text,
         "completion": sample.completion,
         "reward": sample.outcome.value,
@@ -233,6 +235,13 @@ def _line(sample: ScoredSample) -> dict[str, object]:
         "response_tokens": sample.sequence.n_tokens,
         "finish_reason": sample.sequence.finish_reason,
     }
+
+
+def _task(item: PromptItem) -> str:
+    """Return the beginning of what the row asks, or "" if its prompt has no chat template around it."""
+    asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
+    text = asked[-1] if asked else item.prompt
+    return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
 
 
 def _short(text: str) -> str:

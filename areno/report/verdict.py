@@ -1,0 +1,178 @@
+"""The verdict at the top of a report: which setting is best, by how much, and how far its seeds lie apart."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areno.files.reading import content_of
+from areno.launch.sweeps.results import Outcome, Sweep
+from areno.report.differences import differing
+from areno.tracking.headlines import NAMES, duration, headlines, last_step, seconds
+from areno.tracking.reader import RunReader, Series
+
+_LAST_STEPS = 5  # a scalar of single steps is noisy: the mean of the last ones counts
+_MOST_SETTINGS = 4  # in the title of a place
+_FALLBACK = ("train/loss", min)  # of runs that have none of the numbers that can be best
+
+
+def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
+    """Return what the report says first, as plain data. Runs are numbered as in `runs`.
+
+    {"about": what is compared, "title", "value", "std": of the winner, "spread": what std is, in words,
+    "notes": sentences, "places": [{"title", "value", "std", "runs", "values"}], the best first,
+    "best": number of the best run}. std is the sample standard deviation over seeds, or None. A single run has no
+    places; its "scalar" is the number that counts. Without a result, "value" and "best" are None.
+    """
+    if len(runs) == 1:
+        return _of_one(runs[0], names[0], metrics[0])
+    sweep, notes = _of_sweep(runs)
+    compared = sweep or _of_runs(runs, metrics)
+    return _in_words(compared, names, notes, "a sweep of" if sweep else "comparison of")
+
+
+def _of_one(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
+    """The verdict of a single run: its state, and how its main number has changed."""
+    steps, taken = last_step(metrics), seconds(run)
+    state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
+    state = ", ".join(filter(None, (run.status(), state)))
+    found: dict[str, Any] = {"about": state, "title": name, "value": None, "std": None, "spread": "", "scalar": None}
+    found |= {"notes": ["It has recorded no result yet."], "places": [], "best": None}
+    of_run = headlines(metrics)
+    scalar, line = next(((key, one) for key, one in of_run.items() if one.best is not None), (None, None))
+    if scalar is None and _FALLBACK[0] in of_run:
+        scalar, line = _FALLBACK[0], of_run[_FALLBACK[0]]
+    if line is None:
+        return found
+    notes = [f"{_number(line.first)} at the start."]
+    if line.best is not None:
+        notes.append(f"Best: {_number(line.best)} at step {line.step}.")
+    about = {"title": line.title, "scalar": scalar, "spread": f"{scalar}, last value"}
+    return found | about | {"value": line.last, "notes": notes, "best": 0}
+
+
+def _of_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
+    """Return the sweep that all runs are of, with the runs that are shown, and sentences about the others."""
+    folders = {run.sweep and run.sweep.absolute() for run in runs}
+    folder = folders.pop()
+    if folder is None or folders or (content := content_of(folder / "sweep.json")) is None:
+        return None, []
+    index = {run.path.absolute().name: place for place, run in enumerate(runs)}
+    try:
+        sweep, missing = _parsed(json.loads(content), folder, index)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None, [f"{folder / 'sweep.json'} is damaged, so the last values are compared."]
+    notes = [f"Without a result: run {', '.join(missing)}."] if missing else []
+    ended = {one.number for one in sweep.outcomes}
+    if waiting := [name for name, place in index.items() if place not in ended]:
+        notes.append(f"Not ended: run {', '.join(waiting)}.")
+    return sweep, notes
+
+
+def _parsed(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
+    """Return the sweep in the content of a sweep.json, and the names of its runs without a result."""
+    sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
+    missing = []
+    for one in read["runs"]:
+        name, value = str(one["run"]), one["objective"]
+        value = None if value is None else float(value)
+        if value is None or not math.isfinite(value):
+            missing.append(name)
+        if name in index:
+            overrides = {str(key): str(given) for key, given in one["overrides"].items()}
+            sweep.outcomes.append(Outcome(index[name], overrides, value, folder / name))
+    sweep.outcomes.sort(key=lambda one: one.number)
+    return sweep, missing
+
+
+def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
+    """Return runs of any folders as a sweep over the settings in which they differ, by their main number."""
+    choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
+    scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
+    what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
+    sweep = Sweep(Path(), scalar + what, "min" if choose is min else "max")
+    differences = differing([run.config for run in runs])
+    for place, (run, of_run) in enumerate(zip(runs, metrics, strict=True)):
+        overrides = {key: str(values[place]) for key, values in differences.items()}
+        if "seed" not in differences:  # runs of one seed are no sample of its spread
+            overrides["run"] = str(place)
+        sweep.outcomes.append(Outcome(place, overrides, _last(of_run, scalar), run.path))
+    return sweep
+
+
+def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
+    """The last value of a scalar that is finite; of a scalar of training, the mean of the last ones."""
+    finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
+    return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
+
+
+def _in_words(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
+    """Return the verdict of several runs."""
+    better = "more" if sweep.mode == "max" else "less"
+    places = _places(sweep, names)
+    found: dict[str, Any] = {
+        "about": f"{kind} {len(names)} runs, by {sweep.objective} ({better} is better)",
+        "title": "no run has a result", "value": None, "std": None, "spread": "", "notes": notes, "places": places,
+        "best": None if sweep.best is None else sweep.best.number,
+    }  # fmt: skip
+    if sweep.best is None:
+        return found
+    first = places[0]
+    found |= {name: first[name] for name in ("title", "value", "std")}
+    if first["std"] is not None:
+        seeds = {one.overrides.get("seed") for one in sweep.outcomes if one.number in first["runs"]}
+        found["spread"] = f"mean ± standard deviation over {len(seeds)} seeds"
+    elif len(first["runs"]) == 1:
+        found["spread"] = "one run"
+    told = [] if len(places) == 1 else [_lead(first, places[1])]
+    if len(first["runs"]) > 1 or len(places) == 1:
+        told.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
+    return found | {"notes": told + notes}
+
+
+def _places(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the settings of a sweep, or its runs where none differ in the seed only, the best first."""
+    values = {one.number: one.objective for one in sweep.outcomes}
+    found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
+    if not found:
+        ended = [one for one in sweep.ranked if one.objective is not None and math.isfinite(one.objective)]
+        found = [({}, one.objective, None, [one.number]) for one in ended]
+    return [
+        {
+            "title": _title(overrides)
+            or (names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs of the same settings"),
+            "value": value,
+            "std": std,
+            "runs": runs,
+            "values": [values[number] for number in runs],
+        }
+        for overrides, value, std, runs in found
+    ]
+
+
+def _title(overrides: Mapping[str, str]) -> str:
+    """`actor.optimizer.lr=0.1 gconfig.n_samples=8`, without the last ones of many."""
+    given = [f"{key}={value}" for key, value in overrides.items()]
+    more = f" and {len(given) - _MOST_SETTINGS} more" if len(given) > _MOST_SETTINGS else ""
+    return " ".join(given[:_MOST_SETTINGS]) + more
+
+
+def _lead(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Return the sentence that compares the winner with the next, and the difference with the spread over seeds."""
+    lead = abs(first["value"] - second["value"])
+    if lead == 0:
+        return f"Equal to {second['title']}."
+    told = f"Better than {second['title']} by {_number(lead)}"
+    if not (spreads := [one["std"] for one in (first, second) if one["std"] is not None]):
+        return f"{told}. Without several seeds, the spread of a result is not known."
+    spread = max(spreads)
+    more = "more" if lead > spread * (1 + 1e-9) else "not more"
+    return f"{told}, {more} than the standard deviation over seeds ({spread:.2g})."
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
