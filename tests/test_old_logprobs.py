@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tiny_backend import OPTIMIZER, WHOLE, make, make_rows
-from tiny_engine import train_on
+from tiny_engine import request, rollout, spec, train_on, train_rows
 
+from areno.bench import shapes
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import UpdateSpec
+from areno.engine.engine import Engine
+from areno.engine.spec import LoraSpec, UpdateSpec
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
+from areno.layers.adapters.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn
 
 FROZEN = dataclasses.replace(OPTIMIZER, lr=1e-30)
@@ -44,6 +47,26 @@ def test_with_unchanged_weights_every_update_has_ratio_one(dtype, recompute, how
         assert stats["clip_frac"] == 0.0
         assert stats["logp_abs_diff_mean"] == pytest.approx(0.01, rel=0.05), "the rollout is still compared"
         assert 0.0 < stats["logp_row_diff_mean"] <= 0.012
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["recurrent", "adapters", "experts with replay"])
+def test_other_models_have_ratio_one_too(device, kind, tmp_path):
+    """Rows of a real rollout, in bfloat16, with several updates of the batch."""
+    shape = {"recurrent": "tiny-qwen3.5", "experts with replay": "tiny-moe"}.get(kind, "tiny")
+    folder, _ = shapes.model_folder(shape, tmp_path / "model")
+    lora = LoraSpec(adapters=AdapterSpec(4, 8.0, ("q_proj", "down_proj")), base=folder) if kind == "adapters" else None
+    settings = {"dtype": "bfloat16", "optimizer": FROZEN, "lora": lora, "routing_replay": kind == "experts with replay"}
+    with Engine(dataclasses.replace(spec(folder, **settings), devices=[device]), "inline") as engine:
+        requests = [request(number, 4, 9 + number, ignore_eos=True) for number in range(3)]
+        outputs = rollout(engine, requests)
+        rows = train_rows(outputs, requests)
+        routes = [output.routes for item in requests for output in outputs[item.request_id]]
+        rows = [dataclasses.replace(row, routes=of_row) for row, of_row in zip(rows, routes, strict=True)]
+        update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=64), n_minibatches=3, seed=1)
+        stats = engine.train(rows, partial(gspo_loss_fn, clip_eps=1e-9), update)
+    assert (stats["ratio_mean"], stats["ratio_std"], stats["ratio_max"]) == (1.0, 0.0, 1.0)
+    assert stats["clip_frac"] == 0.0
 
 
 def test_against_the_rollout_rounding_clips():

@@ -49,6 +49,8 @@ class Settings:
     attn_backend: Literal["auto", "flash", "native"]
     exact: bool
     deterministic: bool
+    updates: int
+    old_logprobs: Literal["recompute", "rollout"]
     routing_replay: bool
     lora_rank: int | None
     eager_decode: bool
@@ -118,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
+    add("--updates", type=_positive, default=1, help="step: optimizer steps of a batch, as actor.ppo_n_minibatches")
+    compared = "step: what ratios compare with; rollout is actor.recompute_logprob=false"
+    add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     add("--lora-rank", type=_positive, help="train adapters of this rank on all linear layers, and decode with them")
     add("--eager-decode", action="store_true", help="no CUDA graphs")

@@ -19,7 +19,7 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
-from areno.engine.spec import EngineSpec, LoraSpec, RolloutSpec
+from areno.engine.spec import EngineSpec, LoraSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, Problem
 from areno.layers.adapters.config import AdapterSpec
 from areno.loss_fns import gspo_loss_fn
@@ -104,9 +104,11 @@ class Ours:
         ]
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Take one GSPO step on the rows, as if they had just been sampled, and wait for the last weight."""
+        """Update by GSPO on the rows, as if they had just been sampled, and wait for the last weight."""
         fresh = [replace(item, old_logprobs=None) for item in rows]
-        stats = self.engine.train(fresh, partial(gspo_loss_fn, clip_eps=3e-4))
+        spec, settings = self.engine.spec.mb_spec, self._settings
+        update = UpdateSpec(spec, settings.updates, seed=1, old_logprobs=settings.old_logprobs)
+        stats = self.engine.train(fresh, partial(gspo_loss_fn, clip_eps=3e-4), update)
         self.engine.wait()
         return stats
 
@@ -141,7 +143,7 @@ def run_ours(settings: Settings, folder: str, random_init: bool, cost: Cost) -> 
             kv_gib = ours.cache_tokens * cost.kv_bytes / 2**30
             figures |= {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}
             if settings.kind == "step":
-                for name in ("logp_abs_diff_mean", "logp_abs_diff_max"):
+                for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "clip_frac", "ratio_std"):
                     figures[name] = statistics.median(stats[name] for stats in timed.stats)
             elif settings.kind == "rollout":
                 figures |= _agreement(timed.rows, ours.logprobs(timed.rows))

@@ -126,6 +126,9 @@ def _contender(figures: dict[str, Any]) -> list[str]:
         mean, most = figures["logp_abs_diff_mean"], figures["logp_abs_diff_max"]
         text = f"rollout against training: logp_abs_diff_mean {mean:.2e}, max {most:.2e}"
         lines.append(_line("log-probabilities", text))
+    if "clip_frac" in figures:
+        text = f"{100 * figures['clip_frac']:.1f} % clipped, standard deviation {figures['ratio_std']:.2e}"
+        lines.append(_line("sequence ratios", text))
     idle = [f"{name.removesuffix('_idle_share')} {100 * figures[name]:.1f} %" for name in figures if "_idle" in name]
     if idle:
         lines.append(_line("device idle", ", ".join(idle)))
