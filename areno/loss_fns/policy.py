@@ -11,10 +11,16 @@ from areno.loss_fns.reduction import Reduction, reduce_tokens
 
 
 def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
-    """advantages, log_ratio: (T,). All results are 0-dim shares of means over the step's trained tokens.
+    """Compute the statistics that all policy losses report, each a share of a mean over the step's trained tokens.
 
-    advantage_mean; approx_kl: KL(sampling policy || trained policy) by the estimator r - log r - 1 with r = trained /
-    sampling, how far the policy has moved since the rows were sampled; entropy where the pack has it.
+    Args:
+        pack: The micro-batch.
+        advantages: (T,).
+        log_ratio: (T,), logarithm of the importance ratio.
+
+    Returns:
+        0-dim tensors by name: advantage_mean; approx_kl, KL(old policy || trained policy) by the estimator
+        r - log r - 1, the distance that the updates of this batch have moved the policy; entropy where the pack has it.
     """
     log_ratio = log_ratio.detach()
     stats = {
@@ -25,7 +31,7 @@ def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[
 
 
 def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
-    """the entropy of the next-token distribution, mean over the step's trained tokens, in nats."""
+    """Return the entropy of the next-token distribution, mean over the step's trained tokens, in nats."""
     return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy))}
 
 

@@ -40,7 +40,7 @@ _ROWS = (
     Row("truncated", "rollout/truncated", share=True),
     Row("groups without difference", "rollout/frac_groups_zero_std", share=True),
     Row("KL to the reference", "train/kl_loss"),
-    Row("KL to the rollout policy", "train/approx_kl"),
+    Row("KL to the policy before", "train/approx_kl"),
     Row("entropy", "train/entropy"),
     Row("rollout against training", "train/logp_abs_diff_mean"),
     Row("gradient norm", "train/grad_norm"),
