@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from areno.agents.parsers.cursor import partial_tag
-from areno.data.decode import decode
+from areno.data.tokens.decode import decode
 
 _PART_OF_A_CHARACTER = "\ufffd"
 _CONTEXT = 8  # tokens before those that are decoded
