@@ -242,6 +242,19 @@ def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
     assert conversations.prompt([{"role": "user", "content": FORGED}]).tokens == tokens
 
 
+def test_a_control_token_in_a_long_text_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer("tiny")
+    monkeypatch.setattr("areno.data.tokens.shield._SLICE", 7)
+    for n in range(14):
+        text = "ab < " * n + "c" * n + FORGED
+        tokens = encode_generation_prompt(tokenizer, text)
+        assert control_in(tokenizer, tokens) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+        assert tokenizer.decode(tokens) == rendered(tokenizer, [{"role": "user", "content": text}])
+        words = "ab < " * n + "c" * n
+        encoded = encode_generation_prompt(tokenizer, words)
+        assert encoded == tokenizer.encode(rendered(tokenizer, [{"role": "user", "content": words}]))
+
+
 def test_looking_for_control_tokens_takes_little_of_the_time() -> None:
     tokenizer = load_tokenizer("qwen3")
     words = "So <b>it</b> is, x < y: <|im_ [that] and 'this' or so. " * 20

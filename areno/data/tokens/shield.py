@@ -20,6 +20,7 @@ BREAK = str(secrets.randbits(80) + 10**25)
 """Nobody can guess it. It has digits only, which templates neither trim nor escape nor write in upper case."""
 
 _OF_ASSISTANT = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
+_SLICE = 50_000  # characters: to look through them takes some milliseconds at worst
 _KEPT = "_control_tokens"  # attribute of a tokenizer
 
 Offsets = list[tuple[int, int]]
@@ -46,10 +47,18 @@ class ControlTokens:
         if self._found is None:
             return value
         if isinstance(value, str):
-            return self._found.sub(rf"\g<0>{BREAK}", value) if self._found.search(value) else value
+            return self._shield_text(value)
         if isinstance(value, Mapping):
             return {self.shield(key): self.shield(each) for key, each in value.items()}
         return [self.shield(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _shield_text(self, text: str) -> str:
+        # In slices, between which other threads run. A name that two of them share is unfinished in the first.
+        slices = [text[at : at + _SLICE] for at in range(0, len(text), _SLICE)]
+        assert self._found is not None
+        if not any(map(self._found.search, slices)):
+            return text
+        return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
     def shield_messages(self, messages: Sequence[Any]) -> list[Any]:
         """Put breaks into messages, but not into the text and the reasoning of the assistant."""
