@@ -18,7 +18,7 @@ from waiting import until
 from areno.api.rollout import score
 from areno.api.rollout.expected_lengths import ExpectedLengths
 from areno.config.rollout.reward import RewardConfig
-from areno.data.decode import decode_all
+from areno.data.tokens.decode import decode_all
 from areno.rewards import cores
 from areno.rewards.pool import RewardPool, Scoring
 from areno.tracking.stopwatch import Stopwatch

@@ -199,11 +199,12 @@ def test_construction_loads_nothing() -> None:
 
 def test_runtime_keys_are_those_of_recipes() -> None:
     from areno.api.inputs.backend import RuntimeConfig
+    from areno.config.experiments import ExperimentConfig
     from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
     from areno.config.run import EngineConfig, RolloutConfig
 
     theirs: dict[str, Any] = {}
-    for section in (EngineConfig, ModelConfig, PolicyConfig, MicroBatchSpec, RolloutConfig):
+    for section in (ExperimentConfig, EngineConfig, ModelConfig, PolicyConfig, MicroBatchSpec, RolloutConfig):
         theirs |= get_type_hints(section)
     own = {"seed", "tokenizer_path"}
     for name, hint in get_type_hints(RuntimeConfig).items():

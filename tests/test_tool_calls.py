@@ -116,6 +116,36 @@ PIECES = {
     "llama3_json": '<|python_tag|> {"name":"f", "parameters":{ "a": 1 }} ; " \\u00 [ {',
     "pythonic": '<|python_start|> <|python_end|> [ ] f( ) a= 1 \' """ , { } \\x4 ( - None',
 }
+# One call of each family amid text.
+AMID = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "qwen3_coder without tags": "<function=now>\n</function>",
+    "llama3_json": '<|python_tag|>{"name": "now", "parameters": {}}',
+    "pythonic": "<|tool_call_start|>[now()]<|tool_call_end|>",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("I look it up.\n\n@\nNow the second.", "I look it up.\n\n\nNow the second."),
+        ("a @ b", "a  b"),
+        ("a@ b @\n@\tc\n", "a b \n\tc"),
+        ("a @\n@\n ", "a"),
+        (" @ b", "b"),
+        ("a\n<tool @\n b", "a\n<tool \n b"),
+        ("<think>\nHm.\n</think>\n\n@\n\nb", "b"),
+    ],
+)
+@pytest.mark.parametrize("family", AMID)
+def test_space_between_the_texts_around_calls_stays(family: str, text: str, content: str) -> None:
+    parser, written = parser_for(family.split()[0]), text.replace("@", AMID[family])
+    whole = parser.parse(written, TOOLS, message_id="m")
+    assert (whole.content, len(whole.tool_calls)) == (content, text.count("@"))
+    assert in_pieces(parser, list(written), tools=TOOLS, message_id="m") == whole
+
+
 COMMON = ["<think>", "</think>", "\n", " ", "word", "\u00e9", "\U0001f600", "\x00", "\ud800", "1e999", "NaN", "[" * 60]
 
 

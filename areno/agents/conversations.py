@@ -23,6 +23,7 @@ from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.tokens import OF_ROLE, Runs, Source, digest_of, runs_of
 from areno.data.chat_template import render
 from areno.data.row_schema import bad_text
+from areno.data.tokens.shield import BREAK, control_tokens
 from areno.errors import DataError
 from areno.types import Message
 
@@ -37,6 +38,7 @@ _MOST_FIRST = 512  # prompts of first turns that are remembered
 class Prompt:
     """What the model reads. sources: of the tokens, in runs. keys: of the conversation up to each message.
 
+    text: with a break in each control token that others wrote (see `ControlTokens`).
     form: a key of the tools and the template's arguments, "" without any.
     """
 
@@ -115,6 +117,7 @@ class Conversations:
         self._n_tokens, self._most_tokens = 0, most_tokens
         # The first call turns off truncation and padding of tokenizer.json. No thread may do so while another encodes.
         self.tokenizer("", add_special_tokens=False)
+        control_tokens(tokenizer).encode(BREAK)  # the first takes long
 
     def prompt(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
@@ -183,8 +186,10 @@ class Conversations:
 
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
         """A prompt but for the tokens of its new text."""
-        text = self.text(messages, tools, template)
-        places = self._places(text, messages, tools, template)
+        control = control_tokens(self.tokenizer)
+        shielded = control.shield_messages(messages), control.shield(tools), control.shield(template)
+        text = self.text(*shielded)
+        places = self._places(text, *shielded)
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(key)):
@@ -224,7 +229,10 @@ class Conversations:
             return None
         end = turn.end or self._template_end
         at = text.find(end, said_at) if end else -1
-        if at < 0 or not self._same(turn, text[said_at:at]):
+        n_written = turn.body.count(end)  # the model may have written it as plain text
+        while at >= 0 and text[said_at:at].replace(BREAK, "").count(end) < n_written:
+            at = text.find(end, at + len(end))
+        if at < 0 or not self._same(turn, text[said_at:at].replace(BREAK, "")):
             return None
         return at + len(turn.end)
 
@@ -250,18 +258,19 @@ class Conversations:
     def _encode(self, draft: _Draft) -> tuple[list[int], Runs]:
         """The tokens of the new text, and where they come from. Any thread may ask."""
         text, start, places = draft.text, draft.start, draft.places
+        control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
-            tokens = self.tokenizer.encode(text[start:], add_special_tokens=False)
+            tokens = control.encode(text[start:])
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
-        found = self.tokenizer(text[start:], add_special_tokens=False, return_offsets_mapping=True)
+        tokens, offsets = control.encode_with_offsets(text[start:])
         sources, spans = [], iter([place for place in places if place[1] > start])
         place = next(spans, None)
-        for first, last in found["offset_mapping"]:
+        for first, last in offsets:
             while place is not None and start + first >= place[1]:
                 place = next(spans, None)
             inside = place is not None and start + last > place[0]
             sources.append(place[2] if inside and place is not None else int(Source.TEMPLATE))
-        return found["input_ids"], runs_of(sources)
+        return tokens, runs_of(sources)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
         """Where the words of others than the assistant stand in the text: (start, end, source). [] where in doubt."""

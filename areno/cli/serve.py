@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-prefill-tokens", type=_number(int, 1), default=8192, help="prompt tokens of one forward pass")
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--disable-thinking", action="store_true", help="pass enable_thinking=false to the chat template")
+    add("--allow-control-tokens", action="store_true", help="read control tokens (turn markers, bos, eos, pad) in the "
+        "text of system, user and tool messages as such; by default they are ordinary text")  # fmt: skip
     add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
 
 
@@ -129,7 +131,8 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     path = _model(arguments.folder)
     actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
     devices = partial(find_devices, engine_config)
-    plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path))
+    allowed = arguments.allow_control_tokens
+    plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path), control_tokens=allowed)
     decoder = DecoderConfig(
         mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,
         max_prefill_tokens=arguments.max_prefill_tokens, eager_decode=arguments.eager_decode,

@@ -39,6 +39,11 @@ class ExperimentConfig(Section):
     total_train_steps: int | None = setting(None, help="Stop after this many steps", gt=0, flag="--max-steps")
     total_train_n_seqs: int | None = setting(None, help="Stop after this many training rows", gt=0)
     tokenizer_path: str | None = setting(None, help="Tokenizer folder or hub id. null: actor.path")
+    allow_control_tokens: bool = setting(
+        False,
+        help="Read control tokens (turn markers, bos, eos, pad) in the text of system, user and tool messages as such. "
+        "false: they are ordinary text",
+    )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(factory=run.EngineConfig, help="Devices and processes")
     train_dataset: datasets.DatasetConfig = setting(

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from areno.data.row_schema import shared_length
+from areno.data.tokens.shield import control_tokens
 from areno.errors import DataError, Key
 from areno.types import Message
 
@@ -21,14 +22,18 @@ _MARK = "\ue000areno-end\ue001"
 def render_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> str:
-    """The text a model is given to continue. Raises DataError for messages without a chat template."""
+    """Render the text that a model is given to continue, with a break in each control token that others wrote.
+
+    `ControlTokens` encodes it. Raises DataError for messages without a chat template.
+    """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
             return prompt
         said = "messages need a tokenizer with a chat template; set {} to one that has it, or give the prompt as text"
         raise DataError(said, Key("tokenizer_path"))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return render(tokenizer, messages, tools, enable_thinking, opened=True)
+    control = control_tokens(tokenizer)
+    return render(tokenizer, control.shield_messages(messages), control.shield(tools), enable_thinking, opened=True)
 
 
 def render(

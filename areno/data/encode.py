@@ -1,4 +1,4 @@
-"""Rows to token ids: one prompt, one supervised row, one preference pair.
+"""Rows to token ids: one prompt, one supervised row, one preference pair. Text stays text: see tokens/shield.py.
 
 One rule for prompts: messages always go through the chat template. A plain text goes through it as one user message if
 the tokenizer has a template. Without a template a plain text is encoded as it is, with the special tokens that the
@@ -15,6 +15,7 @@ from typing import Any
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
 from areno.data.row_schema import prompt_and_answers, with_text
+from areno.data.tokens.shield import BREAK, control_tokens
 from areno.errors import DataError, Key
 from areno.types import PairItem, PromptItem, TrainSequence
 
@@ -23,8 +24,11 @@ def encode_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> list[int]:
     """Token ids of `render_generation_prompt`."""
-    text = render_generation_prompt(tokenizer, prompt, enable_thinking, tools)
-    return tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+    return _encode_prompt(tokenizer, render_generation_prompt(tokenizer, prompt, enable_thinking, tools))
+
+
+def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text) if tokenizer.chat_template is None else control_tokens(tokenizer).encode(text)
 
 
 def prompt_item(
@@ -38,12 +42,12 @@ def prompt_item(
 ) -> PromptItem:
     """One RL row, encoded."""
     prompt = _prompt(row[prompt_key])
-    text = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
-    plain = isinstance(prompt, str)
+    written = render_generation_prompt(tokenizer, prompt, enable_thinking, _tools(row))
+    text, plain = written.replace(BREAK, ""), isinstance(prompt, str)
     return PromptItem(
         prompt=prompt if plain else text,
         text=text,
-        tokens=tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None),
+        tokens=_encode_prompt(tokenizer, written),
         messages=None if plain else prompt,
         solutions=row.get(solutions_key),
         record=row,
@@ -112,6 +116,8 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
         raise DataError(text, Key("tokenizer_path"))
+    control = control_tokens(tokenizer)
+    messages, tools = control.shield_messages(messages), control.shield(tools)
     if re.search(r"\{%-?\s*generation\b", tokenizer.chat_template):
         return _sequence(tokenizer, _pieces_by_template(tokenizer, messages, first, tools))
     text = render(tokenizer, messages, tools)
@@ -121,8 +127,7 @@ def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: boo
         pieces += [(text[at:start], False), (text[start:end], True)]
         at = end
     pieces.append((text[at:], False))
-    encoded = [(tokenizer.encode(piece, add_special_tokens=False), trained) for piece, trained in pieces if piece]
-    return _sequence(tokenizer, encoded)
+    return _sequence(tokenizer, [(control.encode(piece), trained) for piece, trained in pieces if piece])
 
 
 def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: Any) -> list[tuple[list[int], bool]]:
@@ -130,9 +135,21 @@ def _pieces_by_template(tokenizer: Any, messages: list[Any], first: int, tools: 
 
     def turns(messages: list[Any]) -> list[tuple[list[int], bool]]:
         encoded = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
         )
-        marked = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        tokens, masks = encoded["input_ids"], encoded["assistant_masks"]
+        if BREAK in (text := render(tokenizer, messages, tools)):
+            said = bytearray(len(text))
+            for (start, end), on in zip(encoded["offset_mapping"], masks, strict=True):
+                said[start:end] = bytes([on]) * (end - start)
+            tokens, places = control_tokens(tokenizer).encode_with_offsets(text)
+            masks = [any(said[start:end]) for start, end in places]
+        marked = zip(tokens, masks, strict=True)
         return [([t for t, _ in run], bool(on)) for on, run in itertools.groupby(marked, key=lambda pair: pair[1])]
 
     # Templates may shorten earlier turns once others follow, so turns are counted, and not their tokens.

@@ -52,8 +52,8 @@ class ToolCallParser:
 
     The text is what the model wrote, with the special tokens in it (`skip_special_tokens=False`) but without the token
     that ended it. Reasoning is what stands between `<think>` and `</think>` at the start. A call that is malformed or
-    cut off is text like any other. Whitespace next to a call belongs to neither content nor call. No text raises an
-    exception, and nothing in it is ever executed.
+    cut off is text like any other. Whitespace next to a call is content only if there is text before and after it. No
+    text raises an exception, and nothing in it is ever executed.
     """
 
     name = "text"
@@ -114,7 +114,8 @@ class MessageStream:
         self._family = family if tools is None or tools else ToolCallParser()
         self._tools, self._message_id = tools, message_id
         self._source, self._deltas = Cursor(), list[MessageDelta]()
-        self._n_calls = 0
+        self._n_calls, self._has_content = 0, False
+        self._space = ""  # around calls: it belongs to the text that follows, if there is any
         self._reading = self._message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
@@ -166,7 +167,9 @@ class MessageStream:
         source, is_fresh = self._source, True
         while True:
             if self._n_calls and is_fresh:
+                at = source.at
                 yield from source.skip_space()
+                self._space += source.text[at : source.at]
             start, after_tag = self._family.opening(source.text, source.at, is_fresh, bool(self._n_calls) and is_fresh)
             if after_tag is None and source.ended:
                 start = len(source.text)
@@ -193,6 +196,7 @@ class MessageStream:
             source.at = 0
             self._emit_to(max(after_tag, start + 1))
             return False
+        self._space += source.text[:start]
         for name, arguments in calls:
             call = ToolCall(f"call_{self._message_id}_{self._n_calls}", name, arguments)
             self._deltas.append(MessageDelta(tool_call=call))
@@ -204,6 +208,9 @@ class MessageStream:
         """Give out the text from the cursor to `end`, and drop it."""
         source = self._source
         if text := source.text[source.at : end]:
+            if not reasoning:
+                text = self._space + text if self._has_content else text
+                self._space, self._has_content = "", True
             self._deltas.append(MessageDelta(reasoning_content=text) if reasoning else MessageDelta(content=text))
         source.at = end
         source.forget()

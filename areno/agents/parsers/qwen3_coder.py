@@ -59,9 +59,12 @@ class Qwen3CoderParser(ToolCallParser):
             if key is None or value is None:
                 return None
             arguments[key] = _typed(value, resolved(properties.get(key, {}), schema))
+        end = source.at
         yield from source.skip_space()
-        if not (yield from source.accept(CLOSE)) and tag == OPEN and (yield from source.peek()):
-            return None
+        if not (yield from source.accept(CLOSE)):
+            if tag == OPEN and (yield from source.peek()):
+                return None
+            source.at = end  # the space belongs to the text behind the call
         try:
             return [(name, dump_json(arguments))]
         except ValueError:

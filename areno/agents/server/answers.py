@@ -9,11 +9,13 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.agents.server.text import TokenTexts
+from areno.agents.server.spelling import Spelled, TokenTexts
 from areno.types import GenerationOutput, TokenScores
 
-TokenScore = tuple[int, float, TokenScores]
-"""A token, its log-probability, and the most likely tokens in its place."""
+TokenScore = tuple[int, float | None, TokenScores]
+"""A token, its log-probability (None for the first of a prompt), and the most likely tokens in its place."""
+
+SpelledScore = tuple[TokenScore, Spelled]
 
 
 def scores_of(output: GenerationOutput) -> list[TokenScore]:
@@ -42,39 +44,44 @@ def finish_reason(output: GenerationOutput) -> str:
     return "stop" if output.finish_reason == "stop" else "length"
 
 
-def chat_logprobs(texts: TokenTexts, scores: Iterable[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a chat choice."""
+def chat_logprobs(texts: TokenTexts, scores: Iterable[SpelledScore]) -> dict[str, Any]:
+    """Return `logprobs` of a chat choice."""
 
-    def named(token: int, logprob: float) -> dict[str, Any]:
-        text, data = texts.of(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
+    def named(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
-    content = [
-        {**named(token, logprob), "top_logprobs": [named(*one) for one in top]} for token, logprob, top in scores
-    ]
+    content = []
+    for (token, logprob, top), spelled in scores:
+        own = spelled.text, spelled.data
+        others = [named(*(own if one == token else texts.of(one, spelled.is_first)), value) for one, value in top]
+        content.append({**named(*own, logprob or 0.0), "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(
-    texts: TokenTexts, scores: Sequence[tuple[int, float | None, TokenScores]], n_top: int, offset: int = 0
-) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions. offset: characters of the choice's text before the first token."""
-    names = [texts.of(token)[0] for token, _, _ in scores]
-    offsets = []
-    for name in names:
+def text_logprobs(texts: TokenTexts, scores: Sequence[SpelledScore], n_top: int, offset: int = 0) -> dict[str, Any]:
+    """Return `logprobs` of a choice of /v1/completions.
+
+    Args:
+        texts: Names of the most likely tokens. Each has its own, as they are keys of an object.
+        scores: The tokens.
+        n_top: How many of the most likely tokens were asked for.
+        offset: Characters of the choice's text before the first token.
+    """
+    offsets, tops = list[int](), list[dict[str, float] | None]()
+    for (token, logprob, top), spelled in scores:
         offsets.append(offset)
-        offset += len(name)
-    tops: list[dict[str, float] | None] = []
-    for name, (_, logprob, top) in zip(names, scores, strict=True):
+        offset += len(spelled.text)
         if logprob is None:
             tops.append(None)
             continue
-        found = {texts.of(one)[0]: value for one, value in reversed(top)}  # of tokens with equal texts the likelier
-        found.setdefault(name, logprob)
+        found = {spelled.text: logprob}
+        for one, value in top:
+            if one != token:
+                found[texts.key(one, spelled.is_first, found)] = value
         tops.append(found)
     return {
-        "tokens": names,
-        "token_logprobs": [logprob for _, logprob, _ in scores],
+        "tokens": [spelled.text for _, spelled in scores],
+        "token_logprobs": [logprob for (_, logprob, _), _ in scores],
         "top_logprobs": tops if n_top else None,
         "text_offset": offsets,
     }

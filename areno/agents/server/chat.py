@@ -19,7 +19,8 @@ from areno.agents.protocol.messages import read_messages
 from areno.agents.protocol.requests import ChatRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
-from areno.agents.server.text import TextStream, TokenTexts, special_ids
+from areno.agents.server.spelling import Spelled, Spelling, TokenTexts
+from areno.agents.server.text import TextStream, special_ids
 from areno.errors import ArenoError, DataError
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -216,7 +217,10 @@ class _Choice:
         )
         self._texts, self._n_top = endpoint._texts, request.options.n_top
         self._one_call = not request.parallel_tool_calls
-        self._scores: list[answers.TokenScore] = []  # of tokens that `logprobs` has not told of
+        self._spelling = Spelling(self._texts, chat.hidden)
+        self._n_characters = 0
+        self._scores: list[answers.TokenScore] = []  # of tokens that are not spelled yet
+        self._spelled: list[answers.SpelledScore] = []  # that `logprobs` has not told of
         self._deltas: list[MessageDelta] = []
         self._n_taken = self.n_calls = 0
 
@@ -225,17 +229,24 @@ class _Choice:
         start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
         tokens = answers.tail(output, "tokens", start)
         self._n_taken += len(tokens)
+        text = self._text.feed(tokens)
         if self._n_top is not None:
             self._scores += answers.scores_of(output)[start:]
-        return self.feed(tokens)
-
-    def feed(self, tokens: Sequence[int]) -> list[MessageDelta]:
-        """What is certain with more tokens."""
-        return self._kept(self._message.feed(self._text.feed(tokens)))
+            self._n_characters += len(text)
+            self._spelling.feed(tokens)
+            self._spell(self._spelling.take(self._n_characters))
+        return self._kept(self._message.feed(text))
 
     def finish(self) -> list[MessageDelta]:
         """What is left at the end."""
-        return self._kept(self._message.feed(self._text.finish()) + self._message.finish())
+        text = self._text.finish()
+        if self._n_top is not None:
+            self._spell(self._spelling.finish(self._n_characters + len(text)))
+        return self._kept(self._message.feed(text) + self._message.finish())
+
+    def _spell(self, spelled: list[Spelled]) -> None:
+        self._spelled += zip(self._scores, spelled, strict=False)
+        del self._scores[: len(spelled)]
 
     def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         kept = []
@@ -271,11 +282,11 @@ class _Choice:
     @property
     def has_scores(self) -> bool:
         """Whether `logprobs` has something to tell."""
-        return bool(self._scores)
+        return bool(self._spelled)
 
     def logprobs(self) -> Json:
         """Of the tokens since the last call."""
-        scores, self._scores = self._scores, []
+        scores, self._spelled = self._spelled, []
         return answers.chat_logprobs(self._texts, scores)
 
 

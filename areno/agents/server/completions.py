@@ -12,7 +12,8 @@ from pydantic_core import to_json
 from areno.agents.protocol.requests import CompletionRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
-from areno.agents.server.text import TextStream, TokenTexts, special_ids
+from areno.agents.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
+from areno.agents.server.text import TextStream, n_begun, special_ids
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
@@ -43,36 +44,61 @@ class _Completion:
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
-    def _stream(self) -> TextStream:
-        return TextStream(self._endpoint._tokenizer, self._hidden, self._request.options.params.stop or ())
+    def _begin(self, number: int) -> tuple[TextStream, Spelling]:
+        """Return the text of a completion of a prompt, and its tokens. Both go on from the prompt."""
+        prompt, endpoint = self._sampled[number].prompt, self._endpoint
+        n_whole = len(prompt) - self._n_begun(number)
+        places = {"before": prompt[:n_whole], "begun": prompt[n_whole:]}
+        stream = TextStream(endpoint._tokenizer, self._hidden, self._request.options.params.stop or (), **places)
+        return stream, Spelling(endpoint._texts, self._hidden, **places)
+
+    def _n_begun(self, number: int) -> int:
+        """Return how many tokens of a prompt are the beginning of a character that is the completion's."""
+        is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
+        return 0 if is_text else n_begun(self._endpoint._tokenizer, self._sampled[number].prompt)
+
+    def _said(self, number: int) -> tuple[str, list[Spelled]]:
+        """Return a prompt as it was sent, and its tokens where they have log-probabilities."""
+        given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
+        whole = tokens[: len(tokens) - self._n_begun(number)]
+        text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
+        if self._request.options.n_top is None:
+            return text, []
+        if isinstance(given, str) and endpoint._tokenizer.is_fast:
+            return text, spelled_prompt(endpoint._tokenizer, given)
+        spelling = Spelling(endpoint._texts, frozenset())
+        spelling.feed(tokens)
+        return text, spelling.finish(len(text))
 
     async def answer(self) -> bytes:
         """The whole answer as JSON."""
         found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
         choices = []
-        for sampled, outputs in zip(self._sampled, found, strict=True):
-            for output in outputs:
-                choices.append(self._choice(len(choices), sampled.prompt, output))
+        for number, outputs in enumerate(found):
+            said = self._said(number) if self._request.echo else ("", [])
+            choices += [self._choice(len(choices) + n, number, output, *said) for n, output in enumerate(outputs)]
         body = {**self._head, "choices": choices, "usage": self._usage(found), "system_fingerprint": None}
         return to_json(body | self._token_field(found))
 
-    def _choice(self, index: int, prompt: list[int], output: GenerationOutput) -> Json:
-        request, endpoint = self._request, self._endpoint
-        stream = self._stream()
-        text = stream.feed(output.tokens) + stream.finish() if request.wants_new else ""
-        scores: list[Any] = answers.scores_of(output) if request.wants_new else []
-        if request.echo:
-            said = endpoint._tokenizer.decode(prompt, skip_special_tokens=False)
-            text = said + text
+    def _choice(self, index: int, number: int, output: GenerationOutput, said: str, prompt: list[Spelled]) -> Json:
+        """Return a choice of prompt `number`. said, prompt: what it begins with, and the tokens of that."""
+        request, text = self._request, ""
+        scores: list[answers.SpelledScore] = []
+        if prompt:
+            tokens = self._sampled[number].prompt
+            pairs = [(None, []), *output.prompt_logprobs]
+            scores = [((token, *pair), one) for token, pair, one in zip(tokens, pairs, prompt, strict=True)]
+        if request.wants_new:
+            stream, spelling = self._begin(number)
+            text = stream.feed(output.tokens) + stream.finish()
             if request.options.n_top is not None:
-                first = [(prompt[0], None, [])]
-                pairs = zip(prompt[1:], output.prompt_logprobs, strict=True)
-                scores = [*first, *((token, logprob, top) for token, (logprob, top) in pairs), *scores]
+                spelling.feed(output.tokens)
+                scores += zip(answers.scores_of(output), spelling.finish(len(text)), strict=True)
         logprobs = None
         if request.options.n_top is not None:
-            logprobs = answers.text_logprobs(endpoint._texts, scores, request.options.n_top)
+            logprobs = answers.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
         reason = answers.finish_reason(output) if request.wants_new else "length"
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": said + text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         n_prompt = sum(len(one.prompt) for one in self._sampled)
@@ -92,19 +118,15 @@ class _Completion:
         base = {**self._head, "system_fingerprint": None} | ({"usage": None} if options.include_usage else {})
         found: list[list[GenerationOutput]] = []
         for number, sampled in enumerate(self._sampled):
-            streams, taken, offsets = [self._stream() for _ in range(options.n)], [0] * options.n, [0] * options.n
+            parts = [_Part(*self._begin(number)) for _ in range(options.n)]
             done: list[Any] = [None] * options.n
             async with aclosing(self._endpoint._sampler.outputs(sampled)) as stream:  # type: ignore[type-var]
                 async for output in stream:
                     sample, is_last = output.sample, output.finish_reason is not None
-                    start = taken[sample] if is_last else 0
-                    scores = answers.scores_of(output)[start:]
-                    text = streams[sample].feed(output.tokens[start:]) + (streams[sample].finish() if is_last else "")
-                    taken[sample] += len(scores)
+                    text, scores, offset = parts[sample].take(output, options.n_top is not None)
                     logprobs = None
-                    if options.n_top is not None and scores:
-                        logprobs = answers.text_logprobs(self._endpoint._texts, scores, options.n_top, offsets[sample])
-                        offsets[sample] += sum(map(len, logprobs["tokens"]))
+                    if scores:
+                        logprobs = answers.text_logprobs(self._endpoint._texts, scores, options.n_top or 0, offset)
                     if is_last:
                         done[sample] = output
                     if text or logprobs or is_last:
@@ -114,6 +136,33 @@ class _Completion:
             found.append(done)
         if options.include_usage:
             yield {**base, "choices": [], "usage": self._usage(found)} | self._token_field(found)
+
+
+class _Part:
+    """A choice as it is written."""
+
+    def __init__(self, stream: TextStream, spelling: Spelling):
+        self._stream, self._spelling = stream, spelling
+        self._n_taken = self._n_characters = self._offset = 0
+        self._scores: list[answers.TokenScore] = []  # of tokens that are not spelled yet
+
+    def take(self, output: GenerationOutput, wants_scores: bool) -> tuple[str, list[answers.SpelledScore], int]:
+        """Return the text that is certain with an output, the tokens in it, and the characters before them."""
+        is_last = output.finish_reason is not None
+        start = self._n_taken if is_last else 0  # the last one has the whole completion
+        tokens = output.tokens[start:]
+        self._n_taken += len(tokens)
+        text = self._stream.feed(tokens) + (self._stream.finish() if is_last else "")
+        self._n_characters += len(text)
+        if not wants_scores:
+            return text, [], 0
+        self._scores += answers.scores_of(output)[start:]
+        self._spelling.feed(tokens)
+        spelling, n = self._spelling, self._n_characters
+        spelled, offset = spelling.finish(n) if is_last else spelling.take(n), self._offset
+        found, self._scores = list(zip(self._scores, spelled, strict=False)), self._scores[len(spelled) :]
+        self._offset += sum(len(one.text) for one in spelled)
+        return text, found, offset
 
 
 async def _all_of(waiting: list[Any]) -> list[Any]:

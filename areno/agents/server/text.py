@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Any
 
 from areno.agents.parsers.cursor import partial_tag
-from areno.data.decode import decode
+from areno.data.tokens.decode import decode
 
-_PART_OF_A_CHARACTER = "\ufffd"
+PART_OF_A_CHARACTER = "\ufffd"
+_LONGEST = 4  # bytes of a character
 _CONTEXT = 8  # tokens before those that are decoded
 
 
 class TextStream:
-    """The text of one completion. hidden: tokens without text, such as special ones. stops: strings that end it.
+    """The text of one completion. However the tokens are cut into pieces, the texts add up to the same.
 
-    However the tokens are cut into pieces, the texts add up to the same.
+    Args:
+        tokenizer: Of transformers.
+        hidden: Tokens without text, such as special ones.
+        stops: Strings that end the text.
+        before: Tokens that the completion goes on from. Its text is what it adds to theirs.
+        begun: Tokens after these that are the beginning of a character, which is the completion's.
     """
 
-    def __init__(self, tokenizer: Any, hidden: frozenset[int], stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        hidden: frozenset[int],
+        stops: Sequence[str] = (),
+        *,
+        before: Sequence[int] = (),
+        begun: Sequence[int] = (),
+    ):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
-        self._tokens: list[int] = []
+        self._tokens = self._end_of(before)
         # Tokens whose text was returned; where decoding begins, so that it depends on few.
-        self._told = self._context = 0
+        self._told, self._context = len(self._tokens), 0
+        self._tokens += begun
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False  # a stop string has come; what follows is dropped
 
@@ -37,12 +51,27 @@ class TextStream:
         """The rest, when no more tokens come."""
         return self._cut(self._new_text(final=True), final=True)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the text of all tokens is known."""
+        return self._told == len(self._tokens)
+
+    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last visible tokens, beginning where a character may."""
+        last: list[int] = []
+        for token in reversed(tokens):
+            if len(last) >= _CONTEXT and not self._is_byte(last[-1]):
+                break
+            if token not in self._hidden:
+                last.append(token)
+        return last[::-1]
+
     def _new_text(self, final: bool) -> str:
         if self._told == len(self._tokens) or (not final and self._ends_in_byte()):
             return ""
         before = self._decode(self._tokens[self._context : self._told])
         text = self._decode(self._tokens[self._context :])
-        if len(text) <= len(before) or (text.endswith(_PART_OF_A_CHARACTER) and not final):
+        if len(text) <= len(before) or (text.endswith(PART_OF_A_CHARACTER) and not final):
             return ""
         self._context, self._told = self._told, len(self._tokens)
         if self._told - self._context > _CONTEXT and not final:
@@ -54,7 +83,10 @@ class TextStream:
 
     def _ends_in_byte(self) -> bool:
         """Of tokens that stand for a byte each, a run is decoded as one: none of it is certain before its end."""
-        return _is_byte(self._tokenizer.convert_ids_to_tokens(self._tokens[-1]) or "")
+        return self._is_byte(self._tokens[-1])
+
+    def _is_byte(self, token: int) -> bool:
+        return is_byte(self._tokenizer.convert_ids_to_tokens(token) or "")
 
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens) if tokens else ""
@@ -73,7 +105,15 @@ class TextStream:
         return text[:certain]
 
 
-def _is_byte(name: str) -> bool:
+def n_begun(tokenizer: Any, tokens: Sequence[int]) -> int:
+    """Return how many tokens at the end are the beginning of a character."""
+    tail = list(tokens[-_CONTEXT:])
+    places = range(len(tail), max(len(tail) - _LONGEST, 0), -1)
+    ends = (end for end in places if not decode(tokenizer, tail[:end]).endswith(PART_OF_A_CHARACTER))
+    return len(tail) - next(ends, len(tail))
+
+
+def is_byte(name: str) -> bool:
     """Whether a vocabulary that falls back to bytes names one so, such as <0x0A>."""
     return len(name) == 6 and name.startswith("<0x")
 
@@ -83,32 +123,3 @@ def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = {*added, *tokenizer.all_special_ids}
     return frozenset(number for number in ids if number not in added or str(added[number]) not in keep)
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The characters that stand for bytes in vocabularies of byte-level BPE (GPT-2)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
-
-
-class TokenTexts:
-    """Single tokens as log-probabilities name them: their text, and the bytes of it."""
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self.of = lru_cache(maxsize=100_000)(self._of)
-
-    def _of(self, token: int) -> tuple[str, list[int]]:
-        text = decode(self._tokenizer, [token])
-        if _PART_OF_A_CHARACTER not in text:
-            return text, list(text.encode())
-        name = self._tokenizer.convert_ids_to_tokens(token) or ""
-        if all(character in _BYTES for character in name):
-            return text, [_BYTES[character] for character in name]
-        if _is_byte(name):
-            return text, [int(name[1:5], 16)]
-        return text, list(text.encode())

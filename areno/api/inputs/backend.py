@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from areno.api.inputs.devices import find_devices
 from areno.api.inputs.plan import TrainerPlan, open_actor
+from areno.config.experiments import ExperimentConfig
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
@@ -73,6 +74,7 @@ class RuntimeConfig(LoraConfig, DecoderConfig):
     drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
     enable_thinking: bool | None = _as_in(RolloutConfig, "enable_thinking")
     tokenizer_path: str | None = setting(None, help="tokenizer folder or hub id; null = the Trainer's model_path")
+    allow_control_tokens: bool = _as_in(ExperimentConfig, "allow_control_tokens")
     seed: int = setting(1, help="of rollouts and random weights", ge=0)
 
 
@@ -176,6 +178,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
             engine,
             lambda: find_devices(engine, config.devices),
             tokenizer_path=tokenizer_path,
+            control_tokens=runtime.allow_control_tokens,
             seed=runtime.seed,
             routing_replay=runtime.routing_replay,
         ),

@@ -22,6 +22,7 @@ from areno.config.models import ModelConfig
 from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, layout_problems
 from areno.config.schema.fields import settings
+from areno.data.tokens.shield import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of
 from areno.files.paths import existing_path, model_of
@@ -63,6 +64,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         config.engine,
         lambda: devices_of(config.engine, config.cluster, config.scheduler),
         tokenizer_path=config.tokenizer_path,
+        control_tokens=config.allow_control_tokens,
         seed=config.seed,
         routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
         more_problems=lambda model: model_problems(config, model),
@@ -101,13 +103,14 @@ def open_actor(
     devices_of: Callable[[], list[str]],
     *,
     tokenizer_path: str | None = None,
+    control_tokens: bool = False,
     seed: int = 1,
     routing_replay: bool = False,
     more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
 ) -> TrainerPlan:
     """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
 
-    devices_of: finds the devices of the run.
+    devices_of: finds the devices of the run. control_tokens: whether the text of messages may hold them.
 
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
@@ -122,6 +125,8 @@ def open_actor(
     tokenizer_folder = tokenizer_folder or path
     with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
+    if control_tokens:
+        allow_control_tokens(tokenizer)
     problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
     problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
     problems += [*expert_problems(model, actor, engine, routing_replay, devices[0]), *state_problems(model, engine)]

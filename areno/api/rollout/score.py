@@ -12,7 +12,7 @@ from areno.api.session import sequence_of
 from areno.api.trainers.rows import token_arrays
 from areno.api.trainers.setup import PolicySetup
 from areno.config.rollout.sampling import GenerationConfig
-from areno.data.decode import decode_all
+from areno.data.tokens.decode import decode_all
 from areno.rewards.pool import report_failures
 from areno.rewards.record import CompletionRecord, Record, RecordedPrompt
 from areno.rewards.verdict import reward_problem
