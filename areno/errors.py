@@ -123,6 +123,14 @@ class WorkerLost(EngineError):
     """A worker died, hangs or lost its device, and the models with it. `Engine.restart` loads them anew."""
 
 
+def non_finite_logits() -> EngineError:
+    """Return the error of a model that cannot be sampled from."""
+    return EngineError(
+        "the model produced non-finite logits; expected finite weights: a training step may have diverged (lower "
+        "actor.optimizer.lr) or the checkpoint at actor.path is damaged"
+    )
+
+
 def all_of(*steps: Callable[[], Any]) -> list[Any]:
     """What the functions return. Where some raise ArenoErrors, one error with the problems of all.
 

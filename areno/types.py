@@ -14,7 +14,7 @@ from areno.config.rollout.sampling import SamplingConfig
 from areno.config.schema.fields import setting, settings
 from areno.errors import did_you_mean
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(init=False)
@@ -24,7 +24,8 @@ class SamplingParams(SamplingConfig):
     greedy: take the most likely token. Its log-probability is at temperature 1 unless `temperature` is given.
     top_p: in (0, 1], keep the most likely tokens of this total probability. top_k: keep the k most likely; -1 = all.
     max_new_tokens: longest completion. max_context_len: longest prompt plus completion; None is the model's limit.
-    max_prompt_len: refuse longer prompts. All three in tokens. temperature: the logits are divided by it; 0 is greedy.
+    max_prompt_len: refuse longer prompts. All three in tokens. temperature: the logits are divided by it. 0 is greedy,
+    and so is everything below 1e-5.
     stop: strings that end a completion. stop_token_ids: token ids that end it, beside the model's own. Both stay in it.
     ignore_eos: do not end at the model's own end-of-sequence tokens.
     skip_special_tokens: rollouts return token ids and do not read it. The trainers do, when they decode completions.
@@ -168,6 +169,7 @@ class GenerationOutput:
     request wanted. prompt_logprobs: of a finished output, for each prompt token after the first, (log-probability, the
     most likely tokens). routes: of a finished output, where the engine keeps them: the experts of the prompt's and the
     completion's tokens but the last, which is never computed; see areno/engine/routing/rows.py.
+    A sample ends with the reason "error" where the model gave no finite numbers for it; its earlier tokens are there.
     """
 
     request_id: int

@@ -44,7 +44,7 @@ def test_everything_wrong_with_the_settings_in_one_report(capsys):
         "actor.optimzer.lr=1": "actor.optimzer: unknown key; did you mean actor.optimizer?",
         "gconfig.temprature=2": "gconfig.temprature: unknown key; did you mean gconfig.temperature?",
         "gconfig.n_samples=many": "gconfig.n_samples: is 'many'; an integer is expected",
-        "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be more than 0",
+        "gconfig.temperature=0": "gconfig.temperature: is 0.0; it must be at least 1e-05",
         "eval_gconfig.top_p=2": "eval_gconfig.top_p: has no effect with valid_dataset=null",
         "engine.device=tpu": "engine.device: is 'tpu'; expected one of 'auto', 'cpu', 'cuda'",
         "reward.fn=null": "reward.fn: missing (file.py[:function] or the built-in math)",

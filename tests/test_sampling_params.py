@@ -77,7 +77,7 @@ def test_all_wrong_values_are_reported_at_once_and_a_value_set_later_is_checked_
 def test_a_script_may_use_temperature_0_and_numbers_of_numpy() -> None:
     check_sampling(1, SamplingParams(temperature=0))
     check_sampling(1, SamplingParams(top_k=np.int64(3), top_p=np.float32(0.5), stop_token_ids=(np.int64(4),)))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"temperature: is 0.0; it must be more than 0"):
+    with pytest.raises(ConfigError, match=r"temperature: is 0.0; it must be at least 1e-05"):
         GenerationConfig(temperature=0)
 
 

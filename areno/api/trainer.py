@@ -18,6 +18,7 @@ from areno.api.inputs.arguments import (
     check_prompts,
     check_rows,
     check_sampling,
+    check_temperature,
     check_token_rows,
     check_update,
 )
@@ -206,7 +207,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if proxy:
             seed = self._own_seed() if seed is None else seed
             settings = ProxySettings(params=sampling_params, timeout_s=timeout_s, seed=seed)
-            self.temperature = sampling_params.temperature or 1.0
+            self.temperature = sampling_params.logprob_temperature
             self.loss_mask_policy = loss_mask_policy or LossMaskPolicy()
         return RolloutSession(self._sessions, max_running_prompts or self._plan.max_running, settings)
 
@@ -260,7 +261,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
         with self._named(), self.clock.phase("rollout"), report as say:
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
-        self.temperature = sampling_params.temperature or 1.0  # 0 is greedy, with log-probabilities at 1
+        self.temperature = sampling_params.logprob_temperature
         return results
 
     def _own_seed(self) -> int:
@@ -381,7 +382,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         the actor, RolloutSequence.routes of each row.
         """
         temperature = self.temperature if temperature is None else temperature
-        check_positive("temperature", temperature)
+        check_temperature(temperature)
         score = partial(self.engine.logprobs, routes=routes)
         scored = self._score("score_logprobs", score, role, token_rows, temperature, mb_spec)
         return [row.tolist() for row in scored]

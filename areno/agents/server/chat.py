@@ -166,7 +166,7 @@ class _Chat:
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
-            "temperature": self.sampled.params.temperature or 1.0,  # 0 is greedy, with log-probabilities at 1
+            "temperature": self.sampled.params.logprob_temperature,
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,
         }

@@ -97,6 +97,8 @@ class Sampler:
         try:
             async with aclosing(self.engine.generate_stream(request, self.limits.timeout_s)) as stream:
                 async for output in stream:
+                    if output.finish_reason == "error":
+                        raise ApiError(500, "the model gave no finite numbers for this request")
                     if is_first:
                         is_first = False
                         if request.stream:

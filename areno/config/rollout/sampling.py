@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from areno.config.schema.fields import Section, build_check, forbid, setting
 from areno.errors import Problem
 
+LEAST_TEMPERATURE = 1e-5
+"""Lower temperatures count as 0: logits divided by them would leave the range of float32."""
+MOST_TEMPERATURE = 1e5
+_MOST = 2**31 - 1
+
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section):
@@ -17,11 +22,15 @@ class SamplingConfig(Section):
     top_p: float = setting(
         1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
     )
-    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, flag="--top-k")
+    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, le=_MOST, flag="--top-k")
     max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
     min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
     temperature: float = setting(
-        1.0, help="Softmax temperature, in sampling and in training", ge=0, flag="--temperature"
+        1.0,
+        help="Softmax temperature, in sampling and in training",
+        ge=0,
+        le=MOST_TEMPERATURE,
+        flag="--temperature",
     )
     frequency_penalty: float = setting(
         0.0,
@@ -45,6 +54,16 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
     ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
     skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether each token is the most likely one. A temperature below LEAST_TEMPERATURE counts as 0."""
+        return self.greedy or self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Return the temperature of the log-probabilities, which is 1 where `temperature` counts as 0."""
+        return 1.0 if self.temperature < LEAST_TEMPERATURE else self.temperature
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
@@ -73,7 +92,11 @@ class GenerationConfig(SamplingConfig):
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
     temperature: float = setting(
-        1.0, help="Softmax temperature, in sampling and in training", gt=0, flag="--temperature"
+        1.0,
+        help="Softmax temperature, in sampling and in training",
+        ge=LEAST_TEMPERATURE,
+        le=MOST_TEMPERATURE,
+        flag="--temperature",
     )
 
     @build_check  # a script may make a section greedy that has more settings

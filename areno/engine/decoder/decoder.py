@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Collection
 
+import torch
+
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.decoder.runner import PendingTokens, Runner
@@ -16,7 +18,7 @@ from areno.engine.limits import RequestLimits
 from areno.engine.routing.decoded import PendingRoutes
 from areno.engine.sampling.grammar import Grammar
 from areno.engine.spec import RolloutStats
-from areno.errors import EngineError
+from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_key
 from areno.models.transformer import Transformer
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
@@ -86,6 +88,8 @@ class Decoder:
         self._outputs: list[GenerationOutput] = []
         self._awaiting: list[tuple[GenerationOutput, PendingRoutes]] = []  # finished, until their routes have arrived
         self._unfinished: dict[int, int] = {}  # request id -> samples
+        self._finite_version: int | None = None  # of weights that were looked through
+        self._has_bad_blocks = False  # the cache may hold numbers that are not finite
         self._n_generated = 0
         self._stream_every_s, self._streamed_at, self._n_collected = stream_every_s, 0.0, 0
 
@@ -174,6 +178,8 @@ class Decoder:
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
             self._collect()
+        if self._has_bad_blocks:
+            self.reset_cache()
         launched = self._runner.launch(self._scheduler.schedule())
         self._collect()
         self._in_flight, self._in_flight_version = launched, self.weights_version
@@ -188,6 +194,9 @@ class Decoder:
         self._collect()
         self._scheduler.preempt_all()
         self._blocks.reset()
+        if self._has_bad_blocks:
+            self._runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
+            self._has_bad_blocks = False
 
     def reset_stats(self) -> None:
         """Count from 0 again."""
@@ -208,11 +217,10 @@ class Decoder:
             for sequence, token, logprob, top in zip(pending.sequences, *pending.wait(), strict=True):
                 if sequence.finish_reason is not None:  # stopped or aborted with this token in flight
                     continue
-                if math.isnan(logprob):
-                    raise EngineError(
-                        "the model produced non-finite logits; expected finite weights: a training step may have "
-                        "diverged (lower actor.optimizer.lr) or the checkpoint at actor.path is damaged"
-                    )
+                if not math.isfinite(logprob):
+                    self._fail(sequence)
+                    finished.append(sequence)
+                    continue
                 self._n_generated += 1
                 if sequence.accept(token, logprob, self._in_flight_version, top):
                     finished.append(sequence)
@@ -228,6 +236,15 @@ class Decoder:
             routes = [cache.read(each.blocks, len(each.tokens) - 1) for each in finished] if cache is not None else None
             self._scheduler.remove_finished()
             self._finish(finished, routes)
+
+    def _fail(self, sequence: Sequence) -> None:
+        """End a sample that has no finite log-probability. Raises EngineError if the weights are not finite."""
+        if self._finite_version != self.weights_version:
+            parts = [part for part in self._runner.model.parameters() if part.numel()]
+            if not all(bool(torch.stack(part.detach().aminmax()).isfinite().all()) for part in parts):
+                raise non_finite_logits()
+            self._finite_version = self.weights_version
+        sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[PendingRoutes] | None = None) -> None:
         for index, sequence in enumerate(sequences):

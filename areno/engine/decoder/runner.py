@@ -288,7 +288,7 @@ class Runner:
                 for at in range(0, len(targets), _SCORED_ROWS):
                     part = targets[at : at + _SCORED_ROWS]
                     logits_KV = self.model.logits(hidden_ND[start + at : start + at + len(part)])
-                    leader.prompt_logprobs += scores_of(logits_KV / (params.temperature or 1.0), part, top)
+                    leader.prompt_logprobs += scores_of(logits_KV / params.logprob_temperature, part, top)
                 for follower in chunk.prefill.followers:
                     follower.prompt_logprobs = leader.prompt_logprobs
             start += n_tokens

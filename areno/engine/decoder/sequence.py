@@ -60,7 +60,7 @@ class Sequence:
     def is_filtered(self) -> bool:
         """Whether top-k or top-p restricts what can be sampled."""
         params = self.request.params
-        return not params.greedy and (params.top_k > 0 or params.top_p < 1)
+        return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 
     @property
     def is_penalized(self) -> bool:
@@ -85,7 +85,7 @@ class Sequence:
     @property
     def min_new(self) -> int:
         """Before this many completion tokens none of `stop_ids` is sampled."""
-        return self.request.params.min_new_tokens if self.stop_ids else 0
+        return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
     @property
     def bans_stop(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from areno.engine.spec import RolloutStats
+from areno.errors import non_finite_logits
 from areno.types import GenerationOutput, GenerationRequest
 
 OnProgress = Callable[[list[GenerationOutput], list[RolloutStats]], None]
@@ -23,7 +24,10 @@ class Sampler(Protocol):
 def wait_for_all(
     engine: Sampler, requests: Sequence[GenerationRequest], on_progress: OnProgress | None, at_once: int | None
 ) -> dict[int, list[GenerationOutput]]:
-    """As `Engine.generate`, for requests in the order in which they are to begin."""
+    """Sample all requests, which begin in this order, and return their finished samples in order.
+
+    Raises EngineError where the model gives a sample no finite numbers.
+    """
     waiting = iter(requests)
     engine.submit(itertools.islice(waiting, at_once))
     n_samples = {request.request_id: request.n_samples for request in requests}
@@ -32,6 +36,8 @@ def wait_for_all(
     while left:
         outputs = [output for output in engine.poll(0.5) if output.finish_reason is not None]
         for output in outputs:
+            if output.finish_reason == "error":  # with valid settings it can only be the model
+                raise non_finite_logits()
             done[output.request_id].append(output)
         left -= len(outputs)
         if at_once is not None:

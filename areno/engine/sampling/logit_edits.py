@@ -19,6 +19,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.sampling import SamplingFlags
 from areno.kernels.sampling.mask import apply_masks
+from areno.kernels.sampling.reference import without_banned
 from areno.types import TokenScores
 
 
@@ -46,7 +47,7 @@ class LogitEdits:
         chosen = [sequences[row] for row in rows]
         params = [sequence.request.params for sequence in chosen]
         biases = [(r, token, value) for r, s in enumerate(chosen) for token, value in s.request.logit_bias.items()]
-        floats = [(p.presence_penalty, p.frequency_penalty, 0.0 if p.greedy else p.min_p) for p in params]
+        floats = [(p.presence_penalty, p.frequency_penalty, 0.0 if p.is_greedy else p.min_p) for p in params]
         presence_R, frequency_R, min_p_R = upload(np.array(floats, dtype=np.float32).T.copy()).unbind()
         bias = None
         if biases:
@@ -55,8 +56,13 @@ class LogitEdits:
         n_top = max(sequence.request.top_logprobs for sequence in chosen)
         return cls(upload(np.array(rows, dtype=np.int64)), bias, presence_R, frequency_R, min_p_R, n_top)
 
-    def apply(self, logits_RV: Tensor, slots_R: Tensor, sampler: SlotSampler) -> Tensor:
-        """The logits to draw from, but for frequency penalties, bans and masks, which come later."""
+    def apply(
+        self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor, sampler: SlotSampler, flags: SamplingFlags
+    ) -> Tensor:
+        """Return the logits with bias, presence penalty and min-p.
+
+        Frequency penalties, bans and masks are applied later. Here they only decide which tokens min-p compares with.
+        """
         edited_RV, settings = logits_RV.clone(), sampler.tensors
         if self.bias is not None:
             rows, tokens, values = self.bias
@@ -66,6 +72,8 @@ class LogitEdits:
             counts_RV = settings.counts[slots_R]
             edited_RV -= self.presence_R[:, None] * (counts_RV > 0)
             drawn_RV = edited_RV - self.frequency_R[:, None] * counts_RV
+        if flags.n_banned:
+            drawn_RV = without_banned(drawn_RV, slots_R, positions_R, settings)
         if sampler.masks_SW is not None:
             drawn_RV = apply_masks(drawn_RV, sampler.masks_SW, slots_R)
         # Relative to the most likely token that can be drawn; log(0) keeps all.
@@ -89,7 +97,8 @@ def sample_edited(
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
-    edited_BV = logits_BV.index_copy(0, rows_R, edits.apply(policy_RV, slots_R, sampler))
+    edited_RV = edits.apply(policy_RV, slots_R, positions_B[rows_R], sampler, flags)
+    edited_BV = logits_BV.index_copy(0, rows_R, edited_RV)
     out_2B = sampler.sample(edited_BV, slots_B, positions_B, flags)
     logprobs_RV = (policy_RV / sampler.tensors.temperature[slots_R, None]).double().log_softmax(-1)
     tokens_R = out_2B[0, rows_R].long()

@@ -15,12 +15,14 @@ from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_colum
 from areno.kernels.sampling.mask import apply_masks, policy_logprobs
 from areno.layers.parallel import ParallelGroup
 
+_LEAST_TOP_P = 1e-30  # a smaller share is 0 in float32, and of nothing no token is kept
+
 
 class SlotSampler:
     """Device tensors with one entry for each slot of the batch.
 
-    A sequence's settings are written when it takes its slot, so a decode step sends slot numbers only. Temperature 0
-    means greedy, with log-probabilities at temperature 1.
+    A sequence's settings are written when it takes its slot, so a decode step sends slot numbers only. A temperature
+    that counts as 0 means greedy, with log-probabilities at temperature 1.
     """
 
     def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
@@ -64,11 +66,11 @@ class SlotSampler:
             params = sequence.request.params
             packed[0, column] = sequence.slot
             packed[1, column] = sequence.key
-            packed[2, column] = params.greedy or params.temperature == 0
+            packed[2, column] = params.is_greedy
             # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
             packed[3, column] = params.top_k if sequence.is_filtered else -1
-            floats[4, column] = params.temperature or 1.0
-            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
+            floats[4, column] = params.logprob_temperature
+            floats[5, column] = max(params.top_p, _LEAST_TOP_P) if sequence.is_filtered else 1.0
             floats[6, column] = params.frequency_penalty
             packed[7, column] = sequence.min_new
             if sequence.min_new > 0:

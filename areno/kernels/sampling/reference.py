@@ -93,12 +93,15 @@ def _edited(
     if flags.penalized:
         assert settings.counts is not None
         edited_BV -= settings.penalty[slots_B, None] * settings.counts[slots_B]
-    if flags.n_banned:
-        banned_BK = settings.banned[slots_B]
-        holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
-        rows, columns = holds_BK.nonzero(as_tuple=True)
-        edited_BV[rows, banned_BK[rows, columns]] = -torch.inf
-    return edited_BV
+    return without_banned(edited_BV, slots_B, positions_B, settings) if flags.n_banned else edited_BV
+
+
+def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
+    """Return a copy of the logits with -inf for the banned tokens of each row that is below its `min_new`."""
+    banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
+    holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
+    index_BK = torch.where(holds_BK, banned_BK, vocab)  # a column behind the vocabulary takes what is not banned
+    return F.pad(logits_BV, (0, 1)).scatter_(1, index_BK, -torch.inf)[:, :vocab]
 
 
 def sample_tokens(
