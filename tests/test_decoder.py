@@ -404,11 +404,13 @@ def test_non_finite_logits_end_the_run() -> None:
         (request(1, 70, max_new_tokens=12), "rollout.max_kv_tokens"),
         (request(1, CONTEXT), "no room for a completion in a context of 96.*gconfig.max_tokens"),
         (request(1, 9, max_context_len=9), "no room for a completion in a context of 9"),
-        (request(1, 9, max_prompt_len=8), "max_prompt_len=8"),
+        (request(1, 9, max_prompt_len=8), "at most 8 may be; shorten it or raise max_prompt_len"),
         (request(1, 0), "no tokens"),
         (GenerationRequest(request_id=1, prompt=[1, VOCAB]), "vocabulary is 0..39"),
         (request(1, n_samples=0), "gconfig.n_samples"),
         (request(1, stop=["x"]), "stop_token_ids"),
+        (request(1, stop_token_ids=[5, VOCAB]), "stop_token_ids holds the token id 40; .*vocabulary is 0..39"),
+        (request(1, stop_token_ids=[2**70], min_new_tokens=2), "stop_token_ids holds the token id 1180591620717411303"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_the_door(bad: GenerationRequest, message: str) -> None:

@@ -120,8 +120,9 @@ def test_cached_prompt_tokens_are_told() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_bias": {VOCAB: 1.0}}, "outside of the vocabulary"),
-        ({"top_logprobs": VOCAB + 1}, "top_logprobs is"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias holds the token id 40; the model's vocabulary is 0..39"),
+        ({"logit_bias": {3: 1.0, -1: 1.0}}, "logit_bias holds the token id -1"),
+        ({"top_logprobs": VOCAB + 1}, "asks for 41 top log-probabilities"),
     ],
 )
 def test_what_cannot_be_served_is_refused(change: dict[str, Any], message: str) -> None:

@@ -35,6 +35,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stop", "x", "is 'x'; a list is expected"),
     ("stop", ["x", ""], "contains an empty string"),
     ("stop_token_ids", [3, 0.5], r"\[1\] is 0.5; an integer is expected"),
+    ("stop_token_ids", [3, -1], r"is \[3, -1\]; token ids are at least 0"),
+    ("top_k", 2**31, "is 2147483648; it must be at most 2147483647"),
 ]
 
 

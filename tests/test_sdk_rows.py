@@ -58,7 +58,10 @@ from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, En
             "SamplingParams.max_new_tokens: is 0; it must be more than 0",
         ),
         (lambda t: t.rollout_token_batch([[4] * 128], 1, SAMPLING), "no room for a completion in a context of 128"),
-        (lambda t: t.rollout_token_batch([[4] * 9], 1, SamplingParams(max_prompt_len=8)), "more than max_prompt_len=8"),
+        (
+            lambda t: t.rollout_token_batch([[4] * 9], 1, SamplingParams(max_prompt_len=8)),
+            "at most 8 may be; shorten it or raise max_prompt_len",
+        ),
     ],
 )
 def test_rollout_says_what_is_wrong_with_its_input(trainer: Trainer, call: Any, message: str) -> None:
@@ -135,7 +138,7 @@ def test_rows_of_the_wrong_form(trainer: Trainer, rows: Any, message: str) -> No
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: is 0"),
         ({"n_minibatches": 2, "gradient_accumulation_steps": 1}, "both cut the rows into steps"),
         ({"loss_fn": "gspo"}, "loss_fn: is a str; a function is expected"),
-        ({"temperature": 0}, "temperature: is 0; a number above 0"),
+        ({"temperature": 0}, "temperature: is 0; a number from 1e-05 to 100000"),
         ({"seed": -1}, "seed: is -1; a whole number of at least 0"),
         ({"rows_per_unit": 1.5}, "rows_per_unit: is 1.5; a whole number of at least 1"),
         ({"mb_spec": 4}, "mb_spec: is a int; a MicroBatchSpec is expected"),
@@ -216,7 +219,7 @@ def test_unknown_roles_and_wrong_rows_to_score(trainer: Trainer) -> None:
         trainer.score_logprobs("actor", [[4, 5], [99]])
     with pytest.raises(DataError, match="token_rows\\[0\\] has 129 tokens, more than the model's context of 128"):
         trainer.score_logprobs("actor", [[4] * 129])
-    with pytest.raises(ConfigError, match="temperature: is 0; a number above 0"):
+    with pytest.raises(ConfigError, match="temperature: is 0; a number from 1e-05 to 100000"):
         trainer.score_logprobs("actor", [[4]], 0)
     with pytest.raises(EngineError, match="there is no role \\['ref'\\]"):
         trainer.score_logprobs(["ref"], [[4]])  # type: ignore[arg-type]

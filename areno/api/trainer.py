@@ -196,10 +196,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         trajectories are trained. timeout_s: for a request of an agent. seed: of what is drawn for agents; None gives
         each session its own.
         """
-        _ = self.engine
+        engine = self.engine
         if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
-        check_sampling(1, sampling_params)
+        check_sampling(1, sampling_params, engine.info.vocab_size)
         check_positive("timeout_s", timeout_s)
         if max_running_prompts is not None:
             check_count("max_running_prompts", max_running_prompts)
@@ -249,7 +249,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """
         engine = self.engine
         session = self._sessions.need("rollout_token_batch")
-        check_sampling(n_samples, sampling_params)
+        check_sampling(n_samples, sampling_params, engine.info.vocab_size)
         check_token_rows(prompt_tokens, "prompt_tokens", engine.info.vocab_size)
         if at_once is not None:
             check_count("at_once", at_once)

@@ -27,55 +27,78 @@ class RequestLimits:
     grammars: bool = False  # whether grammars can be compiled, which needs the tokenizer, too
 
     def max_new(self, request: GenerationRequest) -> int:
-        """The most tokens that each sample of the request may get. Raises EngineError if it cannot be served.
+        """Return the most tokens that each sample of the request may get. Raises RequestRefused if it has no room.
 
         The values of `request.params` are taken as valid: check_params looks at them.
         """
-
-        def refused(why: str, *args: Any) -> EngineError:
-            return EngineError("request {} cannot be served: " + why, request.request_id, *args)
-
         params, n_prompt = request.params, len(request.prompt)
-        context = self.context_len
-        if params.max_context_len is not None:
-            context = min(context, params.max_context_len)
+        context = min(self.context_len, params.max_context_len or self.context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
         if request.n_samples < 1:
-            raise refused("n_samples is {}; at least 1 is needed ({})", request.n_samples, Key("gconfig.n_samples"))
+            raise _refused(request, "n_samples", f"n_samples is {request.n_samples}; at least 1 is needed",
+                           "set {}", "gconfig.n_samples")  # fmt: skip
         if n_prompt == 0:
-            raise refused("the prompt has no tokens; at least one is needed")
-        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
-            raise refused(
-                "the prompt has token ids {}..{}, the model's vocabulary is 0..{}; check {}",
-                *(min(request.prompt), max(request.prompt), self.vocab_size - 1, Key("tokenizer_path")),
-            )
+            raise _refused(request, "prompt", "the prompt has no tokens; at least one is needed")
         if params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
-            key = Key("max_prompt_len")
-            raise refused("the prompt has {} tokens, more than {}={}", n_prompt, key, params.max_prompt_len)
+            why = f"the prompt has {n_prompt} tokens, and at most {params.max_prompt_len} may be"
+            raise _refused(request, "prompt", why, "shorten it or raise {}", "max_prompt_len")
         if max_new < 1:
-            raise refused(
-                "the prompt has {} tokens, which leaves no room for a completion in a context of {}; "
-                "shorten the prompt or raise {} (the model's own limit is {})",
-                *(n_prompt, context, Key("gconfig.max_tokens"), self.context_len),
-            )
+            why = f"the prompt has {n_prompt} tokens, which leaves no room for a completion in a context of {context}"
+            advice = f"shorten the prompt or raise {{}} (the model's own limit is {self.context_len})"
+            raise _refused(request, "prompt", why, advice, "gconfig.max_tokens")
         if n_prompt + max_new - 1 > self.kv_tokens:  # the last token is never an input
-            raise refused(
-                "a prompt of {} tokens with up to {} new ones does not fit the KV cache of {} tokens even alone; "
-                "raise {} (or {}), or lower {} or {}",
-                *(n_prompt, max_new, self.kv_tokens, Key("rollout.max_kv_tokens"), Key("rollout.mem_fraction")),
-                *(Key("gconfig.max_tokens"), Key("gconfig.max_new_tokens")),
-            )
+            why = f"a prompt of {n_prompt} tokens with up to {max_new} new ones does not fit the KV cache of "
+            why += f"{self.kv_tokens} tokens even alone"
+            keys = "rollout.max_kv_tokens", "rollout.mem_fraction", "gconfig.max_tokens", "gconfig.max_new_tokens"
+            raise _refused(request, "max_new_tokens", why, "raise {} (or {}), or lower {} or {}", *keys)
         if params.stop and not self.stop_strings:
-            raise refused("stop strings need a tokenizer, and there is none; use {}", Key("gconfig.stop_token_ids"))
+            why = "stop strings need a tokenizer, and there is none"
+            raise _refused(request, "stop", why, "use {}", "gconfig.stop_token_ids")
         if request.grammar is not None and not self.grammars:
-            raise refused("a grammar needs a tokenizer, and there is none; set {}", Key("tokenizer_path"))
+            raise _refused(request, "grammar", "a grammar needs a tokenizer, and there is none",
+                           "set {}", "tokenizer_path")  # fmt: skip
         if request.grammar is not None and params.min_new_tokens:
-            raise refused("it has a grammar, which decides when it ends; leave {} at 0", Key("gconfig.min_new_tokens"))
-        if request.logit_bias and not 0 <= min(request.logit_bias) <= max(request.logit_bias) < self.vocab_size:
-            raise refused("logit_bias has token ids outside of the vocabulary of 0..{}", self.vocab_size - 1)
+            why = "its grammar decides when a completion ends"
+            raise _refused(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")
         if not 0 <= request.top_logprobs <= self.vocab_size:
-            raise refused("top_logprobs is {}; 0 to {} are there", request.top_logprobs, self.vocab_size)
+            why = f"it asks for {request.top_logprobs} top log-probabilities; 0 to {self.vocab_size} are there"
+            raise _refused(request, "top_logprobs", why)
+        self._check_ids(request)
         return max_new
+
+    def _check_ids(self, request: GenerationRequest) -> None:
+        """Raise RequestRefused for a token id that the model does not have."""
+        for field, ids, key in (
+            ("prompt", request.prompt, "tokenizer_path"),
+            ("stop_token_ids", request.params.stop_token_ids, "gconfig.stop_token_ids"),
+            ("logit_bias", request.logit_bias, ""),
+        ):
+            if not ids:
+                continue
+            least, most = min(ids), max(ids)
+            if least < 0 or most >= self.vocab_size:
+                wrong = show(int(least if least < 0 else most))
+                why = f"{field} holds the token id {wrong}; the model's vocabulary is 0..{self.vocab_size - 1}"
+                raise _refused(request, field, why, *(["check {}", key] if key else []))
+
+
+class RequestRefused(EngineError):
+    """A request that a decoder cannot serve.
+
+    Attributes:
+        field: The field of the request or of its sampling parameters that is wrong.
+        why: What is wrong, without the number of the request and without settings, for a client of a server.
+    """
+
+    field = why = ""
+
+
+def _refused(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
+    """Return the error of a request. advice: a text with {} for each of the settings `keys`."""
+    advice = advice and f"; {advice}"
+    error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
+    error.field, error.why = field, why
+    return error
 
 
 _MOST_KNOWN = 1024

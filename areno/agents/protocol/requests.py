@@ -15,6 +15,7 @@ from areno.agents.protocol.errors import ApiError, bad
 from areno.agents.protocol.fields import Fields
 from areno.agents.protocol.messages import Tool, read_messages, read_tool_choice, read_tools
 from areno.config.schema.values import show
+from areno.data.row_schema import bad_text
 from areno.types import Message, SamplingParams
 
 MOST_CHOICES = 128
@@ -143,7 +144,7 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         max_new_tokens=max_new,
         min_new_tokens=fields.integer("min_tokens", 0, _MOST_TOKENS),
         stop=_stop(fields.take("stop")),
-        stop_token_ids=fields.items("stop_token_ids", 64),
+        stop_token_ids=_token_ids(fields, "stop_token_ids"),
         ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
         skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
     )
@@ -180,12 +181,23 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
     return params
 
 
+def _token_ids(fields: Fields, field: str) -> list[int] | None:
+    """Read a list of at most 64 token ids. Whether the model has them is checked later."""
+    ids = fields.items(field, 64)
+    for token in ids or []:
+        if type(token) is not int or token < 0:
+            raise bad(field, f"holds {show(token)}; token ids are expected")
+    return ids
+
+
 def _stop(value: Any) -> list[str] | None:
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or len(strings) > 16 or not all(isinstance(one, str) and one for one in strings):
         raise bad("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
+    if problem := bad_text(strings):
+        raise bad("stop", problem)
     return strings
 
 

@@ -63,7 +63,10 @@ class ChatCompletions:
             roles = Counter(message["role"] for message in request.messages)
             counts = f"tokens={len(prompt.tokens)} messages={len(request.messages)} "
             counts += f"assistant_turns={roles['assistant']} tool_results={roles['tool']}"
-            raise ApiError(error.status, f"{error.message} ({counts})", param="messages", code=error.code) from error
+            if error.param not in ("prompt", "max_tokens"):
+                raise
+            param = "messages" if error.param == "prompt" else error.param
+            raise ApiError(error.status, f"{error.message} ({counts})", param=param, code=error.code) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
         return _Chat(self, request, prompt, sampled, hidden)
 

@@ -15,11 +15,15 @@ from areno.agents.protocol.requests import SampleOptions
 from areno.agents.server.metrics import ServerMetrics
 from areno.agents.tokens import digest_of
 from areno.engine.engine import Engine
-from areno.engine.limits import RequestLimits
+from areno.engine.limits import RequestLimits, RequestRefused
 from areno.errors import ArenoError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 
 _FIRST_ID = 1 << 48  # of requests; calls of Engine.generate count theirs from 0
+
+_NAMES = {"n_samples": "n", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Fields of our own records -> those of the API. All others have the same name."""
+_ADVICE = {"max_new_tokens": "; shorten the prompt or lower max_tokens", "min_new_tokens": "; leave min_tokens out"}
 
 
 @dataclass(kw_only=True)
@@ -67,9 +71,9 @@ class Sampler:
         )
         try:
             self.room.max_new(request)
-        except EngineError as error:
+        except RequestRefused as error:
             too_long = len(prompt) >= min(self.room.context_len, options.params.max_context_len or 1 << 60)
-            raise ApiError(400, str(error), code=CONTEXT_FULL if too_long else None) from error
+            raise _of_client(error, CONTEXT_FULL if too_long else None) from error
         return request
 
     def _next_seed(self, prompt: list[int], digest: int | None) -> int:
@@ -80,7 +84,11 @@ class Sampler:
 
     @contextmanager
     def place(self, n: int) -> Iterator[None]:
-        """Room for `n` more samples. ApiError 429 where too many are under way."""
+        """Hold room for `n` more samples. Raises ApiError 429 if too many are in progress, 400 if `n` can never fit."""
+        if n > self.limits.max_samples:
+            most = self.limits.max_samples
+            said = f"the request asks for {n} samples, and at most {most} may be in progress"
+            raise ApiError(400, f"{said}; lower n or send fewer prompts", param="n")
         if self.n_samples + n > self.limits.max_samples:
             raise ApiError(
                 429, f"{self.n_samples} samples are under way, and at most {self.limits.max_samples} may be; try later"
@@ -111,9 +119,12 @@ class Sampler:
             done = True
         except TimeoutError:
             raise ApiError(408, f"no answer within {self.limits.timeout_s:g} s") from None
+        except RequestRefused as error:
+            raise _of_client(error) from error
+        except EngineError as error:  # it names settings of the server, whose own log has it
+            raise ApiError(503, "the server has stopped sampling; its log says why") from error
         except ArenoError as error:
-            status = 503 if isinstance(error, EngineError) else 400
-            raise ApiError(status, str(error)) from error
+            raise ApiError(400, str(error.renamed(_name_of))) from error
         finally:
             self.metrics.aborted += not done
             self.metrics.whole.observe(time.monotonic() - started)
@@ -133,3 +144,15 @@ class Sampler:
             ("areno_samples_in_flight", "Samples of requests being answered.", self.n_samples),
             ("areno_preemptions", "Samples sent back to waiting.", sum(one.preemptions for one in stats)),
         ]
+
+
+def _of_client(error: RequestRefused, code: str | None = None) -> ApiError:
+    """Return the error in the words of the request."""
+    advice = "; shorten the prompt" if code == CONTEXT_FULL else _ADVICE.get(error.field, "")
+    return ApiError(400, error.why + advice, param=_name_of(error.field), code=code)
+
+
+def _name_of(key: str) -> str:
+    """Return what the API calls a setting."""
+    name = key.rpartition(".")[2]
+    return _NAMES.get(name, name)

@@ -20,12 +20,18 @@ from areno.errors import ConfigError, DataError, Problem
 from areno.types import SamplingParams, TrainSequence
 
 
-def check_sampling(n_samples: Any, params: Any) -> None:
-    """ConfigError with all that is wrong with `params`. Whether the engine has room for it is for the engine to say."""
+def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -> None:
+    """Check what a rollout of a script is given. Whether the engine has room for it is for the engine to say.
+
+    Raises ConfigError with all that is wrong with `params`. vocab_size: of the model, where it is loaded.
+    """
     check_count("n_samples", n_samples)
     if not isinstance(params, SamplingParams):
         raise DataError(f"sampling_params is a {type(params).__name__}; an areno.SamplingParams is expected")
     check_params(params)
+    if vocab_size is not None and (most := max(params.stop_token_ids or [0])) >= vocab_size:
+        problem = Problem("SamplingParams.stop_token_ids", f"holds {most}; the vocabulary has {vocab_size} tokens")
+        raise ConfigError([problem])
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> None:

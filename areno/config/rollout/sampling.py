@@ -77,6 +77,10 @@ class SamplingConfig(Section):
     def empty_stop_string(self) -> bool:
         return "" in (self.stop or [])
 
+    @forbid("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
+    def negative_stop_token(self) -> bool:
+        return min(self.stop_token_ids or [0]) < 0
+
 
 @dataclass(kw_only=True)
 class GenerationConfig(SamplingConfig):

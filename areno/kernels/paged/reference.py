@@ -81,7 +81,13 @@ def decode_attention(
     for part, new in zip(kv_blocks.flatten(1, 2), (k_BKC, v_BKC), strict=True):
         part.index_copy_(0, slot_mapping_B, new)
     width = batch.table_TW.shape[1] if batch.max_len is None else -(-batch.max_len // block_size)
-    index = batch.table_TW[batch.slots_B, :width].flatten()
+    positions_L = torch.arange(width * block_size, device=q_BHC.device)
+    mask_BL = positions_L < batch.lengths_B[:, None]
+    if window is not None:
+        mask_BL &= positions_L >= batch.lengths_B[:, None] - window
+    # Columns that a row does not use may name blocks of others, whose numbers need not be finite: take the last one.
+    uses_BW = mask_BL.view(n_rows, width, block_size).any(-1)
+    index = torch.where(uses_BW, batch.table_TW[batch.slots_B, :width], kv_blocks.shape[1] - 1).flatten()
     k_BKLC, v_BKLC = (
         part.index_select(0, index).view(n_rows, width * block_size, n_kv_heads, head_dim).transpose(1, 2)
         for part in kv_blocks
@@ -90,9 +96,7 @@ def decode_attention(
         return by_spans(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B.unsqueeze(1), window).squeeze(2)
     # The query heads that share a key head take the place of query positions, so keys and values are not repeated.
     q_BKGC = q_BHC.reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    positions = torch.arange(width * block_size, device=q_BHC.device)
-    lengths_B111 = batch.lengths_B[:, None, None, None]
-    mask = positions < lengths_B111
-    if window is not None:
-        mask &= positions >= lengths_B111 - window
-    return F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask).reshape(n_rows, n_heads, head_dim)
+    mask_B11L = mask_BL[:, None, None]
+    return F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask_B11L).reshape(
+        n_rows, n_heads, head_dim
+    )
