@@ -158,7 +158,7 @@ def test_a_stream_and_an_abort() -> None:
 
 
 def test_requests_that_cannot_be_served() -> None:
-    with pytest.raises(EngineError, match="grammar, which decides when it ends; leave gconfig"):
+    with pytest.raises(EngineError, match="its grammar decides when a completion ends; leave gconfig"):
         decoder().submit(constrained(43, min_new_tokens=3))
     with pytest.raises(EngineError, match="a grammar needs a tokenizer"):
         make_decoder().submit(constrained(43))

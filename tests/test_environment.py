@@ -118,8 +118,10 @@ def test_an_answer_in_text_can_go_on() -> None:
         ("step", ([], 0.0), r"returned \(\[\], 0.0\); expected \(messages, reward, whether it is done\)"),
         ("step", None, "returned None; expected"),
         ("step", (["done"], 0.0, True), "messages of an environment's step are"),
-        ("step", ([], "1", True), "returned the reward '1'; expected a finite number"),
-        ("step", ([], math.nan, True), "returned the reward nan; expected a finite number"),
+        ("step", ([], "1", True), r"returned the reward '1' \(str\); a reward is a number"),
+        ("step", ([], math.nan, True), "returned the reward nan; a reward is a finite number"),
+        ("step", ([], 1e39, True), "returned the reward 1e[+]39; a reward is at most"),
+        ("step", ([], False, 0.5), r"returned \(\[\], False, 0.5\); expected \(messages, reward, whether"),
     ],
 )
 def test_environments_that_return_something_else(method: str, value: Any, message: str) -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
 
 import areno
+from areno.agents.environment import Environment, replay
+from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory, plain_results
 from areno.api.metrics import evaluation_metrics, rollout_metrics
 from areno.config.rollout.reward import RewardConfig
 from areno.config.schema.build import build
@@ -235,3 +244,44 @@ def test_errors_with_all_of_their_traceback(file):
     assert lines[-1] == "ZeroDivisionError: division by zero"
     with pytest.raises(ArenoError), RewardPool(config) as pool:
         pool.score([RewardRecord(completion="ab")])
+
+
+class Raising:
+    def __float__(self) -> float:
+        raise KeyError("no")
+
+
+def given_by(kind: str, reward: object) -> float:
+    """What a reward function, an agent, an environment or a part of an agent's reward counts as."""
+    if kind == "function":
+        answer = verdict([("", 1.0, reward)])
+        if answer.value is None:
+            raise ValueError(answer.message)
+        return answer.value
+    if kind == "environment":
+        environment = Environment()
+        environment.reset = list  # type: ignore[method-assign]
+        environment.answer = lambda text: ([], reward, True)  # type: ignore[method-assign, assignment, return-value]
+        return asyncio.run(replay(environment, [{"role": "assistant", "content": "a"}]))
+    item = AgentItem("a", {}, [1])
+    tokens = {"areno": {"session": "s"}, "choices": [{"message": {"role": "assistant", "content": "a"}}]}
+    turns = [AgentTrajectoryTurn(item, [{"role": "user", "content": "a"}], tokens)]
+    how = {"reward": 0.0, "parts": {"a": reward}} if kind == "part" else {"reward": reward}
+    [[turn]] = plain_results(AgentTrajectory(turns, **how), [item])  # type: ignore[arg-type]
+    return turn["reward"][1]["a"] if kind == "part" else turn["reward"][0]
+
+
+@pytest.mark.parametrize("kind", ["function", "agent", "part", "environment"])
+def test_there_is_one_rule_for_what_a_reward_is(kind):
+    half = [0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5), Decimal("0.5"), Fraction(1, 2)]
+    assert [given_by(kind, reward) for reward in half] == [0.5] * 6
+    assert [given_by(kind, reward) for reward in (True, np.bool_(True), np.int64(1), 1, torch.tensor(1))] == [1.0] * 5
+    assert given_by(kind, False) == given_by(kind, np.float32(-0.0)) == 0.0
+    text = ["1.0", b"1.0", np.str_("1.0"), np.bytes_(b"1.0"), "", "nan"]
+    other = [1j, np.complex64(1), [1.0], (), {1}, np.array([1.0, 2.0]), object(), Raising()]
+    for reward in [*text, *other, math.nan, -math.inf, np.float32("inf"), 1e39, -1e300, 10**400, Decimal("1e50")]:
+        with pytest.raises((ValueError, BadTrajectory, KeyError)) as caught:
+            given_by(kind, reward)
+        assert str(caught.value)
+        if kind in ("agent", "part"):
+            assert caught.type is BadTrajectory

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areno.errors import DataError
+from areno.rewards.verdict import reward_number
 from areno.types import Message
 
 logger = logging.getLogger("areno")
@@ -208,10 +209,13 @@ async def _act(environment: Environment, message: Message, episode: Episode) -> 
     if not isinstance(result, tuple) or len(result) != 3:
         raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
     messages, reward, done = result
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise DataError(f"an environment returned the reward {reward!r}; expected a finite number")
+    if isinstance(reward, bool) and not isinstance(done, bool):
+        raise DataError(f"an environment returned {result!r}; expected (messages, reward, whether it is done)")
+    try:
+        episode.rewards.append(reward_number(reward, "an environment returned the reward"))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(str(error)) from error
     episode.messages += _checked_messages(messages, "step")
-    episode.rewards.append(float(reward))
     return bool(done)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.rewards.verdict import reward_problem
+from areno.rewards.verdict import reward_number
 from areno.types import Message, PromptBatch
 
 
@@ -165,14 +165,15 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
 
 
 def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:
+    """Return the reward and its parts, by the rule for reward functions. Raises BadTrajectory."""
+    said, parts = "its trajectory has the", trajectory.parts
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
+        raise BadTrajectory(f"{said} parts {repr(parts)[:80]}; a dictionary has numbers under names")
     try:
-        reward, parts = float(trajectory.reward or 0.0), {str(k): float(v) for k, v in trajectory.parts.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise BadTrajectory(f"its trajectory has a reward or parts that are no numbers: {error}") from error
-    wrong = [name for name, value in {"its reward": reward, **parts}.items() if reward_problem(value)]
-    if wrong:
-        raise BadTrajectory(f"its trajectory has a reward or a part that is no finite number: {', '.join(wrong)}")
-    return reward, parts
+        reward = reward_number(trajectory.reward, f"{said} reward")
+        return reward, {name: reward_number(value, f"{said} part {name!r}:") for name, value in parts.items()}
+    except Exception as error:  # __float__ may raise anything
+        raise BadTrajectory(str(error) or type(error).__name__) from error
 
 
 def items_of(returned: Any) -> list[AgentItem]:

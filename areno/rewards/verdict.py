@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ class Answer(NamedTuple):
     parts: dict[str, float] = {}  # noqa: RUF012  # never changed
 
 
-class _NotFinite(Exception):
+class NotFinite(ValueError):
     """A number is NaN, infinite or too large."""
 
 
@@ -42,8 +43,8 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
             parts |= {f"{name}/{part}" if name else part: number for part, number in inner.items()}
         if not values:
             return Answer("error", None, "every function returned None; at least one has to give a reward")
-        return Answer("ok", _number(math.fsum(values), "the weighted sum is"), "", parts)
-    except _NotFinite as error:
+        return Answer("ok", reward_number(math.fsum(values), "the weighted sum is"), "", parts)
+    except NotFinite as error:
         return Answer("not_finite", None, str(error))
     except Exception as error:  # __float__ may raise anything
         return Answer("error", None, (str(error) or type(error).__name__)[:500])
@@ -52,22 +53,37 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
 def _read(result: Any, of: str) -> tuple[float, dict[str, float]]:
     """The value of one function and its parts."""
     if not isinstance(result, Mapping):
-        return _number(result, f"{of}returned"), {}
+        return reward_number(result, f"{of}returned"), {}
     if not result or not all(isinstance(name, str) and name for name in result):
         raise TypeError(f"{of}returned {repr(result)[:80]}; a dictionary has numbers under names")
-    numbers = {name: _number(value, f"{of}returned {name!r}:") for name, value in result.items()}
-    total = next((name for name in _TOTAL if name in numbers), None)
+    found = {name: reward_number(value, f"{of}returned {name!r}:") for name, value in result.items()}
+    total = next((name for name in _TOTAL if name in found), None)
     if total is None:
-        return _number(math.fsum(numbers.values()), f"{of}returned parts with the sum"), numbers
-    return numbers.pop(total), numbers
+        return reward_number(math.fsum(found.values()), f"{of}returned parts with the sum"), found
+    return found.pop(total), found
 
 
-def _number(result: Any, said: str) -> float:
-    if not hasattr(result, "__float__"):
+def reward_number(result: Any, said: str) -> float:
+    """Return a reward as a float.
+
+    Numbers, true and false (1 and 0) and scalars of numpy and torch are rewards. Text and complex numbers are not, even
+    those of numpy, which float() would read.
+
+    Args:
+        result: What a reward function, an agent or an environment gave.
+        said: The beginning of the error message, which the value follows.
+
+    Raises:
+        TypeError: It is no number.
+        NotFinite: It is NaN, infinite or too large for float32.
+        Exception: Whatever its `__float__` raises.
+    """
+    is_complex = isinstance(result, numbers.Complex) and not isinstance(result, numbers.Real)
+    if not hasattr(result, "__float__") or isinstance(result, str | bytes) or is_complex:
         raise TypeError(f"{said} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
     value = float(result)
     if problem := reward_problem(value):
-        raise _NotFinite(f"{said} {problem}")
+        raise NotFinite(f"{said} {problem}")
     return value
 
 
