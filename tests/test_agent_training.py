@@ -120,6 +120,31 @@ def test_failing_samples_leave_their_group_and_are_counted(
     assert "agent_timeout" in told.values()
 
 
+def test_a_response_with_other_numbers_costs_only_its_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changed = {
+        "choices.0.token_ids.0 1000000 whole": "token_ids holds 1000000; numbers from 0 to 388 are expected",
+        "prompt_token_ids.2 -1 whole": "prompt_token_ids holds -1; numbers from 0 to 388",
+        "choices.0.token_ids.1 5": "token_ids holds 5.0; whole numbers are expected",
+        "choices.0.logprobs.1 nan": "logprobs holds nan; a log-probability is finite and not positive",
+        "choices.0.logprobs.0 -inf": "logprobs holds -inf",
+        "choices.0.logprobs.0 0.5": "logprobs holds 0.5",
+        "choices.0.versions.0 1e30 whole": "versions holds 1000000000000000019884624838656",
+        "sources.0.1 7 whole": "sources is of",
+        "temperature 0": "temperature is 0.0",
+    }
+    rows = [{"prompt": "ok"}, *({"prompt": f"told {change}"} for change in changed)]
+    settings = ["gconfig.n_samples=2", f"train_dataset.batch_size={len(rows)}", "total_train_steps=1"]
+    with caplog.at_level(logging.WARNING, "areno"):
+        played = run(tmp_path, "faulty.py", *settings, "train_dataset.max_length=100", rows=rows)
+    assert len(played.rows[0]) == 2
+    assert played.series("rollout/agent_errors") == [18.0]
+    said = {sample["prompt"].split("told ")[-1]: sample["message"] for sample in played.samples(1) if sample["message"]}
+    assert len(said) == len(changed)
+    for message in changed.values():
+        assert any(f"the response of turn 0 was changed: {message}" in text for text in said.values()), message
+    assert "agent_error: the response of turn 0 was changed" in caplog.text
+
+
 def test_a_run_whose_agents_all_fail_says_why(tmp_path: Path) -> None:
     with pytest.raises(ArenoError, match=r"agent\.fn: none of the 16 trajectories can be trained on; .*no luck"):
         run(tmp_path, "faulty.py", rows=[{"prompt": "raise"}] * 8)

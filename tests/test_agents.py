@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_model import made
+from agent_model import VOCAB, made
 from waiting import until
 
 from areno import SamplingParams, Trainer, heartbeat
@@ -66,7 +66,7 @@ def after(n: int, file: Path) -> Callable[..., object]:
 
 
 def builder(session: RolloutSession) -> RowBuilder:
-    return RowBuilder(session.proxy.server.chat.conversations, LossMaskPolicy(), session.proxy.session)
+    return RowBuilder(session.proxy.server.chat.conversations, LossMaskPolicy(), VOCAB, session.proxy.session)
 
 
 def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> None:

@@ -98,7 +98,7 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
             expected.append((asked, said))
         if not turns:
             continue
-        trajectory = RowBuilder(conversations, LossMaskPolicy(), "s").trajectory(turns)
+        trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer), "s").trajectory(turns)
         n_turns, n_joined = n_turns + len(turns), n_joined + len(turns) - len(trajectory.rows)
         # Every prompt is the template's own text, as tokens.
         for turn, (asked, _) in zip(turns, expected, strict=True):
@@ -155,7 +155,7 @@ def test_reasoning_that_the_template_drops_begins_a_new_row(tiny: Any) -> None:
     first = turn_of(conversations, [USER], said, None, answer)
     second = turn_of(conversations, [USER, answer, OTHER], "fine<|im_end|>", None)
     assert "think hard" not in tiny.decode(second["tokens"]["prompt_token_ids"])
-    trajectory = RowBuilder(conversations, LossMaskPolicy()).trajectory([first, second])
+    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory([first, second])
     expected = [len(tiny.encode(text)) for text in (said, "fine<|im_end|>")]
     assert [row.trained.sum() for row in trajectory.rows] == expected
 
@@ -169,7 +169,7 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
     result = {"role": "tool", "tool_call_id": "c", "content": "two three"}
     first = turn_of(conversations, [USER], said, tools, answer)
     second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
-    builder = RowBuilder(conversations, LossMaskPolicy(tool_results=True))
+    builder = RowBuilder(conversations, LossMaskPolicy(tool_results=True), len(conversations.tokenizer))
     [row] = builder.trajectory([first, second]).rows
     text = tiny.decode(row.tokens)
     assert said in text
@@ -189,7 +189,7 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
     result = {"role": "tool", "tool_call_id": "c", "content": "no such place"}
     first = turn_of(conversations, [USER], said, tools, answer)
     second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
-    rows = RowBuilder(conversations, LossMaskPolicy()).trajectory([first, second]).rows
+    rows = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory([first, second]).rows
     assert said in tiny.decode(rows[-1].tokens)
 
 
@@ -197,7 +197,7 @@ def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: 
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
     known = dict(conversations._first)
-    builder = RowBuilder(conversations, LossMaskPolicy())
+    builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
@@ -240,7 +240,7 @@ def test_a_policy_says_which_spans_are_trained(tiny: Any, policy: LossMaskPolicy
     first = turn_of(conversations, [USER], said, tools, answer)
     result = {"role": "tool", "tool_call_id": "c", "content": "3"}
     second = turn_of(conversations, [USER, answer, result], "done<|im_end|>", tools)
-    [row] = RowBuilder(conversations, policy).trajectory([first, second]).rows
+    [row] = RowBuilder(conversations, policy, len(conversations.tokenizer)).trajectory([first, second]).rows
     assert tiny.decode(np.array(row.tokens)[row.trained].tolist()) == expected.format(call)
 
 
@@ -249,7 +249,9 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
     one = turn_of(conversations, [USER], "a<|im_end|>", None)
     other = turn_of(conversations, [OTHER], "b<|im_end|>", None)
     further = turn_of(conversations, [USER, one["message"], OTHER], "c<|im_end|>", None)
-    trajectory = RowBuilder(conversations, LossMaskPolicy()).trajectory([one, other, further])
+    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory(
+        [one, other, further]
+    )
     assert [int(row.sampled.sum()) for row in trajectory.rows] == [4, 2]
 
 

@@ -7,7 +7,7 @@ turn begins a row of its own. No row has a token that the model did not see at i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from areno.agents.conversations import Conversations, conversation_keys
 from areno.agents.parsers import ToolCallParser
 from areno.agents.protocol.errors import ApiError
 from areno.agents.protocol.messages import read_messages
+from areno.agents.protocol.responses import TurnTokens
 from areno.agents.server.text import TextStream
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import (
@@ -33,10 +34,16 @@ _SHOWN = 60  # characters on either side of a difference
 
 
 class RowBuilder:
-    """Makes trajectories of turns. session: that the turns must come from; None takes those of any."""
+    """Makes trajectories of turns.
 
-    def __init__(self, conversations: Conversations, policy: LossMaskPolicy, session: str | None = None):
+    vocab_size: token ids of the model. session: that the turns must come from; None takes those of any.
+    """
+
+    def __init__(
+        self, conversations: Conversations, policy: LossMaskPolicy, vocab_size: int, session: str | None = None
+    ):
         self._conversations, self._policy, self._session = conversations, policy, session
+        self._vocab_size = vocab_size
         self._trained_sources = [
             int(source)
             for source, trained in (
@@ -53,12 +60,11 @@ class RowBuilder:
             raise BadTrajectory("it returned no turns")
         rows: list[_Row] = []
         for number, turn in enumerate(turns):
-            self._check(turn, number)
-            tokens = turn["tokens"]
-            row = max((row for row in rows if row.leads_to(tokens["prompt_token_ids"])), key=len, default=None)
+            tokens = self._checked(turn, number)
+            row = max((row for row in rows if row.leads_to(tokens.prompt)), key=len, default=None)
             if row is None:
                 rows.append(row := _Row())
-            row.extend(tokens, self._trained_of(turn, is_last=number == len(turns) - 1))
+            row.extend(tokens, self._trained_of(turn, tokens.sampled, is_last=number == len(turns) - 1))
         last = turns[-1]
         messages = [*last["messages"], last["message"]]
         return Trajectory(
@@ -70,22 +76,30 @@ class RowBuilder:
             reward=last.get("reward"),
         )
 
-    def _check(self, turn: PlainTurn, number: int) -> None:
-        """The turn is of the session, and its messages are those that the model was asked with."""
-        tokens = turn["tokens"]
-        if self._session is not None and tokens.get("session") != self._session:
+    def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
+        """Return the tokens of a turn.
+
+        Raises BadTrajectory if they are not valid, the response is of another session, or the messages of the turn are
+        not those of its request.
+        """
+        told = turn["tokens"]
+        if self._session is not None and told.get("session") != self._session:
             raise BadTrajectory(f"turn {number} has a response of another session")
+        try:
+            tokens = TurnTokens.read(told, self._vocab_size)
+        except BadTrajectory as error:
+            raise BadTrajectory(f"the response of turn {number} was changed: {error}") from error
         try:
             messages = read_messages(list(turn["messages"]))
         except (ApiError, TypeError) as error:
             raise BadTrajectory(f"the messages of turn {number} are not valid: {error}") from error
-        if conversation_keys(messages)[-1] != tokens.get("conversation"):
-            raise BadTrajectory(f"turn {number}: {self._difference(messages, turn)}")
+        if conversation_keys(messages)[-1] != told.get("conversation"):
+            raise BadTrajectory(f"turn {number}: {self._difference(messages, turn, tokens.prompt)}")
+        return tokens
 
-    def _difference(self, messages: list[Any], turn: PlainTurn) -> str:
+    def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
         """How the text of the messages differs from what the model read."""
-        tokenizer = self._conversations.tokenizer
-        read = tokenizer.decode(turn["tokens"]["prompt_token_ids"], skip_special_tokens=False)
+        read = self._conversations.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
             said = self._conversations.text(messages, turn["tools"])
@@ -97,9 +111,9 @@ class RowBuilder:
         around = slice(max(0, same - _SHOWN), same + _SHOWN)
         return start + f"at character {same} they say {said[around]!r}, and the model read {read[around]!r}"
 
-    def _trained_of(self, turn: PlainTurn, is_last: bool) -> np.ndarray:
+    def _trained_of(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
         """Which of the sampled tokens are trained, by what they are."""
-        policy, tokens = self._policy, turn["tokens"]["choices"][0]["token_ids"]
+        policy = self._policy
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
             return np.full(len(tokens), text)
@@ -132,13 +146,12 @@ class _Row:
         """Whether a prompt goes on from all tokens of the row."""
         return prompt[: len(self.tokens)] == self.tokens
 
-    def extend(self, tokens: Mapping[str, Any], trained: np.ndarray) -> None:
+    def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
         """Go on with what a turn's prompt adds to the row, and with what was sampled."""
-        choice = tokens["choices"][0]
-        self.tokens = [*tokens["prompt_token_ids"], *choice["token_ids"]]
-        self._sources = [*map(tuple, tokens["sources"]), (int(Source.SAMPLED), len(choice["token_ids"]))]
-        self._pieces.append((len(tokens["prompt_token_ids"]), trained, choice["logprobs"], choice["versions"]))
-        self._temperatures.add(float(tokens["temperature"]))
+        self.tokens = [*tokens.prompt, *tokens.sampled]
+        self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
+        self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
+        self._temperatures.add(tokens.temperature)
 
     def finished(self, trained_sources: list[int]) -> TokenRow:
         """The row as arrays. trained_sources: whose tokens are trained beside sampled ones."""

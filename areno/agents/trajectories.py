@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.agents.protocol.errors import BadTrajectory
+from areno.agents.protocol.responses import check_json, plain, read_response
 from areno.rewards.verdict import reward_number
 from areno.types import Message, PromptBatch
 
@@ -127,10 +129,6 @@ class LossMaskPolicy:
     user_prompt: bool = False
 
 
-class BadTrajectory(Exception):
-    """What an agent returned cannot be trained on. The text says why."""
-
-
 PlainTurn = dict[str, Any]
 """messages, tools, tool_choice, message (the model's), finish_reason, tokens (the extra field `areno`).
 
@@ -147,7 +145,7 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
     loose: set[tuple[int, int]] = set()  # whose turns came without a trajectory around them
     known = {item.key for item in items}
     for part in _parts(returned):
-        turns = part.turns if isinstance(part, AgentTrajectory) else [part]
+        turns = _turns_of(part)
         keys = {_item_of(turn) for turn in turns}
         if len(keys) > 1:
             raise BadTrajectory("a trajectory has turns of several items; return one for each item")
@@ -178,8 +176,7 @@ def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float
 
 def items_of(returned: Any) -> list[AgentItem]:
     """The items of a return value, in its order. Raises BadTrajectory for one that is none of the forms."""
-    turns = [part.turns if isinstance(part, AgentTrajectory) else [part] for part in _parts(returned)]
-    return [turn.item for of in turns for turn in of if _item_of(turn) is not None]
+    return [turn.item for part in _parts(returned) for turn in _turns_of(part) if _item_of(turn) is not None]
 
 
 def _parts(returned: Any) -> Iterable[Any]:
@@ -192,6 +189,14 @@ def _parts(returned: Any) -> Iterable[Any]:
         if not isinstance(part, AgentTrajectory | AgentTrajectoryTurn):
             raise BadTrajectory(f"it returned a list with {_kind(part)}; AgentTrajectory is expected")
     return parts
+
+
+def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
+    if isinstance(part, AgentTrajectoryTurn):
+        return [part]
+    if not isinstance(part.turns, list | tuple):
+        raise BadTrajectory(f"the turns of a trajectory are {_kind(part.turns)}; a list is expected")
+    return part.turns
 
 
 def _item_of(turn: Any) -> tuple[int, int]:
@@ -207,49 +212,12 @@ def _kind(value: Any) -> str:
 
 
 def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
-    """A turn as plain values. Raises BadTrajectory where its response is not one of the session's."""
-    response = _joined([plain(chunk) for chunk in turn.response]) if isinstance(turn.response, list) else turn.response
-    response = plain(response)
-    tokens = response.get("areno") if isinstance(response, Mapping) else None
-    choices = response.get("choices") if isinstance(response, Mapping) else None
-    if not isinstance(tokens, Mapping) or not choices:
-        raise BadTrajectory(
-            "the response of a turn does not have its tokens (the field areno); return the responses of the client as "
-            "they are, and send requests to ctx.get_base_url()"
-        )
-    return {
-        "messages": plain(turn.messages),
-        "tools": plain(turn.tools),
-        "tool_choice": plain(turn.tool_choice),
-        "message": {name: value for name, value in choices[0]["message"].items() if value is not None},
-        "finish_reason": choices[0].get("finish_reason"),
-        "tokens": tokens,
-    }
-
-
-def _joined(chunks: list[Any]) -> dict[str, Any]:
-    """The chunks of a stream as the response that they make up."""
-    message: dict[str, Any] = {"role": "assistant", "content": None}
-    found: dict[str, Any] = {"choices": [{"message": message, "finish_reason": None}]}
-    for chunk in chunks:
-        found["areno"] = chunk.get("areno") or found.get("areno")
-        for choice in chunk.get("choices") or []:
-            if choice.get("index"):
-                continue
-            delta = choice.get("delta") or {}
-            for name in ("content", "reasoning_content"):
-                if delta.get(name):
-                    message[name] = (message.get(name) or "") + delta[name]
-            for call in delta.get("tool_calls") or []:
-                message.setdefault("tool_calls", []).append({name: call[name] for name in ("id", "type", "function")})
-            found["choices"][0]["finish_reason"] = choice.get("finish_reason") or found["choices"][0]["finish_reason"]
-    return found
-
-
-def plain(value: Any) -> Any:
-    """A value with the client's objects as dictionaries, in the form in which the client would send them."""
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+    """Return a turn as values of JSON. Raises BadTrajectory where its response is not one of the session's."""
+    try:
+        asked = {"messages": plain(turn.messages), "tools": plain(turn.tools), "tool_choice": plain(turn.tool_choice)}
+        answered = read_response(turn.response)
+        check_json([asked, answered["message"], answered["finish_reason"]])
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"[:200]
+        raise BadTrajectory(f"a turn does not hold messages and a response as the client gave it ({said})") from error
+    return asked | answered

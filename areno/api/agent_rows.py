@@ -77,4 +77,5 @@ def score_missing(
 def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
     tokenizer = trainer.get_tokenizer()
     conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
-    return read_trajectories(trajectories, RowBuilder(conversations, policy or trainer.loss_mask_policy))
+    builder = RowBuilder(conversations, policy or trainer.loss_mask_policy, trainer.engine.info.vocab_size)
+    return read_trajectories(trajectories, builder)

@@ -88,6 +88,14 @@ async def run_agent(ctx, batch):
         turn.response["areno"]["session"] = "other"
     if what == "edited":
         turn.messages[0] = {"role": "user", "content": "something else"}
+    if what == "told":  # prompt: told, the place of a number in the response, another number
+        *path, last = item.prompt.split()[1].split(".")
+        numbers = turn.response["areno"]
+        for name in path:
+            numbers = numbers[int(name) if name.isdecimal() else name]
+        numbers[int(last) if last.isdecimal() else last] = float(item.prompt.split()[2])
+        if item.prompt.endswith(" whole"):
+            numbers[int(last)] = int(numbers[int(last)])
     if what == "loose":
         return turn
     return AgentTrajectory(turns=[turn])

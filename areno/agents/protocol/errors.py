@@ -17,6 +17,10 @@ _TYPES = {
 }
 
 
+class BadTrajectory(Exception):
+    """What an agent returned cannot be trained on. The text says why."""
+
+
 class ApiError(Exception):
     """A request that is answered with an error. param: the field that it is about. code: a word for programs."""
 
