@@ -250,6 +250,7 @@ FILTERED = [
     SamplingParams(top_k=1),
     SamplingParams(top_k=40, top_p=0.5),
     SamplingParams(top_p=1e-6),
+    SamplingParams(top_p=1e-320),  # 0 in float32
     SamplingParams(top_k=10_000_000),
     SamplingParams(top_p=0.999),
     SamplingParams(top_k=9, top_p=0.5, temperature=30.0),  # the share is of nine nearly equal tokens

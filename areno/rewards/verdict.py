@@ -78,8 +78,9 @@ def reward_number(result: Any, said: str) -> float:
         NotFinite: It is NaN, infinite or too large for float32.
         Exception: Whatever its `__float__` raises.
     """
-    is_complex = isinstance(result, numbers.Complex) and not isinstance(result, numbers.Real)
-    if not hasattr(result, "__float__") or isinstance(result, str | bytes) or is_complex:
+    kind = type(result)
+    is_complex = issubclass(kind, numbers.Complex) and not issubclass(kind, numbers.Real)
+    if not hasattr(result, "__float__") or issubclass(kind, str | bytes) or is_complex:
         raise TypeError(f"{said} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
     value = float(result)
     if problem := reward_problem(value):

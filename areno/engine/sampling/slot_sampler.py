@@ -15,8 +15,6 @@ from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_colum
 from areno.kernels.sampling.mask import apply_masks, policy_logprobs
 from areno.layers.parallel import ParallelGroup
 
-_LEAST_TOP_P = 1e-30  # a smaller share is 0 in float32, and of nothing no token is kept
-
 
 class SlotSampler:
     """Device tensors with one entry for each slot of the batch.
@@ -70,7 +68,7 @@ class SlotSampler:
             # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
             packed[3, column] = params.top_k if sequence.is_filtered else -1
             floats[4, column] = params.logprob_temperature
-            floats[5, column] = max(params.top_p, _LEAST_TOP_P) if sequence.is_filtered else 1.0
+            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
             floats[6, column] = params.frequency_penalty
             packed[7, column] = sequence.min_new
             if sequence.min_new > 0:
