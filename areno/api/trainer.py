@@ -196,10 +196,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         trajectories are trained. timeout_s: for a request of an agent. seed: of what is drawn for agents; None gives
         each session its own.
         """
-        engine = self.engine
         if loss_mask_policy is not None and not proxy:
             raise ArenoError("loss_mask_policy is for the trajectories of agents; leave it out with proxy=False")
-        check_sampling(1, sampling_params, engine.info.vocab_size)
+        check_sampling(1, sampling_params, self.engine.info.vocab_size)
         check_positive("timeout_s", timeout_s)
         if max_running_prompts is not None:
             check_count("max_running_prompts", max_running_prompts)
