@@ -51,7 +51,7 @@ def group(folder: Path) -> Iterator[SpawnedGroup]:
 def train(group: WorkerGroup, loss_fn: Any) -> dict[str, float]:
     update = UpdateSpec(WHOLE)
     (steps,) = share_steps(read_rows(ROWS, VOCAB), update)
-    return group.call("train", "actor", steps, loss_fn, update)[0]
+    return group.call("train", "actor", steps, loss_fn, update)[0].stats
 
 
 def poll(group: WorkerGroup, n: int) -> list[GenerationOutput]:
