@@ -17,6 +17,7 @@ from conftest import load_tokenizer
 from areno.agents.conversations import Conversations, Prompt, conversation_keys
 from areno.agents.parsers import parser_for_template
 from areno.agents.protocol.messages import read_messages
+from areno.agents.remembered import Remembered
 from areno.agents.rows import RowBuilder
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
@@ -89,7 +90,7 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
             if message["role"] != "assistant":
                 continue
             before, after = read_messages(messages[:number]), read_messages(messages[: number + 1])
-            asked = render(tokenizer, before, tools or None, opened=True)
+            asked = render(tokenizer, before, tools or None, None, True)
             written = render(tokenizer, after, tools or None)
             assert written.startswith(asked)
             said = written[len(asked) :].partition(end)[0] + end
@@ -133,7 +134,7 @@ def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(t
     conversations.remember(first, [*odd, end], frozenset([end]), answer)
     second = conversations.prompt([USER, answer, OTHER])
     assert second.tokens[: len(first.tokens) + 6] == [*first.tokens, *odd, end]
-    assert tiny.decode(second.tokens) == second.text == render(tiny, [USER, answer, OTHER], None, opened=True)
+    assert tiny.decode(second.tokens) == second.text == render(tiny, [USER, answer, OTHER], None, None, True)
     other = conversations.prompt([USER, {"role": "assistant", "content": "hello!"}, OTHER])
     assert other.tokens == tiny.encode(other.text)  # nobody sampled this
 
@@ -196,14 +197,14 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
 def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
-    known = dict(conversations._first)
+    known = list(conversations._remembered._entries)
     builder = RowBuilder(conversations, LossMaskPolicy())
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
     with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
-    assert conversations._first == known  # which is the server's
+    assert list(conversations._remembered._entries) == known  # which are the server's
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
@@ -253,15 +254,14 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
     assert [int(row.sampled.sum()) for row in trajectory.rows] == [4, 2]
 
 
-def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=1500)
     tool = {"type": "function", "function": {"name": "f"}}
     first = conversations.prompt([USER])
     assert conversations.prompt([dict(USER)]) is first
     assert conversations.prompt([USER], [tool]).text != first.text
     assert conversations.prompt([USER], None, {"enable_thinking": False}) is not first
-    monkeypatch.setattr("areno.agents.conversations._MOST_FIRST", 3)
-    for number in range(3):
+    for number in range(6):
         conversations.prompt([{"role": "user", "content": str(number)}])
     again = conversations.prompt([USER])
     assert again is not first
@@ -318,11 +318,16 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
 
 
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=40)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=3000)
     for number in range(10):
         turn_of(conversations, [{"role": "user", "content": f"hello {number}"}], "a<|im_end|>", None)
-    assert 0 < conversations._n_tokens <= 40
-    assert 0 < len(conversations._turns) < 10
+    remembered = conversations._remembered
+    assert 0 < remembered.n_tokens <= 3000
+    assert 6 < len(remembered) < 12  # of 20; short ones count, too
+    long = turn_of(conversations, [{"role": "user", "content": "hello " * 500}], "a<|im_end|>", None)
+    assert len(long["tokens"]["prompt_token_ids"]) > 1000
+    assert 0 < remembered.n_tokens <= 3000
+    assert len(remembered) <= 3
 
 
 def test_a_tokenizer_without_a_template_cannot_chat(plain: Any) -> None:
@@ -335,13 +340,13 @@ def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) ->
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:
-        conversations._first.clear()
+        conversations._remembered = Remembered(1_000_000)
         task = asyncio.ensure_future(conversations.expect(rows))
         await asyncio.sleep(0)
         asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
         assert (await conversations.prompt_beside(asked)).tokens == conversations.prompt(asked).tokens
         await task
-        return len(conversations._first) - other
+        return len(conversations._remembered) - other
 
     assert asyncio.run(begun(other=False)) == len(rows)
     assert 0 < asyncio.run(begun(other=True)) < len(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import secrets
@@ -33,6 +34,7 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
+_MOST_REMEMBERED = 16_000_000  # tokens of conversations
 _LOOK_S = 1.0  # whether the workers are still there
 
 
@@ -55,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=_number(int, 2), help="longest prompt plus answer in tokens; by default the model's")
     add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
     add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
-    add("--max-body-mb", type=_number(float, 0.001), default=32.0, help="largest request in MB")
+    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="largest request in MB")
+    add("--max-messages", type=_number(int, 1), default=10_000, help="most messages of a chat")
     add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
     add("--shutdown-s", type=_number(float, 0), default=30.0, help="time for the answers under way, at the end")
     add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
@@ -136,7 +139,8 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     )  # fmt: skip
     limits = ServerLimits(
         max_body=int(arguments.max_body_mb * 2**20), max_samples=arguments.max_running + arguments.max_waiting,
-        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s,
+        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s, max_messages=arguments.max_messages,
+        max_remembered=_MOST_REMEMBERED,
     )  # fmt: skip
     with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
@@ -149,6 +153,7 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
             thinking=False if arguments.disable_thinking else None,
         )  # fmt: skip
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
+        gc.freeze()  # to look through all that was imported would hold the server up for 300 ms
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.agents.conversations import Conversations, Prompt
+from areno.agents.conversations import Conversations, Prompt, PromptTooLong
 from areno.agents.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.protocol.errors import ApiError
@@ -20,6 +20,7 @@ from areno.agents.protocol.requests import ChatRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
 from areno.agents.server.text import TextStream, TokenTexts, special_ids
+from areno.agents.threads import Threads
 from areno.errors import ArenoError, DataError
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -39,6 +40,7 @@ class ChatCompletions:
         self.conversations, self.sampler = conversations, sampler
         self._session, self._enforces_calls = session, enforces_calls
         tokenizer = conversations.tokenizer
+        self._grammars = Threads(1, "areno-grammars")  # the compiler is not for several
         self._texts = TokenTexts(tokenizer)
         self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
 
@@ -48,12 +50,15 @@ class ChatCompletions:
             definitions = [tool.definition for tool in request.tools]
             with self.sampler.engine.gathering.expecting():
                 prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
+        except PromptTooLong as error:
+            too_long = self.sampler.too_long()
+            raise ApiError(400, too_long.message, param="messages", code=too_long.code) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         constraint = {}
         if request.response_format is not None or (request.requires_call and self._enforces_calls):
             # A grammar of a large vocabulary takes a second the first time.
-            constraint = {"grammar": await asyncio.to_thread(self._grammar, request, prompt)}
+            constraint = {"grammar": await self._grammars.run(lambda: self._grammar(request, prompt))}
         try:
             # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
             more = {"pieces": not request.options.stream, **constraint}

@@ -13,6 +13,7 @@ from aiohttp import web
 from areno.errors import EngineError
 
 _LEAST_S = 0.01  # aiohttp takes 0 for no limit at all
+_MORE_S = 5.0  # that the end may take beside the requests under way
 
 
 class ServerThread:
@@ -56,7 +57,7 @@ class ServerThread:
             return
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        self._thread.join(self._grace_s + _MORE_S)
 
     def _run(self) -> None:
         try:
@@ -69,7 +70,10 @@ class ServerThread:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         grace_s = max(self._grace_s, _LEAST_S)
-        runner = web.AppRunner(self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s)
+        # The application unpacks bodies itself, beside the event loop.
+        runner = web.AppRunner(
+            self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s, auto_decompress=False
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
