@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from conftest import load_tokenizer
 
-from areno.agents.conversations import Conversations, Prompt, conversation_keys
+from areno.agents import bounds
+from areno.agents.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
 from areno.agents.parsers import parser_for_template
 from areno.agents.protocol.messages import read_messages
 from areno.agents.remembered import Remembered
 from areno.agents.rows import RowBuilder
+from areno.agents.threads import Threads
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
@@ -315,6 +317,81 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
         patch.setattr(conversations, "_encode", broken)
         assert [str(error) for error in asyncio.run(both())] == ["no tokens"] * 2
     assert asyncio.run(both())[0].tokens  # it is tried again
+
+
+def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
+    encode, made, go_on = conversations._encode, [], threading.Event()
+
+    def noted(draft: Any) -> Any:
+        made.append(draft.text)
+        assert go_on.wait(60)
+        return encode(draft)
+
+    monkeypatch.setattr(conversations, "_encode", noted)
+
+    async def some_leave() -> Prompt:
+        asked = [
+            asyncio.ensure_future(conversations.prompt_beside([{"role": "user", "content": f"{number} " * 1000}]))
+            for number in (1, 2, 2, 3)
+        ]
+        while not made:
+            await asyncio.sleep(0.001)
+        for left in asked[:3]:
+            left.cancel()
+        await asyncio.gather(*asked[:3], return_exceptions=True)
+        go_on.set()
+        return await asked[3]
+
+    prompt = asyncio.run(some_leave())
+    assert len(made) == 2  # the first had begun
+    assert "3 3 3" in prompt.text
+    assert not conversations._making
+
+
+@pytest.mark.parametrize("n_words", [300, 300_000])
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
+    n_words: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=200)
+    n_characters = 0
+
+    def counted(draft_or_text: Any, *asked: Any, **how: Any) -> Any:
+        nonlocal n_characters
+        n_characters += len(draft_or_text)
+        return tiny(draft_or_text, *asked, **how)
+
+    monkeypatch.setattr(conversations, "_encode", None)  # would be called for a prompt that fits
+    monkeypatch.setattr(bounds, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
+    long = [{"role": "user", "content": "hello " * n_words}]
+    with pytest.raises(PromptTooLong, match="more than 200 tokens"):
+        conversations.prompt(long)
+    with pytest.raises(PromptTooLong, match="more than 200 tokens"):
+        asyncio.run(conversations.prompt_beside(long))
+    assert 0 < n_characters <= 2 * min(bounds._PIECE, 6 * n_words + 200)
+    assert len(conversations._remembered) == 0
+
+
+def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=900)
+    turn_of(conversations, [USER], "hello " * 300 + "<|im_end|>", None)
+    later = [USER, {"role": "assistant", "content": "hello " * 300}]
+    assert len(conversations.prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
+    with pytest.raises(PromptTooLong):
+        conversations.prompt([*later, {"role": "user", "content": "hello " * 200}])
+
+
+def test_long_texts_count_for_the_key_of_a_conversation() -> None:
+    def key(**message: Any) -> str:
+        return conversation_keys([{"role": "user", **message}])[0]
+
+    long, other = "a" * 5000, "a" * 4999 + "b"
+    keys = {
+        key(content=long), key(content=other), key(content=[len(long)]), key(content=long, name="a"), key(content=""),
+        key(content=long, reasoning_content=other), key(content=other, reasoning_content=long),
+    }  # fmt: skip
+    assert len(keys) == 7
+    assert key(content=long) == key(content="a" * 5000)
 
 
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:

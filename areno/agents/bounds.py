@@ -16,14 +16,15 @@ def is_deeper(value: Any, most: int) -> bool:
     """Return whether JSON objects and lists are nested in `value` more than `most` levels deep."""
     level = [value]
     for _ in range(most + 1):
-        level = [child for one in level if isinstance(one, Mapping | list) for child in _children(one)]
+        level = [one for one in level if isinstance(one, Mapping | list)]
         if not level:
             return False
+        level = [child for one in level for child in _children(one)]
     return True
 
 
 def is_larger(value: Any, most: int) -> bool:
-    """Return whether `value` has more than `most` characters of text, where any other JSON value counts as one."""
+    """Return whether a JSON value is larger than `most`. Each value in it counts as one, and each character, too."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -54,10 +55,14 @@ def has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
         return False
     n = 0
     for start in range(0, len(text), _PIECE):
-        n += len(tokenizer(text[start : start + _PIECE], add_special_tokens=False)["input_ids"])
+        n += _tokens_of(tokenizer, text[start : start + _PIECE])
         if n - n // _AT_CUTS > most:
             return True
     return False
+
+
+def _tokens_of(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _children(value: Mapping[str, Any] | list[Any]) -> list[Any]:

@@ -180,6 +180,7 @@ class Conversations:
             if not making.n_waiting:
                 making.task.cancel()
                 del self._making[key]
+            del making  # an error has this frame in its traceback: a cycle would keep the prompt's text
 
     async def expect(self, conversations: Sequence[Sequence[Message]]) -> None:
         """Make prompts that are likely to be asked for soon, without tools. Those that cannot be made are left out.

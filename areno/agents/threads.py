@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -45,7 +46,10 @@ class Threads:
             self._n_threads += starts
         if starts:
             threading.Thread(target=self._serve, daemon=True, name=self._name).start()
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # the traceback of its error has this frame: a cycle would keep all that the work had in hand
 
     def _serve(self) -> None:
         thread = threading.current_thread()
@@ -66,16 +70,21 @@ class Threads:
 
 def _finish(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
     try:
-        settle, outcome = future.set_result, work()
+        settled = partial(_settle, future, work(), None)
     except BaseException as error:
-        settle, outcome = future.set_exception, error
-
-    def give() -> None:
-        if not future.done():
-            settle(outcome)
-
+        settled = partial(_settle, future, None, error)
     with contextlib.suppress(RuntimeError):  # the loop is closed
-        future.get_loop().call_soon_threadsafe(give)
+        future.get_loop().call_soon_threadsafe(settled)
+    del settled, future  # see `Threads.run`
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 @atexit.register

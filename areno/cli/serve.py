@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _NAMES = {
     "train_dataset.max_length": "--max-model-len",
 }
 _MOST_REMEMBERED = 16_000_000  # tokens of conversations
+_MORE_S = 10.0  # beside the answers under way: until the server has ended
 _LOOK_S = 1.0  # whether the workers are still there
 
 
@@ -94,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not local:
         text = f"is missing, and --host {arguments.host} can be reached from other machines; give one"
         raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
-    with RunLog(own_process=True), _signals() as stopped, keys_renamed(_NAMES.get):
-        return _serve(arguments, stopped)
+    with RunLog(own_process=True), _signals() as stopping, keys_renamed(_NAMES.get):
+        return _serve(arguments, stopping)
 
 
 def _model(named: str) -> str:
@@ -112,7 +113,15 @@ def _model(named: str) -> str:
     return str(latest)
 
 
-def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
+@dataclass
+class _Stopping:
+    """Whether the server shall end. limit_s: that it may take; None while it does not serve yet."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    limit_s: float | None = None
+
+
+def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.agents.server.build import build_server
     from areno.agents.server.host import ServerThread
     from areno.agents.server.sampling import ServerLimits
@@ -157,7 +166,8 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
-            while not stopped.wait(_LOOK_S):
+            stopping.limit_s = limits.shutdown_s + _MORE_S
+            while not stopping.asked.wait(_LOOK_S):
                 engine.poll(0.0)  # raises where a worker has died
             logger.info("closing: %d samples under way", server.sampler.n_samples)
         finally:
@@ -166,14 +176,29 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM. A second one ends the wait for what is under way."""
-    stopped = threading.Event()
+def _signals() -> Iterator[_Stopping]:
+    """Ask the server to end on SIGINT or SIGTERM. Before it serves, and by a second one, it ends at once.
+
+    Whatever is stuck, the process ends when the time for the answers under way and some more is over.
+    """
+    stopping, timers = _Stopping(), list[threading.Timer]()
+
+    def end() -> None:
+        logger.error("the server did not end in time, and is ended")
+        os._exit(1)
 
     def stop(number: int, frame: object) -> None:
-        if stopped.is_set():
+        is_first = not stopping.asked.is_set()
+        timers.append(threading.Timer(stopping.limit_s if is_first and stopping.limit_s is not None else _MORE_S, end))
+        timers[-1].daemon = True
+        timers[-1].start()
+        stopping.asked.set()
+        if not is_first or stopping.limit_s is None:
             raise KeyboardInterrupt
-        stopped.set()
 
-    with handled(stop, signal.SIGINT, signal.SIGTERM):
-        yield stopped
+    try:
+        with handled(stop, signal.SIGINT, signal.SIGTERM):
+            yield stopping
+    finally:
+        for timer in timers:
+            timer.cancel()

@@ -53,12 +53,13 @@ class Server:
 
     def __post_init__(self) -> None:
         self._reading: set[asyncio.Task[Any]] = set()  # handlers whose requests have not arrived as a whole
-        self._is_ending = False
+        self._is_ending = False  # of the application that was made last
 
     def application(self) -> web.Application:
         """To be run by an AppRunner with `handler_cancellation`."""
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
+        self._is_ending = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
