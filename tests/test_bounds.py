@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from areno.agents import bounds
-from areno.agents.bounds import has_more_tokens, is_deeper, is_larger
-from areno.agents.protocol import bodies
+from areno.agents.protocol import bodies, bounds
 from areno.agents.protocol.bodies import read_json, unpacked
+from areno.agents.protocol.bounds import has_more_tokens, is_deeper, is_larger
 from areno.agents.protocol.errors import ApiError
 from areno.config.schema.values import show
 

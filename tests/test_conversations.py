@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from conftest import load_tokenizer
 
-from areno.agents import bounds
 from areno.agents.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
 from areno.agents.parsers import parser_for_template
+from areno.agents.protocol import bounds
 from areno.agents.protocol.messages import read_messages
-from areno.agents.remembered import Remembered
 from areno.agents.rows import RowBuilder
-from areno.agents.threads import Threads
+from areno.agents.server.remembered import Remembered
+from areno.agents.server.threads import Threads
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render

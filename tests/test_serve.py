@@ -24,7 +24,7 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from waiting import until
 
 from areno.agents.server.host import ServerThread
-from areno.agents.threads import Threads
+from areno.agents.server.threads import Threads
 from areno.cli.main import main
 from areno.cli.serve import _model, _signals
 from areno.errors import ArenoError

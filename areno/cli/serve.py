@@ -34,7 +34,7 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
-_MOST_REMEMBERED = 16_000_000  # tokens of conversations
+_MOST_REMEMBERED = 8_000_000  # tokens of conversations
 _MORE_S = 10.0  # beside the answers under way: until the server has ended
 _LOOK_S = 1.0  # whether the workers are still there
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ class Lark:
 
     def __init__(self, special: Mapping[str, int], strict: bool = True):
         self._special, self._strict = special, strict
-        self._tags = re.compile("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")")
         self._rules: list[str] = []
         self._size = 0  # characters of the rules
 
@@ -47,12 +45,16 @@ class Lark:
 
     def literal(self, text: str) -> str:
         """Exactly this text."""
-        pieces = self._tags.split(text) if self._special else [text]  # texts and tags in turn
-        parts = [
-            f"<[{self._special[piece]}]>" if number % 2 else json.dumps(piece)
-            for number, piece in enumerate(pieces)
-            if piece
-        ]
+        parts, at = [], 0
+        places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
+        while places:
+            place, _, tag = min((place, -len(tag), tag) for tag, place in places.items())
+            parts += [json.dumps(text[at:place])] if place > at else []
+            parts.append(f"<[{self._special[tag]}]>")
+            at = place + len(tag)
+            found = {tag: place if place >= at else text.find(tag, at) for tag, place in places.items()}
+            places = {tag: place for tag, place in found.items() if place >= 0}
+        parts += [json.dumps(text[at:])] if at < len(text) else []
         return " ".join(parts) or '""'
 
     def until(self, tag: str) -> str:

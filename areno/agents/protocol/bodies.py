@@ -9,7 +9,7 @@ from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from areno.agents.bounds import is_deeper
+from areno.agents.protocol.bounds import is_deeper
 from areno.agents.protocol.errors import ApiError
 
 MOST_LEVELS = 128

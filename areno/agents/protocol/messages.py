@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areno.agents.bounds import is_deeper, is_larger
 from areno.agents.protocol.bodies import MOST_LEVELS
+from areno.agents.protocol.bounds import is_deeper, is_larger
 from areno.agents.protocol.errors import bad
 from areno.agents.protocol.fields import Fields
 from areno.config.schema.values import show

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.agents.bounds import is_larger
+from areno.agents.protocol.bounds import is_larger
 from areno.agents.protocol.errors import ApiError, bad
 from areno.agents.protocol.fields import Fields
 from areno.agents.protocol.messages import (

@@ -21,7 +21,7 @@ from areno.agents.server import answers
 from areno.agents.server.chat import ChatCompletions
 from areno.agents.server.completions import Completions
 from areno.agents.server.sampling import Sampler
-from areno.agents.threads import Threads
+from areno.agents.server.threads import Threads
 from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")

@@ -20,7 +20,7 @@ from areno.agents.protocol.requests import ChatRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
 from areno.agents.server.text import TextStream, TokenTexts, special_ids
-from areno.agents.threads import Threads
+from areno.agents.server.threads import Threads
 from areno.errors import ArenoError, DataError
 from areno.types import GenerationOutput, GenerationRequest
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.agents.bounds import has_more_tokens
+from areno.agents.protocol.bounds import has_more_tokens
 from areno.agents.protocol.requests import CompletionRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
 from areno.agents.server.text import TextStream, TokenTexts, special_ids
-from areno.agents.threads import Threads
+from areno.agents.server.threads import Threads
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
@@ -47,10 +47,14 @@ class Completions:
         return _Completion(self, request, sampled)
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        most, is_text = self._sampler.most_prompt, isinstance(prompt, str)
-        if has_more_tokens(self._tokenizer, prompt, most) if is_text else len(prompt) > most:
+        most = self._sampler.most_prompt
+        if isinstance(prompt, str):
+            if has_more_tokens(self._tokenizer, prompt, most):
+                raise self._sampler.too_long()
+            return self._tokenizer.encode(prompt)
+        if len(prompt) > most:
             raise self._sampler.too_long()
-        return self._tokenizer.encode(prompt) if is_text else prompt
+        return prompt
 
 
 class _Completion:
