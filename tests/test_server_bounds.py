@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -85,14 +86,58 @@ def test_how_often_a_prompt_came_is_known_of_the_latest_prompts(
     assert sampler._next_seed([1], None) == seeds[0]
 
 
+def connected(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def test_bytes_that_are_no_http_are_answered_and_not_logged(
+    proxy: SessionProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {proxy.api_key}\r\n"
+    sent = [
+        "\0\r\n\r\n", "GET / HTTP/9.9\r\n\r\n", f"{head}X: {'a' * 20_000}\r\n\r\n", f"{head}Content-Length: -1\r\n\r\n",
+        f"{head}Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", "GET http://[::1 HTTP/1.1\r\nHost: a\r\n\r\n",
+        f"{head}Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ]  # fmt: skip
+    for each in sent:
+        with connected(proxy.base_url) as client:
+            client.sendall(each.encode())
+            assert b" 400 " in client.recv(100)
+    with connected(proxy.base_url) as client:
+        client.sendall(f"{head}Expect: 100-continue\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+    assert httpx2.get(f"{proxy.base_url.removesuffix('/v1')}/health").status_code == 200
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_an_error_of_the_server_has_a_short_traceback(
+    proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one(request: Any) -> Any:
+        return other(request)
+
+    def other(request: Any) -> Any:  # two functions, so that Python does not fold their frames
+        return one(request)
+
+    monkeypatch.setattr(proxy.server.chat, "open", one)
+    answer = httpx2.post(
+        f"{proxy.base_url}/chat/completions", json={"model": "policy", "messages": HELLO},
+        headers={"Authorization": f"Bearer {proxy.api_key}"},
+    )  # fmt: skip
+    assert answer.status_code == 500
+    [record] = [record for record in caplog.records if record.levelno > logging.INFO]
+    assert "RecursionError" in record.getMessage()
+    assert len(record.getMessage().splitlines()) < 40
+
+
 def test_a_request_that_does_not_arrive_does_not_hold_the_end(proxy: SessionProxy) -> None:
     server = ServerThread(proxy.server.application, grace_s=100.0)
-    host, port = server.start().removeprefix("http://").split(":")
+    url = server.start()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {proxy.api_key}\r\n"
     parts = ["", "POST /v1", head, f"{head}Content-Length: 100\r\n\r\n{{", f"{head}Content-Length: 9\r\n\r\n"]
     parts.append(f"{head}Transfer-Encoding: chunked\r\n\r\n1\r\n{{\r\n")
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in parts]
+        clients = [stack.enter_context(connected(url)) for _ in parts]
         for client, part in zip(clients, parts, strict=True):
             client.sendall(part.encode())
         until(lambda: len(proxy.server._reading) == 3)

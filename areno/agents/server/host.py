@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areno.errors import EngineError
 
+_logger = logging.getLogger("areno.server.http")
+
+
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """Return whether a record is not about a client that speaks no HTTP, or that has gone."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+_logger.addFilter(_is_of_the_server)  # the traceback of each of them would fill the log
 _LEAST_S = 0.01  # aiohttp takes 0 for no limit at all
 _MORE_S = 5.0  # that the end may take beside the requests under way
 
@@ -72,8 +84,9 @@ class ServerThread:
         grace_s = max(self._grace_s, _LEAST_S)
         # The application unpacks bodies itself, beside the event loop.
         runner = web.AppRunner(
-            self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s, auto_decompress=False
-        )
+            self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s, auto_decompress=False,
+            logger=_logger,
+        )  # fmt: skip
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
