@@ -8,7 +8,7 @@ from typing import Any
 
 Key = tuple[str, str]
 """Of the form of a prompt, and of a conversation."""
-_OF_AN_ENTRY = 256  # tokens that take as much memory as an entry without its tokens: 2.5 KB
+_OF_AN_ENTRY = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
 
 
 class Remembered:
