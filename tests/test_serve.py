@@ -260,16 +260,20 @@ def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwar
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     assert stopping.asked.is_set()
+    until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+    ended.clear()
     for number in (signal.SIGTERM, signal.SIGINT):
         with _signals() as stopping:
             stopping.limit_s = 0.01
             os.kill(os.getpid(), number)
             assert stopping.asked.wait(60)
-            until(lambda: ended == [1])  # the process, if nothing else ends it
-            ended.clear()
+            until(lambda: 1 in ended)  # the process, if nothing else ends it
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 os.kill(os.getpid(), number)
                 time.sleep(60)
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join(60)
         ended.clear()
 
 
