@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from conftest import load_tokenizer
 
-from areno.agents.conversations import Conversations, Prompt, conversation_keys
+from areno.agents.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
 from areno.agents.parsers import parser_for_template
+from areno.agents.protocol import bounds
 from areno.agents.protocol.messages import read_messages
 from areno.agents.rows import RowBuilder
+from areno.agents.server.remembered import Remembered
+from areno.agents.server.threads import Threads
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
@@ -89,7 +92,7 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
             if message["role"] != "assistant":
                 continue
             before, after = read_messages(messages[:number]), read_messages(messages[: number + 1])
-            asked = render(tokenizer, before, tools or None, opened=True)
+            asked = render(tokenizer, before, tools or None, None, True)
             written = render(tokenizer, after, tools or None)
             assert written.startswith(asked)
             said = written[len(asked) :].partition(end)[0] + end
@@ -133,7 +136,7 @@ def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(t
     conversations.remember(first, [*odd, end], frozenset([end]), answer)
     second = conversations.prompt([USER, answer, OTHER])
     assert second.tokens[: len(first.tokens) + 6] == [*first.tokens, *odd, end]
-    assert tiny.decode(second.tokens) == second.text == render(tiny, [USER, answer, OTHER], None, opened=True)
+    assert tiny.decode(second.tokens) == second.text == render(tiny, [USER, answer, OTHER], None, None, True)
     other = conversations.prompt([USER, {"role": "assistant", "content": "hello!"}, OTHER])
     assert other.tokens == tiny.encode(other.text)  # nobody sampled this
 
@@ -196,14 +199,14 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
 def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
     turn = turn_of(conversations, [USER], "a<|im_end|>", None)
-    known = dict(conversations._first)
+    known = list(conversations._remembered._entries)
     builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
     with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
         builder.trajectory([{**turn, "messages": [OTHER]}])
-    assert conversations._first == known  # which is the server's
+    assert list(conversations._remembered._entries) == known  # which are the server's
 
 
 def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
@@ -255,15 +258,14 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
     assert [int(row.sampled.sum()) for row in trajectory.rows] == [4, 2]
 
 
-def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template))
+def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=1500)
     tool = {"type": "function", "function": {"name": "f"}}
     first = conversations.prompt([USER])
     assert conversations.prompt([dict(USER)]) is first
     assert conversations.prompt([USER], [tool]).text != first.text
     assert conversations.prompt([USER], None, {"enable_thinking": False}) is not first
-    monkeypatch.setattr("areno.agents.conversations._MOST_FIRST", 3)
-    for number in range(3):
+    for number in range(6):
         conversations.prompt([{"role": "user", "content": str(number)}])
     again = conversations.prompt([USER])
     assert again is not first
@@ -319,12 +321,92 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
     assert asyncio.run(both())[0].tokens  # it is tried again
 
 
+def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
+    encode, made, go_on = conversations._encode, [], threading.Event()
+
+    def noted(draft: Any) -> Any:
+        made.append(draft.text)
+        assert go_on.wait(60)
+        return encode(draft)
+
+    monkeypatch.setattr(conversations, "_encode", noted)
+
+    async def some_leave() -> Prompt:
+        asked = [
+            asyncio.ensure_future(conversations.prompt_beside([{"role": "user", "content": f"{number} " * 1000}]))
+            for number in (1, 2, 2, 3)
+        ]
+        while not made:
+            await asyncio.sleep(0.001)
+        for left in asked[:3]:
+            left.cancel()
+        await asyncio.gather(*asked[:3], return_exceptions=True)
+        go_on.set()
+        return await asked[3]
+
+    prompt = asyncio.run(some_leave())
+    assert len(made) == 2  # the first had begun
+    assert "3 3 3" in prompt.text
+    assert not conversations._making
+
+
+@pytest.mark.parametrize("n_words", [300, 300_000])
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
+    n_words: int, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=200)
+    n_characters = 0
+
+    def counted(draft_or_text: Any, *asked: Any, **how: Any) -> Any:
+        nonlocal n_characters
+        n_characters += len(draft_or_text)
+        return tiny(draft_or_text, *asked, **how)
+
+    monkeypatch.setattr(conversations, "_encode", None)  # would be called for a prompt that fits
+    monkeypatch.setattr(bounds, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
+    long = [{"role": "user", "content": "hello " * n_words}]
+    with pytest.raises(PromptTooLong, match="more than 200 tokens"):
+        conversations.prompt(long)
+    with pytest.raises(PromptTooLong, match="more than 200 tokens"):
+        asyncio.run(conversations.prompt_beside(long))
+    assert 0 < n_characters <= 2 * min(bounds._PIECE, 6 * n_words + 200)
+    assert len(conversations._remembered) == 0
+
+
+def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_prompt=900)
+    turn_of(conversations, [USER], "hello " * 300 + "<|im_end|>", None)
+    later = [USER, {"role": "assistant", "content": "hello " * 300}]
+    assert len(conversations.prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
+    with pytest.raises(PromptTooLong):
+        conversations.prompt([*later, {"role": "user", "content": "hello " * 200}])
+
+
+def test_long_texts_count_for_the_key_of_a_conversation() -> None:
+    def key(**message: Any) -> str:
+        return conversation_keys([{"role": "user", **message}])[0]
+
+    long, other = "a" * 5000, "a" * 4999 + "b"
+    keys = {
+        key(content=long), key(content=other), key(content=[len(long)]), key(content=long, name="a"), key(content=""),
+        key(content=long, reasoning_content=other), key(content=other, reasoning_content=long),
+    }  # fmt: skip
+    assert len(keys) == 7
+    assert key(content=long) == key(content="a" * 5000)
+
+
 def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
-    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=40)
+    conversations = Conversations(tiny, parser_for_template(tiny.chat_template), most_tokens=3000)
     for number in range(10):
         turn_of(conversations, [{"role": "user", "content": f"hello {number}"}], "a<|im_end|>", None)
-    assert 0 < conversations._n_tokens <= 40
-    assert 0 < len(conversations._turns) < 10
+    remembered = conversations._remembered
+    assert 0 < remembered.n_tokens <= 3000
+    assert 6 < len(remembered) < 12  # of 20; short ones count, too
+    long = turn_of(conversations, [{"role": "user", "content": "hello " * 500}], "a<|im_end|>", None)
+    assert len(long["tokens"]["prompt_token_ids"]) > 1000
+    assert 0 < remembered.n_tokens <= 3000
+    assert len(remembered) <= 3
 
 
 def test_a_tokenizer_without_a_template_cannot_chat(plain: Any) -> None:
@@ -337,13 +419,13 @@ def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) ->
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:
-        conversations._first.clear()
+        conversations._remembered = Remembered(1_000_000)
         task = asyncio.ensure_future(conversations.expect(rows))
         await asyncio.sleep(0)
         asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
         assert (await conversations.prompt_beside(asked)).tokens == conversations.prompt(asked).tokens
         await task
-        return len(conversations._first) - other
+        return len(conversations._remembered) - other
 
     assert asyncio.run(begun(other=False)) == len(rows)
     assert 0 < asyncio.run(begun(other=True)) < len(rows)

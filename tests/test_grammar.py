@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areno.agents.grammar import Constraint, Grammar, compile_grammar, reasoning_after
-from areno.agents.parsers import ParsedMessage, parser_for
+from areno.agents.parsers import ParsedMessage, lark, parser_for
 from areno.engine.sampling.grammar import GrammarCompiler
 from areno.errors import GrammarError
 
@@ -59,6 +59,47 @@ def valid_calls(message: ParsedMessage) -> bool:
         schema = {**schemas[call.name], "additionalProperties": False} if call.name == "get_weather" else schemas["now"]
         jsonschema.validate(json.loads(call.arguments), schema)
     return bool(message.tool_calls) and message.content is None
+
+
+def nested(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def test_the_work_for_a_schema_grows_like_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[int] = []
+    own = lark._rewritten
+    monkeypatch.setattr(lark, "_rewritten", lambda *asked: (visited.append(1), own(*asked))[1])
+
+    def n_visited(levels: int, **more: Any) -> int:
+        visited.clear()
+        assert Constraint(**more).grammar({})
+        return len(visited)
+
+    for levels in (5, 10, 16):
+        assert n_visited(levels, response_format=response_format(nested(levels))) < 6 * levels + 10
+        for family in FAMILIES:
+            how: Any = {"tools": [{"name": "f", "parameters": nested(levels)}], "tool_choice": "required"}
+            assert n_visited(levels, parser=parser_for(family), **how) < 20 * levels + 20
+
+
+def test_a_grammar_that_would_be_too_large_is_refused_before_it_is_made() -> None:
+    names = [f"k{number}" for number in range(3000)]
+    schema = {"properties": {name: {"$ref": "#/$defs/k0"} for name in names}, "$defs": {name: {} for name in names}}
+    constraint = Constraint(
+        tools=[{"name": "f", "parameters": schema}], tool_choice="required", parser=parser_for("pythonic")
+    )
+    with pytest.raises(GrammarError, match="more than 2,000,000 characters"):
+        constraint.grammar({})
+
+
+def test_special_tokens_of_a_literal_are_found_once_and_the_longest_first() -> None:
+    special = {"<a>": 1, "<a><b>": 2, "<c>": 3}
+    assert lark.Lark(special).literal("x<a><b><a>y<c>") == '"x" <[2]> <[1]> "y" <[3]>'
+    assert lark.Lark(special).literal("") == lark.Lark({}).literal("") == '""'
+    assert lark.Lark({}).literal("x<a>") == '"x<a>"'
 
 
 @pytest.fixture(params=["tiny", "minimind"])

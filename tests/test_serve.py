@@ -21,10 +21,12 @@ import warm_python
 from agent_model import made, model_folder
 from aiohttp import web
 from openai import AuthenticationError, OpenAI, RateLimitError
+from waiting import until
 
 from areno.agents.server.host import ServerThread
+from areno.agents.server.threads import Threads
 from areno.cli.main import main
-from areno.cli.serve import _model
+from areno.cli.serve import _model, _signals
 from areno.errors import ArenoError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -220,6 +222,59 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.Captur
         main(["serve", "a", "--port", "70000"])
     with pytest.raises(SystemExit):
         main(["--version"])
+
+
+def test_a_server_ends_although_a_thread_of_it_is_stuck() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+    threads = Threads(1, "stuck")
+
+    async def wait(request: web.Request) -> web.Response:
+        await threads.run(lambda: asked.set() or go_on.wait(60))
+        return web.Response()
+
+    def application() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/wait", wait)
+        return app
+
+    server = ServerThread(application)
+    host, port = server.start().removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(b"GET /wait HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert asked.wait(60)
+        server.stop()
+        assert client.recv(100) == b""
+    [stuck] = [thread for thread in threading.enumerate() if thread.name == "stuck"]
+    assert stuck.daemon  # so the process can end, too
+    go_on.set()
+    stuck.join(60)
+
+
+def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("areno.cli.serve._MORE_S", 0.01)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with _signals() as stopping, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert stopping.asked.is_set()
+    until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+    ended.clear()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with _signals() as stopping:
+            stopping.limit_s = 0.01
+            os.kill(os.getpid(), number)
+            assert stopping.asked.wait(60)
+            until(lambda: 1 in ended)  # the process, if nothing else ends it
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+        for timer in threading.enumerate():
+            if isinstance(timer, threading.Timer):
+                timer.join(60)
+        ended.clear()
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.3])

@@ -100,7 +100,7 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
             for sample in range(2)
         ]
         session.proxy.expect(items)
-        until(lambda: len(conversations._first) >= 2)
+        until(lambda: len(conversations._remembered) >= 2)
         assert 6 in trainer.engine.gathering._announced.values()
         monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):

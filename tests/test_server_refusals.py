@@ -45,7 +45,7 @@ def refused(proxy: SessionProxy, path: str, **fields: Any) -> tuple[str, str]:
     return error["param"], error["message"]
 
 
-@pytest.mark.parametrize("ids", [[-1], [VOCAB], [2**70], [5, -(2**70)], [1.5], ["5"], [True], [[5]], [None], [1e400]])
+@pytest.mark.parametrize("ids", [[-1], [VOCAB], [2**70], [5, -(2**70)], [1.5], ["5"], [True], [[5]], [None]])
 @pytest.mark.parametrize("more", [{}, {"min_tokens": 2}])
 def test_stop_token_ids_that_the_model_does_not_have(proxy: SessionProxy, ids: list[Any], more: Any) -> None:
     for path, fields in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
@@ -79,8 +79,8 @@ def test_a_script_is_refused_the_same_tokens(proxy: SessionProxy) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": [65] * 3000}, "prompt", "3000 tokens, which leaves no room .* of 2048; shorten the prompt$"),
-        ({"prompt": ["a", [65] * 2048]}, "prompt", "2048 tokens, which leaves no room"),
+        ({"prompt": [65] * 3000}, "prompt", "more than 2047 tokens, which leaves no room .*; shorten the prompt$"),
+        ({"prompt": ["a", [65] * 2048]}, "prompt", "more than 2047 tokens, which leaves no room"),
         ({"prompt": ""}, "prompt", "the prompt has no tokens"),
         ({"prompt": [5, VOCAB]}, "prompt", f"prompt holds the token id {VOCAB}; the model's vocabulary is 0..388"),
         ({"stop": "\ud800"}, "stop", "stop holds .* half of a surrogate pair"),
@@ -105,7 +105,7 @@ def test_errors_of_a_chat_speak_of_its_messages(proxy: SessionProxy) -> None:
     long = [*HELLO, {"role": "assistant", "content": "a"}, {"role": "user", "content": "word " * 3000}]
     param, message = refused(proxy, "chat/completions", messages=long)
     assert param == "messages"
-    assert re.search(r"; shorten the prompt \(tokens=\d+ messages=3 assistant_turns=1 tool_results=0\)$", message)
+    assert re.search(r"; shorten the prompt \(messages=3 assistant_turns=1 tool_results=0\)$", message)
 
 
 def test_what_the_cache_has_no_room_for(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:

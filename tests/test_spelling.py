@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from areno import SamplingParams
 from areno.agents.server.answers import text_logprobs
-from areno.agents.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
-from areno.agents.server.text import TextStream, n_begun
+from areno.agents.text.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
+from areno.agents.text.stream import TextStream, n_begun
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 STORIES = SHARED / "models/stories260K-hf"

@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from areno.agents.parsers import ParsedMessage, ToolCallParser
 from areno.agents.parsers.message import END_THINK, THINK
-from areno.agents.tokens import OF_ROLE, Runs, Source, digest_of, runs_of
+from areno.agents.protocol.bounds import has_more_tokens, is_larger
+from areno.agents.server.remembered import Key, Remembered
+from areno.agents.server.threads import Threads
+from areno.agents.tokens import OF_ROLE, Runs, Source, digest_of, runs_at
 from areno.data.chat_template import render
 from areno.data.row_schema import bad_text
 from areno.data.tokens.shield import BREAK, control_tokens
@@ -29,9 +31,8 @@ from areno.types import Message
 
 # Around the words of a message. Private-use characters, which no template and no content has.
 _OPEN, _CLOSE = "\ue002", "\ue003"
-_Key = tuple[str, str]  # of the form of a prompt, and of a conversation
 _LONG = 1000  # characters: to make their tokens takes about a millisecond
-_MOST_FIRST = 512  # prompts of first turns that are remembered
+_LARGE = 20_000  # characters of messages and tools: to render them takes about as long
 
 
 @dataclass
@@ -63,16 +64,15 @@ class Prompt:
 class _Draft:
     """A prompt before text[start:] is made into tokens. What stands before is `turn` and its prompt.
 
-    places: (start, end, source) of words in the text. is_first: no assistant has spoken yet.
+    places: (start, end, source) of words in the text.
     """
 
     text: str
     form: str
     keys: list[str]
-    places: list[tuple[int, int, int]]
+    places: list[tuple[int, int, int]] = field(default_factory=list)
     start: int = 0
     turn: _Turn | None = None
-    is_first: bool = False
 
 
 @dataclass
@@ -95,10 +95,28 @@ class _Turn:
         return self.tokenizer.decode(self.tokens[-1:], skip_special_tokens=False) if self.ended else ""
 
 
-class Conversations:
-    """Prompts of one tokenizer, and the turns sampled for them. most_tokens: of the turns that are remembered.
+@dataclass
+class _Making:
+    """A prompt that a thread makes. n_waiting: requests for it."""
 
-    thinking: passed to the chat template; None is its own default. All but `text` is for one thread, or event loop.
+    task: asyncio.Task[Prompt]
+    n_waiting: int = 0
+
+
+class PromptTooLong(DataError):
+    """A prompt surely has more tokens than there is room for. It was not made."""
+
+
+class Conversations:
+    """Prompts of one tokenizer, and the turns sampled for them. `prompt_beside` is for one event loop.
+
+    Args:
+        tokenizer: Of transformers.
+        parser: Of the tool calls of the model's family.
+        thinking: Passed to the chat template; None is its own default.
+        most_tokens: Of the prompts that are remembered, see `Remembered`.
+        most_prompt: Tokens of a prompt that there is room for; longer ones are not remembered. None has no bound.
+        threads: Work for `prompt_beside`.
     """
 
     def __init__(
@@ -108,13 +126,15 @@ class Conversations:
         *,
         thinking: bool | None = None,
         most_tokens: int = 64_000_000,
+        most_prompt: int | None = None,
+        threads: Threads | None = None,
     ):
-        self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
-        self._turns: OrderedDict[_Key, _Turn] = OrderedDict()  # by the conversation that it ends
-        self._first: OrderedDict[_Key, Prompt] = OrderedDict()  # prompts of first turns, which the samples of one share
-        self._making: dict[_Key, asyncio.Task[Prompt]] = {}
+        self.tokenizer, self.parser, self._thinking, self._most_prompt = tokenizer, parser, thinking, most_prompt
+        # Turns by the conversation that each ends, and prompts of first turns, which the samples of one share.
+        self._remembered = Remembered(most_tokens)
+        self._making: dict[Key, _Making] = {}
+        self._threads = threads or prompt_threads(tokenizer)
         self._expected, self._has_others = set[str](), False  # by `expect`; a prompt of a first turn was none of them
-        self._n_tokens, self._most_tokens = 0, most_tokens
         # The first call turns off truncation and padding of tokenizer.json. No thread may do so while another encodes.
         self.tokenizer("", add_special_tokens=False)
         control_tokens(tokenizer).encode(BREAK)  # the first takes long
@@ -122,30 +142,48 @@ class Conversations:
     def prompt(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """The prompt for the assistant's next turn. Raises DataError where the template refuses the messages."""
+        """Return the prompt for the assistant's next turn.
+
+        Raises DataError where the template refuses the messages, PromptTooLong where there is no room for the prompt.
+        """
         form, keys = _form_of(tools, template), conversation_keys(messages)
-        if (known := self._first.get((form, keys[-1]))) is not None:
+        if (known := self._remembered.get((form, keys[-1]))) is not None:
             return known
-        draft = self._draft(messages, tools, template, form, keys)
-        return self._finished(draft, *self._encode(draft))
+        return self._keep(self._finished(self._draft(messages, tools, template, form, keys)), messages)
 
     async def prompt_beside(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """The same for an event loop, which goes on while a thread makes tokens of a long text.
+        """Return the same as `prompt`, in an event loop, which is not held up: threads make long prompts.
 
-        Who asks for the same prompt meanwhile gets the same.
+        Requests for a prompt that is being made share it. When all of them are cancelled, it is given up.
         """
-        form, keys = _form_of(tools, template), conversation_keys(messages)
-        if (known := self._first.get((form, keys[-1]))) is not None:
+        is_large = is_larger([list(messages), tools, template], _LARGE)
+
+        def named() -> tuple[str, list[str]]:
+            return _form_of(tools, template), conversation_keys(messages)
+
+        form, keys = await self._threads.run(named) if is_large else named()
+        key = form, keys[-1]
+        if (known := self._remembered.get(key)) is not None:
             return known
-        if (making := self._making.get((form, keys[-1]))) is None:
-            draft = self._draft(messages, tools, template, form, keys)
-            self._has_others = self._has_others or (draft.is_first and (form != "" or keys[-1] not in self._expected))
-            if len(draft.text) - draft.start < _LONG or not self.tokenizer.is_fast:
-                return self._finished(draft, *self._encode(draft))
-            making = self._making[form, keys[-1]] = asyncio.ensure_future(self._make(draft))
-        return await asyncio.shield(making)  # who no longer waits must not end it for the others
+        if (making := self._making.get(key)) is None:
+            is_expected = form == "" and keys[-1] in self._expected
+            self._has_others = self._has_others or (_is_first(messages) and not is_expected)
+            draft = None if is_large else self._draft(messages, tools, template, form, keys)
+            if draft is not None and len(draft.text) - draft.start < _LONG and self.tokenizer.is_fast:
+                return self._keep(self._finished(draft), messages)
+            work = partial(self._made, draft, messages, tools, template, form, keys)
+            making = self._making[key] = _Making(asyncio.ensure_future(self._make(work, messages)))
+        making.n_waiting += 1
+        try:
+            return await asyncio.shield(making.task)  # a cancelled request must not end it for the others
+        finally:
+            making.n_waiting -= 1
+            if not making.n_waiting:
+                making.task.cancel()
+                del self._making[key]
+            del making  # an error has this frame in its traceback: a cycle would keep the prompt's text
 
     async def expect(self, conversations: Sequence[Sequence[Message]]) -> None:
         """Make prompts that are likely to be asked for soon, without tools. Those that cannot be made are left out.
@@ -166,61 +204,69 @@ class Conversations:
             await asyncio.sleep(0)  # requests come between
         await asyncio.gather(*making)
 
-    async def _make(self, draft: _Draft) -> Prompt:
-        try:
-            return self._finished(draft, *await asyncio.to_thread(self._encode, draft))
-        finally:
-            del self._making[draft.form, draft.keys[-1]]
+    async def _make(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
+        return self._keep(await self._threads.run(work), messages)
+
+    def _made(self, draft: _Draft | None, *asked: Any) -> Prompt:
+        """Return a prompt in a thread. draft: if it is there already; else it is made of `asked`."""
+        prompt = self._finished(draft or self._draft(*asked))
+        _ = prompt.digest  # takes long in the event loop, too
+        return prompt
+
+    def _keep(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+        """Remember the prompt of a first turn if there is room for it, and return it."""
+        if _is_first(messages) and (self._most_prompt is None or len(prompt.tokens) <= self._most_prompt):
+            self._remembered.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens))
+        return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
         """What the chat template makes of the messages. Raises DataError where it refuses them. Any thread may ask."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
-        how = {"thinking": self._thinking, **(template or {})}
-        if "enable_thinking" in how:
-            how["thinking"] = how.pop("enable_thinking")
-        text = render(self.tokenizer, list(messages), tools or None, opened=True, **how)
+        variables = dict(template or {})
+        thinking = variables.pop("enable_thinking", self._thinking)
+        text = render(self.tokenizer, list(messages), tools or None, thinking, True, **variables)
         if problem := bad_text(text):
             raise DataError(f"what the chat template makes of these messages {problem}")
         return text
 
     def _draft(self, messages: Sequence[Message], tools: Any, template: Any, form: str, keys: list[str]) -> _Draft:
-        """A prompt but for the tokens of its new text."""
+        """Return a prompt but for the tokens of its new text. Raises PromptTooLong where they would be too many."""
         control = control_tokens(self.tokenizer)
         shielded = control.shield_messages(messages), control.shield(tools), control.shield(template)
         text = self.text(*shielded)
-        places = self._places(text, *shielded)
+        draft = self._behind_a_turn(text, messages, form, keys) or _Draft(text, form, keys)
+        n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)
+        if self._most_prompt is not None:
+            most = max(self._most_prompt - n_before, 0)
+            if has_more_tokens(self.tokenizer, text[draft.start :].replace(BREAK, ""), most):
+                raise PromptTooLong("the prompt has more than {} tokens", self._most_prompt)
+        draft.places = self._places(text, *shielded)
+        return draft
+
+    def _behind_a_turn(self, text: str, messages: Sequence[Message], form: str, keys: list[str]) -> _Draft | None:
+        """Return the draft of a text that goes on from the last of its turns that is remembered, if there is one."""
         for number in range(len(messages) - 1, 0, -1):
             key = form, keys[number - 1]
-            if messages[number - 1]["role"] == "assistant" and (turn := self._turns.get(key)):
+            if messages[number - 1]["role"] == "assistant" and (turn := self._remembered.get(key)):
                 start = self._continues(turn, text)
                 if start is not None:
-                    self._turns.move_to_end(key)
-                    return _Draft(text, form, keys, places, start=start, turn=turn)
-        return _Draft(text, form, keys, places, is_first=not any(one["role"] == "assistant" for one in messages))
+                    return _Draft(text, form, keys, start=start, turn=turn)
+        return None
 
-    def _finished(self, draft: _Draft, tokens: list[int], sources: Runs) -> Prompt:
-        """The prompt with the tokens of its new text."""
+    def _finished(self, draft: _Draft) -> Prompt:
+        """Return the prompt with the tokens of its new text."""
+        tokens, sources = self._encode(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
             sources = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens)), *sources]
-        prompt = Prompt(draft.text, tokens, sources, draft.keys, draft.form)
-        if draft.is_first:
-            self._first[draft.form, draft.keys[-1]] = prompt
-            if len(self._first) > _MOST_FIRST:
-                self._first.popitem(last=False)
-        return prompt
+        return Prompt(draft.text, tokens, sources, draft.keys, draft.form)
 
     def remember(self, prompt: Prompt, tokens: list[int], end_ids: frozenset[int], message: Message) -> None:
         """A turn that was sampled for a prompt. message: as clients send it back. end_ids: may be its last token."""
         key = prompt.form, _next_key(prompt.keys[-1], message)
-        if (before := self._turns.pop(key, None)) is not None:
-            self._n_tokens -= len(before.prompt.tokens)
-        self._turns[key] = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
-        self._n_tokens += len(prompt.tokens)
-        while self._n_tokens > self._most_tokens:
-            _, oldest = self._turns.popitem(last=False)
-            self._n_tokens -= len(oldest.prompt.tokens)
+        turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
+        self._remembered.put(key, turn, len(prompt.tokens) + len(tokens))
 
     def _continues(self, turn: _Turn, text: str) -> int | None:
         """Where in `text` what follows the turn begins, if all before it is as the model saw and said it."""
@@ -262,15 +308,8 @@ class Conversations:
         if not self.tokenizer.is_fast:
             tokens = control.encode(text[start:])
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
-        tokens, offsets = control.encode_with_offsets(text[start:])
-        sources, spans = [], iter([place for place in places if place[1] > start])
-        place = next(spans, None)
-        for first, last in offsets:
-            while place is not None and start + first >= place[1]:
-                place = next(spans, None)
-            inside = place is not None and start + last > place[0]
-            sources.append(place[2] if inside and place is not None else int(Source.TEMPLATE))
-        return tokens, runs_of(sources)
+        tokens, span_of = control.encode_with_spans(text[start:])
+        return tokens, runs_at(places, len(tokens), span_of, start)
 
     def _places(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[tuple[int, int, int]]:
         """Where the words of others than the assistant stand in the text: (start, end, source). [] where in doubt."""
@@ -290,6 +329,16 @@ class Conversations:
             places.append((at, at + len(words), int(OF_ROLE[message["role"]])))
             at += len(words) + len(behind)
         return places
+
+
+def prompt_threads(tokenizer: Any) -> Threads:
+    """Return threads that make prompts: one for a tokenizer in Python, which several threads must not use at once."""
+    return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
+
+
+def _is_first(messages: Sequence[Message]) -> bool:
+    """Return whether the assistant has not spoken yet."""
+    return not any(message["role"] == "assistant" for message in messages)
 
 
 def _marked(content: str) -> str:
@@ -322,4 +371,11 @@ _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def _next_key(key: str, value: Any) -> str:
-    return hashlib.blake2b(f"{key}{_as_text(value)}".encode(), digest_size=16).hexdigest()
+    long: dict[str, str] = {}
+    if isinstance(value, dict):  # JSON of long texts would take long, and no other thread would run meanwhile
+        long = {name: text for name, text in value.items() if isinstance(text, str) and len(text) > _LONG}
+    short = {**value, **{name: [len(text)] for name, text in long.items()}} if long else value
+    hashed = hashlib.blake2b(f"{key}{_as_text(short)}".encode(), digest_size=16)
+    for _, text in sorted(long.items()):
+        hashed.update(text.encode())
+    return hashed.hexdigest()

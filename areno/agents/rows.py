@@ -17,7 +17,7 @@ from areno.agents.parsers import ToolCallParser
 from areno.agents.protocol.errors import ApiError
 from areno.agents.protocol.messages import read_messages
 from areno.agents.protocol.responses import TurnTokens
-from areno.agents.server.text import TextStream
+from areno.agents.text.stream import TextStream
 from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import (
     AgentItem,

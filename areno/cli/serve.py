@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import secrets
@@ -10,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ _NAMES = {
     "gconfig.max_new_tokens": "--max-model-len",
     "train_dataset.max_length": "--max-model-len",
 }
+_MOST_REMEMBERED = 8_000_000  # tokens of conversations
+_MORE_S = 10.0  # beside the answers under way: until the server has ended
 _LOOK_S = 1.0  # whether the workers are still there
 
 
@@ -55,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=_number(int, 2), help="longest prompt plus answer in tokens; by default the model's")
     add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
     add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
-    add("--max-body-mb", type=_number(float, 0.001), default=32.0, help="largest request in MB")
+    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="largest request in MB")
+    add("--max-messages", type=_number(int, 1), default=10_000, help="most messages of a chat")
     add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
     add("--shutdown-s", type=_number(float, 0), default=30.0, help="time for the answers under way, at the end")
     add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
@@ -93,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.api_key and not local:
         text = f"is missing, and --host {arguments.host} can be reached from other machines; give one"
         raise ConfigError([Problem("--api-key", f"{text}, such as {secrets.token_urlsafe(24)}")])
-    with RunLog(own_process=True), _signals() as stopped, keys_renamed(_NAMES.get):
-        return _serve(arguments, stopped)
+    with RunLog(own_process=True), _signals() as stopping, keys_renamed(_NAMES.get):
+        return _serve(arguments, stopping)
 
 
 def _model(named: str) -> str:
@@ -111,7 +115,15 @@ def _model(named: str) -> str:
     return str(latest)
 
 
-def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
+@dataclass
+class _Stopping:
+    """Whether the server shall end. limit_s: that it may take; None while it does not serve yet."""
+
+    asked: threading.Event = field(default_factory=threading.Event)
+    limit_s: float | None = None
+
+
+def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.agents.server.build import build_server
     from areno.agents.server.host import ServerThread
     from areno.agents.server.sampling import ServerLimits
@@ -139,7 +151,8 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
     )  # fmt: skip
     limits = ServerLimits(
         max_body=int(arguments.max_body_mb * 2**20), max_samples=arguments.max_running + arguments.max_waiting,
-        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s,
+        timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s, max_messages=arguments.max_messages,
+        max_remembered=_MOST_REMEMBERED,
     )  # fmt: skip
     with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
@@ -152,10 +165,12 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
             thinking=False if arguments.disable_thinking else None,
         )  # fmt: skip
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
+        gc.freeze()  # to look through all that was imported would hold the server up for 300 ms
         url = thread.start()
         try:
             logger.info("serving %s at %s/v1 (context %d tokens)", ", ".join(server.models), url, context)
-            while not stopped.wait(_LOOK_S):
+            stopping.limit_s = limits.shutdown_s + _MORE_S
+            while not stopping.asked.wait(_LOOK_S):
                 engine.poll(0.0)  # raises where a worker has died
             logger.info("closing: %d samples under way", server.sampler.n_samples)
         finally:
@@ -164,14 +179,29 @@ def _serve(arguments: argparse.Namespace, stopped: threading.Event) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM. A second one ends the wait for what is under way."""
-    stopped = threading.Event()
+def _signals() -> Iterator[_Stopping]:
+    """Ask the server to end on SIGINT or SIGTERM. Before it serves, and by a second one, it ends at once.
+
+    Whatever is stuck, the process ends when the time for the answers under way and some more is over.
+    """
+    stopping, timers = _Stopping(), list[threading.Timer]()
+
+    def end() -> None:
+        logger.error("the server did not end in time, and is ended")
+        os._exit(1)
 
     def stop(number: int, frame: object) -> None:
-        if stopped.is_set():
+        is_first = not stopping.asked.is_set()
+        timers.append(threading.Timer(stopping.limit_s if is_first and stopping.limit_s is not None else _MORE_S, end))
+        timers[-1].daemon = True
+        timers[-1].start()
+        stopping.asked.set()
+        if not is_first or stopping.limit_s is None:
             raise KeyboardInterrupt
-        stopped.set()
 
-    with handled(stop, signal.SIGINT, signal.SIGTERM):
-        yield stopped
+    try:
+        with handled(stop, signal.SIGINT, signal.SIGTERM):
+            yield stopping
+    finally:
+        for timer in timers:
+            timer.cancel()

@@ -33,11 +33,11 @@ def render_generation_prompt(
         raise DataError(said, Key("tokenizer_path"))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     control = control_tokens(tokenizer)
-    return render(tokenizer, control.shield_messages(messages), control.shield(tools), enable_thinking, opened=True)
+    return render(tokenizer, control.shield_messages(messages), control.shield(tools), enable_thinking, True)
 
 
 def render(
-    tokenizer: Any, messages: list[Any], tools: Any, thinking: bool | None = None, opened: bool = False, **more: Any
+    tokenizer: Any, messages: list[Any], tools: Any, thinking: bool | None = None, opened: bool = False, /, **more: Any
 ) -> str:
     """The text of the messages. opened: it goes on to where the assistant's next turn begins. more: the template's."""
     how = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **more}
@@ -128,7 +128,7 @@ def _turn_start(
     """Where in `text` the turn behind `before` starts, or None. content_end: where the last of these ends, if known."""
     if not before:
         return None
-    prompts = [render(tokenizer, before, tools, switch, opened=True) for switch in {thinking, None}]
+    prompts = [render(tokenizer, before, tools, switch, True) for switch in {thinking, None}]
     if fitting := [len(prompt) for prompt in prompts if text.startswith(prompt)]:
         return max(fitting)
     if content_end is None:

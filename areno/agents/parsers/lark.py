@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areno.agents.parsers.values import Schema, json_type, properties_of
+from areno.errors import GrammarError
+
+MOST_CHARACTERS = 2_000_000
+"""Of a grammar. Larger ones take many seconds to compile."""
 
 # How `json.dumps` and the chat templates write JSON: a model has seen its own calls that way.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -28,22 +32,29 @@ class Lark:
     def __init__(self, special: Mapping[str, int], strict: bool = True):
         self._special, self._strict = special, strict
         self._rules: list[str] = []
+        self._size = 0  # characters of the rules
 
     def rule(self, body: str, option: str = "") -> str:
-        """Give an expression a name, which is returned."""
+        """Give an expression a name, which is returned. Raises GrammarError where the grammar becomes too large."""
         name = f"r{len(self._rules)}"
+        self._size += len(body)
+        if self._size > MOST_CHARACTERS:
+            raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MOST_CHARACTERS)
         self._rules.append(f"{name}{option}: {body}")
         return name
 
     def literal(self, text: str) -> str:
         """Exactly this text."""
-        parts, rest = [], text
-        while rest:
-            found = [(rest.index(tag), -len(tag), tag) for tag in self._special if tag in rest]
-            at, _, tag = min(found, default=(len(rest), 0, ""))
-            parts += [json.dumps(rest[:at])] if at else []
-            parts += [f"<[{self._special[tag]}]>"] if tag else []
-            rest = rest[at + len(tag) :]
+        parts, at = [], 0
+        places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
+        while places:
+            place, _, tag = min((place, -len(tag), tag) for tag, place in places.items())
+            parts += [json.dumps(text[at:place])] if place > at else []
+            parts.append(f"<[{self._special[tag]}]>")
+            at = place + len(tag)
+            found = {tag: place if place >= at else text.find(tag, at) for tag, place in places.items()}
+            places = {tag: place for tag, place in found.items() if place >= 0}
+        parts += [json.dumps(text[at:])] if at < len(text) else []
         return " ".join(parts) or '""'
 
     def until(self, tag: str) -> str:
@@ -115,13 +126,17 @@ def _json_types(schema: Any) -> Any:
 
 
 def _rewritten(schema: Any, rewrite: Callable[[str, Any], Any]) -> Any:
-    """A schema with the values of its keywords rewritten, but for those that hold values and no schemas."""
+    """Return a schema whose subschemas are rewritten, each once. Keywords that hold plain values stay as they are."""
     if isinstance(schema, list):
         return [rewrite("", each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    done = {key: value if key in _VALUES else rewrite(key, value) for key, value in schema.items()}
-    for key in _OF_NAMES & set(schema):
-        if isinstance(named := schema[key], dict):
-            done[key] = {name: rewrite("", each) for name, each in named.items()}
+    done = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            done[key] = value
+        elif key in _OF_NAMES and isinstance(value, dict):
+            done[key] = {name: rewrite("", each) for name, each in value.items()}
+        else:
+            done[key] = rewrite(key, value)
     return done

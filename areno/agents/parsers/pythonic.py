@@ -60,7 +60,7 @@ class PythonicParser(ToolCallParser):
 
 def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
     """name(key=value, ...), with the keys in the order of the schema; those that are not required may be missing."""
-    required = schema.get("required") or []
+    required = frozenset(schema.get("required") or ())
     first = after = '""'  # what may follow where no argument was written yet, and where one was
     for key, each in reversed(properties_of(schema).items()):
         if not key.isidentifier():

@@ -76,7 +76,7 @@ class Qwen3CoderParser(ToolCallParser):
         return in_tags(lark, call, many)
 
     def _function(self, lark: Lark, name: str, schema: Schema) -> str:
-        parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], schema.get("required") or []
+        parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
         for key, each in properties_of(schema).items():
             if set(key + name) & set("<>\n"):
                 raise GrammarError(

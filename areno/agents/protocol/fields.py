@@ -10,6 +10,8 @@ from areno.config.schema.values import show
 from areno.data.row_schema import bad_text
 from areno.errors import did_you_mean
 
+_LONG_NAME = 80  # characters: no misspelling of a field
+
 
 class Fields:
     """The fields of one JSON object. Null counts as absent. What nobody took is an error at the end.
@@ -95,6 +97,6 @@ class Fields:
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
                 raise bad(self.name(field), "is not supported by this server")
-            known = self._taken | set(ignored)
-            message = f"Unrecognized request argument supplied: {self.name(field)}{did_you_mean(field, known)}"
+            similar = did_you_mean(field, self._taken | set(ignored)) if len(field) < _LONG_NAME else ""
+            message = f"Unrecognized request argument supplied: {self.name(field)}{similar}"
             raise ApiError(400, message, param=self.name(field))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import string
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areno.agents.protocol.bodies import MOST_LEVELS
+from areno.agents.protocol.bounds import is_deeper, is_larger
 from areno.agents.protocol.errors import bad
 from areno.agents.protocol.fields import Fields
 from areno.config.schema.values import show
@@ -17,6 +20,10 @@ from areno.types import Message
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _KINDS = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+MOST_SCHEMA = 1_000_000
+"""Characters of a schema, of all tools, or of the arguments of a call."""
+TOO_LARGE = f"has more than {MOST_SCHEMA:,} characters"
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ def _arguments(value: Any, where: str) -> Any:
     """
     if value is None:
         return {}
+    if is_larger(value, MOST_SCHEMA):
+        raise bad(f"{where}.function.arguments", TOO_LARGE)
     if isinstance(value, str):
         if problem := bad_text(value):
             raise bad(f"{where}.function.arguments", problem)
@@ -113,7 +122,7 @@ def _arguments(value: Any, where: str) -> Any:
             json.dumps(found, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return value
-        return found if isinstance(found, dict) else value
+        return found if isinstance(found, dict) and not is_deeper(found, MOST_LEVELS) else value
     if isinstance(value, Mapping):
         return dict(value)
     raise bad(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
@@ -121,10 +130,12 @@ def _arguments(value: Any, where: str) -> Any:
 
 def read_tools(given: list[Any] | None) -> list[Tool]:
     """The tools, each a function with a JSON schema of its arguments."""
+    if is_larger(given, MOST_SCHEMA):
+        raise bad("tools", TOO_LARGE)
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
-    names = [tool.name for tool in tools]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise bad("tools", f"has two functions named {show(repeated)}")
+    for name, n in Counter(tool.name for tool in tools).items():
+        if n > 1:
+            raise bad("tools", f"has two functions named {show(name)}")
     return tools
 
 

@@ -11,22 +11,38 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.agents.protocol.bounds import is_larger
 from areno.agents.protocol.errors import ApiError, bad
 from areno.agents.protocol.fields import Fields
-from areno.agents.protocol.messages import Tool, read_messages, read_tool_choice, read_tools
+from areno.agents.protocol.messages import (
+    MOST_SCHEMA,
+    TOO_LARGE,
+    Tool,
+    read_messages,
+    read_tool_choice,
+    read_tools,
+)
 from areno.config.schema.values import show
 from areno.data.row_schema import bad_text
 from areno.types import Message, SamplingParams
 
 MOST_CHOICES = 128
 MOST_TOP = 20
+MOST_MESSAGES = 10_000
 _MOST_TOKENS = 2**31 - 1
+_MOST_STOP = 1000  # characters of a stop string
+_MOST_DIGITS = 10  # of a token id
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention")  # fmt: skip
 _UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "verbosity",
                 "web_search_options", "best_of", "suffix", "repetition_penalty")  # fmt: skip
 
-_OF_THE_SERVER = {"messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template"}
+# What `apply_chat_template` takes beside the variables of the template.
+_OF_THE_SERVER = {
+    "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -75,11 +91,11 @@ class CompletionRequest:
     options: SampleOptions
 
 
-def read_chat(values: Any, defaults: SamplingParams) -> ChatRequest:
-    """ApiError 400 for the first field that is wrong."""
+def read_chat(values: Any, defaults: SamplingParams, most_messages: int = MOST_MESSAGES) -> ChatRequest:
+    """Return the request of a chat. Raises ApiError 400 for the first field that is wrong."""
     fields = Fields(values)
     model = _model(fields)
-    messages = read_messages(fields.items("messages", most=100_000))
+    messages = read_messages(fields.items("messages", most=most_messages))
     tools = read_tools(fields.items("tools", most=1024))
     choice, named = read_tool_choice(fields.take("tool_choice"), tools)
     offered = [] if choice == "none" else [tool for tool in tools if named in (None, tool.name)]
@@ -198,6 +214,8 @@ def _stop(value: Any) -> list[str] | None:
         raise bad("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
     if problem := bad_text(strings):
         raise bad("stop", problem)
+    if max(map(len, strings), default=0) > _MOST_STOP:
+        raise bad("stop", f"has a string of more than {_MOST_STOP} characters")
     return strings
 
 
@@ -208,7 +226,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or len(value) > 4096:
         raise bad("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
     for token, number in value.items():
-        if not (isinstance(token, str) and token.isdecimal() and token.isascii()):
+        if not (token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS):
             raise bad("logit_bias", f"has the key {show(token)}; token ids are expected")
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
             raise bad("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
@@ -232,6 +250,8 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     schema = inner.take("schema")
     inner.finish(ignored=("description", "strict"))
     fields.finish()
+    if is_larger(schema, MOST_SCHEMA):
+        raise bad("response_format.json_schema.schema", TOO_LARGE)
     if not isinstance(schema, Mapping | bool):
         raise bad("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
     return value

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from areno.agents.protocol.bodies import read_json, too_large, unpacked
 from areno.agents.protocol.errors import ApiError
-from areno.agents.protocol.requests import ChatRequest, read_chat, read_completion
+from areno.agents.protocol.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from areno.agents.server import answers
 from areno.agents.server.chat import ChatCompletions
 from areno.agents.server.completions import Completions
 from areno.agents.server.sampling import Sampler
+from areno.agents.server.threads import Threads
 from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
+T = TypeVar("T")
 
 _SMALL = 1 << 15  # bytes of a body that is worth remembering
 _MOST_READ = 512
+_MOST_FRAMES = 10  # of a traceback in the log
+_MOST_NAME = 200  # characters of a model's name that an error repeats
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
@@ -33,7 +38,8 @@ _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 class Server:
     """What the application serves. models: names that requests may use. keys: any of them opens /v1; none: it is open.
 
-    defaults: of sampling, for what a request leaves open. created: when, in seconds since the epoch.
+    defaults: of sampling, for what a request leaves open. created: when, in seconds since the epoch. threads: read
+    large requests.
     """
 
     chat: ChatCompletions
@@ -43,10 +49,17 @@ class Server:
     keys: list[str]
     defaults: SamplingParams
     created: int
+    threads: Threads
+
+    def __post_init__(self) -> None:
+        self._reading: set[asyncio.Task[Any]] = set()  # handlers whose requests have not arrived as a whole
+        self._is_ending = False  # of the application that was made last
 
     def application(self) -> web.Application:
         """To be run by an AppRunner with `handler_cancellation`."""
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
+        app.on_shutdown.append(self._end_reading)
+        self._is_ending = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -74,8 +87,7 @@ class Server:
             return _error_response(error)
         except web.HTTPRequestEntityTooLarge:
             status = 413
-            most = self.sampler.limits.max_body
-            return _error_response(ApiError(413, f"the request has more than {most} bytes", code="request_too_large"))
+            return _error_response(too_large(self.sampler.limits.max_body))
         except web.HTTPException as error:
             status = error.status
             return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
@@ -83,9 +95,9 @@ class Server:
             return web.Response(status=status)
         except asyncio.CancelledError:
             raise
-        except Exception:
+        except Exception as error:
             status = 500
-            logger.exception("a request failed")
+            logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MOST_FRAMES)))
             return _error_response(ApiError(500, "the server failed; its log says why"))
         finally:
             metrics.in_flight -= 1
@@ -95,25 +107,61 @@ class Server:
         if not self.keys or not request.path.startswith("/v1/"):
             return
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]
+        sent = given.strip().encode(errors="surrogateescape")  # the bytes of the header, whatever they are
+        right = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
         if kind.lower() != "bearer" or not any(right):
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
-    async def _read_chat(self, request: web.Request) -> ChatRequest:
+    async def _body(self, request: web.Request) -> bytes:
+        """Return the body of a request. Raises ApiError where the server ends before it has arrived."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            body = await request.read()
+        except (web.RequestPayloadError, ValueError) as error:
+            raise ApiError(400, f"the body cannot be read: {error}") from None
+        except asyncio.CancelledError:
+            if self._is_ending:
+                raise ApiError(503, "the server ends, and this request has not arrived as a whole") from None
+            raise
+        finally:
+            self._reading.discard(task)
+        encoding = request.headers.get("Content-Encoding", "").strip().lower()
+        if encoding in ("", "identity"):
+            return body
+        return await self.threads.run(lambda: unpacked(body, encoding, self.sampler.limits.max_body))
+
+    async def _end_reading(self, app: web.Application) -> None:
+        self._is_ending = True
+        for task in self._reading:
+            task.cancel()
+
+    async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
+        """Return what `read` makes of the body. The event loop is not held up by a large one."""
+        body = await self._body(request)
+        return read(body) if len(body) <= _SMALL else await self.threads.run(lambda: read(body))
+
+    def _chat_of(self, body: bytes) -> ChatRequest:
         # The agents of all samples of a prompt begin with the same request.
-        body = await request.read()
-        return self._chat_of(body) if len(body) <= _SMALL else read_chat(_json_of(body), self.defaults)
+        return self._small_chat_of(body) if len(body) <= _SMALL else self._any_chat_of(body)
 
     @cached_property
-    def _chat_of(self) -> Callable[[bytes], ChatRequest]:
-        return lru_cache(_MOST_READ)(lambda body: read_chat(_json_of(body), self.defaults))
+    def _small_chat_of(self) -> Callable[[bytes], ChatRequest]:
+        return lru_cache(_MOST_READ)(self._any_chat_of)
+
+    def _any_chat_of(self, body: bytes) -> ChatRequest:
+        return read_chat(read_json(body), self.defaults, self.sampler.limits.max_messages)
+
+    def _completion_of(self, body: bytes) -> CompletionRequest:
+        return read_completion(read_json(body), self.defaults)
 
     def _check_model(self, name: str) -> None:
         if name not in self.models:
             known = ", ".join(self.models)
-            raise ApiError(404, f"The model `{name}` does not exist; there is {known}", param="model",
-                           code="model_not_found")  # fmt: skip
+            said = f"The model `{name[:_MOST_NAME]}` does not exist; there is {known}"
+            raise ApiError(404, said, param="model", code="model_not_found")
 
     # -- routes ----------------------------------------------------------------------------------------------------
 
@@ -140,17 +188,17 @@ class Server:
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read_chat(request)
+        given = await self._read(request, self._chat_of)
         self._check_model(given.model)
         with self.sampler.place(given.options.n):
             chat = await self.chat.open(given)
             return await (self._stream(request, chat.chunks()) if given.options.stream else _whole(chat.answer()))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        given = read_completion(_json_of(await request.read()), self.defaults)
+        given = await self._read(request, self._completion_of)
         self._check_model(given.model)
         with self.sampler.place(given.options.n * len(given.prompts)):
-            completion = self.completions.open(given)
+            completion = await self.completions.open(given)
             stream = given.options.stream
             return await (self._stream(request, completion.chunks()) if stream else _whole(completion.answer()))
 
@@ -174,13 +222,6 @@ class Server:
 
 async def _whole(answer: Awaitable[bytes]) -> web.Response:
     return web.Response(body=await answer, content_type="application/json", charset="utf-8")
-
-
-def _json_of(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from error
 
 
 def _error_response(error: ApiError) -> web.Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from areno.agents.conversations import Conversations
+from areno.agents.conversations import Conversations, prompt_threads
 from areno.agents.parsers import parser_for_template
 from areno.agents.server.app import Server
 from areno.agents.server.chat import ChatCompletions
@@ -35,12 +35,18 @@ def build_server(
     those of Server, Sampler and Conversations.
     """
     stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
-    sampler = Sampler(engine, room, limits or ServerLimits(), seed, stop_ids)
-    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template), thinking=thinking)
+    limits = limits or ServerLimits()
+    sampler = Sampler(engine, room, limits, seed, stop_ids)
+    threads = prompt_threads(tokenizer)
+    conversations = Conversations(
+        tokenizer, parser_for_template(tokenizer.chat_template), thinking=thinking, threads=threads,
+        most_tokens=limits.max_remembered, most_prompt=sampler.most_prompt,
+    )  # fmt: skip
     return Server(
         chat=ChatCompletions(conversations, sampler, session=session, enforces_calls=session is None),
-        completions=Completions(tokenizer, sampler, tells_tokens=session is not None),
+        completions=Completions(tokenizer, sampler, threads, tells_tokens=session is not None),
         sampler=sampler,
+        threads=threads,
         models=models,
         keys=keys,
         defaults=defaults,

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.agents.conversations import Conversations, Prompt
+from areno.agents.conversations import Conversations, Prompt, PromptTooLong
 from areno.agents.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.agents.parsers.message import END_THINK, THINK
 from areno.agents.protocol.errors import ApiError
@@ -19,8 +19,9 @@ from areno.agents.protocol.messages import read_messages
 from areno.agents.protocol.requests import ChatRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
-from areno.agents.server.spelling import Spelled, Spelling, TokenTexts
-from areno.agents.server.text import TextStream, special_ids
+from areno.agents.server.threads import Threads
+from areno.agents.text.spelling import Spelled, Spelling, TokenTexts
+from areno.agents.text.stream import TextStream, special_ids
 from areno.errors import ArenoError, DataError
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -40,6 +41,7 @@ class ChatCompletions:
         self.conversations, self.sampler = conversations, sampler
         self._session, self._enforces_calls = session, enforces_calls
         tokenizer = conversations.tokenizer
+        self._grammars = Threads(1, "areno-grammars")  # the compiler is not for several
         self._texts = TokenTexts(tokenizer)
         self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
 
@@ -49,24 +51,22 @@ class ChatCompletions:
             definitions = [tool.definition for tool in request.tools]
             with self.sampler.engine.gathering.expecting():
                 prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
+        except PromptTooLong as error:
+            raise _about_messages(self.sampler.too_long(), request) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         constraint = {}
         if request.response_format is not None or (request.requires_call and self._enforces_calls):
             # A grammar of a large vocabulary takes a second the first time.
-            constraint = {"grammar": await asyncio.to_thread(self._grammar, request, prompt)}
+            constraint = {"grammar": await self._grammars.run(lambda: self._grammar(request, prompt))}
         try:
             # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
             more = {"pieces": not request.options.stream, **constraint}
             sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
         except ApiError as error:
-            roles = Counter(message["role"] for message in request.messages)
-            counts = f"tokens={len(prompt.tokens)} messages={len(request.messages)} "
-            counts += f"assistant_turns={roles['assistant']} tool_results={roles['tool']}"
             if error.param not in ("prompt", "max_tokens"):
                 raise
-            param = "messages" if error.param == "prompt" else error.param
-            raise ApiError(error.status, f"{error.message} ({counts})", param=param, code=error.code) from error
+            raise _about_messages(error, request, prompt.tokens) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
         return _Chat(self, request, prompt, sampled, hidden)
 
@@ -91,6 +91,15 @@ class ChatCompletions:
         except ArenoError as error:
             raise ApiError(400, str(error), param="response_format" if choice == "auto" else "tools") from error
         return None if grammar is None else grammar.text
+
+
+def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
+    """Return the error of a prompt in terms of the messages that it was made of. tokens: of the prompt, where known."""
+    roles = Counter(message["role"] for message in request.messages)
+    counts = "" if tokens is None else f"tokens={len(tokens)} "
+    counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
+    param = "messages" if error.param == "prompt" else error.param
+    return ApiError(error.status, f"{error.message} ({counts})", param=param, code=error.code)
 
 
 @dataclass

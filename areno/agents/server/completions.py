@@ -5,34 +5,57 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
 
+from areno.agents.protocol.bounds import has_more_tokens
 from areno.agents.protocol.requests import CompletionRequest
 from areno.agents.server import answers
 from areno.agents.server.sampling import Sampler
-from areno.agents.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
-from areno.agents.server.text import TextStream, n_begun, special_ids
+from areno.agents.server.threads import Threads
+from areno.agents.text.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
+from areno.agents.text.stream import TextStream, n_begun, special_ids
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
 
 
-class Completions:
-    """The endpoint. tells_tokens: whether answers have the extra field of tokens unless a request says otherwise."""
+_LONG = 1000  # characters or tokens: what is made of them takes about a millisecond
 
-    def __init__(self, tokenizer: Any, sampler: Sampler, *, tells_tokens: bool = False):
+
+class Completions:
+    """The endpoint. tells_tokens: whether answers have the extra field of tokens unless a request says otherwise.
+
+    threads: make tokens of long prompts, and long answers.
+    """
+
+    def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, tells_tokens: bool = False):
         self._tokenizer, self._sampler, self._tells_tokens = tokenizer, sampler, tells_tokens
+        self._threads = threads
         self._texts = TokenTexts(tokenizer)
         self._special = special_ids(tokenizer)
 
-    def open(self, request: CompletionRequest) -> _Completion:
-        """The request with its prompts as tokens. ApiError 400 where one cannot be served."""
-        prompts = [self._tokenizer.encode(one) if isinstance(one, str) else one for one in request.prompts]
+    async def open(self, request: CompletionRequest) -> _Completion:
+        """Return the request with its prompts as tokens. Raises ApiError 400 where one cannot be served."""
         scores_prompt = request.echo and request.options.n_top is not None
-        sampled = [self._sampler.request(prompt, request.options, prompt_logprobs=scores_prompt) for prompt in prompts]
+        is_large = sum(map(len, request.prompts)) > _LONG
+        sampled = []
+        for prompt in request.prompts:
+            tokens = await self._threads.run(partial(self._encoded, prompt)) if is_large else self._encoded(prompt)
+            sampled.append(self._sampler.request(tokens, request.options, prompt_logprobs=scores_prompt))
         return _Completion(self, request, sampled)
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        most = self._sampler.most_prompt
+        if isinstance(prompt, str):
+            if has_more_tokens(self._tokenizer, prompt, most):
+                raise self._sampler.too_long()
+            return self._tokenizer.encode(prompt)
+        if len(prompt) > most:
+            raise self._sampler.too_long()
+        return prompt
 
 
 class _Completion:
@@ -73,6 +96,13 @@ class _Completion:
     async def answer(self) -> bytes:
         """The whole answer as JSON."""
         found = await _all_of([self._endpoint._sampler.finished(one) for one in self._sampled])
+        n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
+            len(one.tokens) for all_ in found for one in all_
+        )
+        is_large = n_tokens > _LONG
+        return await self._endpoint._threads.run(lambda: self._written(found)) if is_large else self._written(found)
+
+    def _written(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
         choices = []
         for number, outputs in enumerate(found):
             said = self._said(number) if self._request.echo else ("", [])

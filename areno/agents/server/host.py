@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areno.errors import EngineError
 
+_logger = logging.getLogger("areno.server.http")
+
+
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """Return whether a record is not about a client that speaks no HTTP, or that has gone."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+_logger.addFilter(_is_of_the_server)  # the traceback of each of them would fill the log
 _LEAST_S = 0.01  # aiohttp takes 0 for no limit at all
+_MORE_S = 5.0  # that the end may take beside the requests under way
 
 
 class ServerThread:
@@ -56,7 +69,7 @@ class ServerThread:
             return
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
+        self._thread.join(self._grace_s + _MORE_S)
 
     def _run(self) -> None:
         try:
@@ -69,7 +82,11 @@ class ServerThread:
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         grace_s = max(self._grace_s, _LEAST_S)
-        runner = web.AppRunner(self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s)
+        # The application unpacks bodies itself, beside the event loop.
+        runner = web.AppRunner(
+            self._make(), handler_cancellation=True, access_log=None, shutdown_timeout=grace_s, auto_decompress=False,
+            logger=_logger,
+        )  # fmt: skip
         await runner.setup()
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from areno.agents.protocol.errors import CONTEXT_FULL, ApiError
-from areno.agents.protocol.requests import SampleOptions
+from areno.agents.protocol.requests import MOST_MESSAGES, SampleOptions
 from areno.agents.server.metrics import ServerMetrics
 from areno.agents.tokens import digest_of
 from areno.engine.engine import Engine
@@ -19,6 +19,7 @@ from areno.engine.limits import RequestLimits, RequestRefused
 from areno.errors import ArenoError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 
+_MOST_SEEN = 1 << 16  # prompts whose draws are counted
 _FIRST_ID = 1 << 48  # of requests; calls of Engine.generate count theirs from 0
 
 _NAMES = {"n_samples": "n", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -28,13 +29,16 @@ _ADVICE = {"max_new_tokens": "; shorten the prompt or lower max_tokens", "min_ne
 
 @dataclass(kw_only=True)
 class ServerLimits:
-    """max_body: bytes of a request. max_samples: being sampled or waiting; more are refused with 429.
+    """max_body: bytes of a request. max_messages: of a chat. max_samples: being sampled or waiting; more are refused.
 
-    timeout_s: for the answer to a request. shutdown_s: for the answers under way when the server is told to end.
+    max_remembered: tokens of the conversations that are remembered. timeout_s: for the answer to a request. shutdown_s:
+    for the answers under way when the server is told to end.
     """
 
-    max_body: int = 32 * 2**20
+    max_body: int = 16 * 2**20
+    max_messages: int = MOST_MESSAGES
     max_samples: int = 4096
+    max_remembered: int = 64_000_000
     timeout_s: float = 3600.0
     shutdown_s: float = 30.0
 
@@ -51,7 +55,7 @@ class Sampler:
         self.metrics = ServerMetrics()
         self._seed = seed
         self._ids = itertools.count(_FIRST_ID)
-        self._seen: Counter[int] = Counter()  # prompts that chose no seed
+        self._seen: OrderedDict[int, int] = OrderedDict()  # prompts that chose no seed, and how often
         self.n_samples = 0  # under way
 
     def request(
@@ -79,8 +83,20 @@ class Sampler:
     def _next_seed(self, prompt: list[int], digest: int | None) -> int:
         # Requests come in any order, so a seed by number would not be the same in another run.
         digest = digest_of(prompt) if digest is None else digest
-        self._seen[digest] += 1
-        return (self._seed * 0x9E3779B97F4A7C15 + digest + self._seen[digest] * 0xD1342543DE82EF95) % 2**64
+        n_seen = self._seen[digest] = self._seen.pop(digest, 0) + 1
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
+        return (self._seed * 0x9E3779B97F4A7C15 + digest + n_seen * 0xD1342543DE82EF95) % 2**64
+
+    @property
+    def most_prompt(self) -> int:
+        """The most tokens that a prompt may have, with at least one token of an answer."""
+        return min(self.room.context_len - 1, self.room.kv_tokens)
+
+    def too_long(self) -> ApiError:
+        """Return the error for a prompt whose tokens were not made because they are surely too many."""
+        said = f"the prompt has more than {self.most_prompt} tokens, which leaves no room for a completion"
+        return ApiError(400, f"{said}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
     @contextmanager
     def place(self, n: int) -> Iterator[None]:

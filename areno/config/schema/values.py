@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import types
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from areno.errors import did_you_mean
+
+_SHOWN = 80  # characters of a value
 
 
 class InvalidValue(Exception):
@@ -96,12 +99,25 @@ def text_problem(text: str) -> str | None:
     return None
 
 
+def _beginning(value: Any, left: list[int]) -> Any:
+    """Return as much of a value as is shown: the notation of a large one takes long. left: elements and characters."""
+    left[0] -= 1
+    if isinstance(value, str):
+        return value[: _SHOWN + 1]
+    if type(value) is list:
+        return [_beginning(each, left) for each in itertools.takewhile(lambda _: left[0] >= 0, value)]
+    if type(value) is dict:
+        shown = itertools.takewhile(lambda _: left[0] >= 0, value.items())
+        return {_beginning(name, left): _beginning(each, left) for name, each in shown}
+    return value
+
+
 def show(value: Any) -> str:
     """A value in the notation of YAML: null, true, 'text', 1e-06."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = repr(_beginning(value, [_SHOWN]))
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

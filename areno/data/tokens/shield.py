@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -80,6 +80,17 @@ class ControlTokens:
             return self._encode_apart(text)
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
+        """Return the token ids, and a function from the number of a token to its (start, end) in the text.
+
+        For fast tokenizers. The offsets of all tokens at once would stop other threads: 50 ms for 200,000 tokens.
+        """
+        if BREAK in text:
+            tokens, offsets = self._encode_apart(text)
+            return tokens, offsets.__getitem__
+        found = self._tokenizer(text, add_special_tokens=False)
+        return found["input_ids"], found.encodings[0].token_to_chars
 
     def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
         """Encode a text with breaks, by the tokenizer to which only aliases are control tokens."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from areno.agents.server.text import PART_OF_A_CHARACTER, TextStream, is_byte
+from areno.agents.text.stream import PART_OF_A_CHARACTER, TextStream, is_byte
 from areno.data.tokens.decode import decode
 
 _KEPT = 64  # tokens before those that wait

@@ -1,0 +1,69 @@
+"""Bounds of what clients send: the depth and the size of JSON values, and the number of tokens of a text.
+
+Each check stops as soon as its bound is passed, so its own work is bounded, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PIECE = 1 << 16  # characters that become tokens at once
+_AT_CUTS = 8  # a count of tokens by pieces may exceed the true one by less than this fraction
+
+
+def is_deeper(value: Any, most: int) -> bool:
+    """Return whether JSON objects and lists are nested in `value` more than `most` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [one for one in level if isinstance(one, Mapping | list)]
+        if not level:
+            return False
+        level = [child for one in level for child in _children(one)]
+    return True
+
+
+def is_larger(value: Any, most: int) -> bool:
+    """Return whether a JSON value is larger than `most`. Each value in it counts as one, and each character, too."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        most -= 1 + (len(one) if isinstance(one, str) else 0)
+        if isinstance(one, Mapping | list):
+            if len(one) > most:
+                return True
+            if isinstance(one, Mapping):
+                waiting += one
+            waiting += _children(one)
+        if most < 0:
+            return True
+    return False
+
+
+def has_more_tokens(tokenizer: Any, text: str, most: int) -> bool:
+    """Return whether a text surely has more than `most` tokens.
+
+    Tokens are counted in pieces of the text, so a text of many megabytes is judged by its beginning. A text slightly
+    above the bound may pass.
+
+    Args:
+        tokenizer: Of transformers.
+        text: Any text.
+        most: In tokens.
+    """
+    if len(text) <= most:
+        return False
+    n = 0
+    for start in range(0, len(text), _PIECE):
+        n += _tokens_of(tokenizer, text[start : start + _PIECE])
+        if n - n // _AT_CUTS > most:
+            return True
+    return False
+
+
+def _tokens_of(tokenizer: Any, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _children(value: Mapping[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, Mapping) else value

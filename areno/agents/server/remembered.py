@@ -1,0 +1,48 @@
+"""What a server remembers of conversations, within a bound for all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+Key = tuple[str, str]
+"""Of the form of a prompt, and of a conversation."""
+_OF_AN_ENTRY = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
+
+
+class Remembered:
+    """Entries by key. Those that were not used for the longest time are forgotten. Any thread may use it.
+
+    Args:
+        most_tokens: Of all entries together. Each counts as 256 tokens more than it has.
+    """
+
+    def __init__(self, most_tokens: int):
+        self._most, self.n_tokens = most_tokens, 0
+        self._entries: OrderedDict[Key, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Any:
+        """Return the entry of a key, or None."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key][0]
+
+    def put(self, key: Key, entry: Any, n_tokens: int) -> None:
+        """Remember an entry in the place of an earlier one. n_tokens: that it keeps."""
+        with self._lock:
+            self._forget(key)
+            self._entries[key] = entry, n_tokens + _OF_AN_ENTRY
+            self.n_tokens += n_tokens + _OF_AN_ENTRY
+            while self.n_tokens > self._most:
+                self._forget(next(iter(self._entries)))
+
+    def _forget(self, key: Key) -> None:
+        _, n_tokens = self._entries.pop(key, (None, 0))
+        self.n_tokens -= n_tokens
