@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.config import datasets, models, run
+from areno.config import datasets, models, roles, run
 from areno.config.recover import RecoverConfig
 from areno.config.rollout.agent import AgentConfig
 from areno.config.rollout.reward import RewardConfig
@@ -174,8 +174,8 @@ class SupervisedExperimentConfig(ExperimentConfig):
 class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
-    ref: models.ScoringRefConfig = setting(
-        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+    ref: roles.ScoringRefConfig = setting(
+        factory=roles.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
-    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    ref: roles.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
     eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig", flags={})
     rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
@@ -327,7 +327,7 @@ class KLExperimentConfig(PolicyExperimentConfig):
 class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
-    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
+    critic: roles.CriticConfig = setting(factory=roles.CriticConfig, help="The value function")
 
     @forbid(
         "critic.ppo_n_minibatches",
