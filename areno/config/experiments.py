@@ -84,6 +84,17 @@ class ExperimentConfig(Section):
     def merging_nothing(self) -> bool:
         return self.saver.merge_adapters and not self.actor.use_lora
 
+    def optimizers(self) -> list[models.OptimizerConfig]:
+        """Return the optimizer of each trained model."""
+        return [self.actor.optimizer]
+
+    @check
+    def states_of_no_moments(self) -> Iterator[Problem]:
+        if all(optimizer.type == "sgd" for optimizer in self.optimizers()):
+            for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
+                text = "is true, but {} is sgd, which has no moments; leave it out"
+                yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"))
+
     @forbid(
         "cluster.n_nodes",
         "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray, "
@@ -328,6 +339,10 @@ class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
     critic: roles.CriticConfig = setting(factory=roles.CriticConfig, help="The value function")
+
+    def optimizers(self) -> list[models.OptimizerConfig]:
+        """Return the optimizer of each trained model."""
+        return [self.actor.optimizer, self.critic.optimizer]
 
     @forbid(
         "critic.ppo_n_minibatches",

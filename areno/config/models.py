@@ -11,14 +11,17 @@ from areno.config.rejection import RejectionSamplingConfig
 from areno.config.schema.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
+OptimizerType = Literal["adam", "adam_8bit", "sgd"]
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
+    """AdamW or SGD with fp32 master weights. Norm weights and biases have no weight decay."""
 
-    type: Literal["adam", "adam_8bit"] = setting(
+    type: OptimizerType = setting(
         "adam",
-        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
+        help="adam is AdamW with fp32 moments, 8 bytes per parameter. adam_8bit keeps them in blocks of 8-bit codes, 2 "
+        "bytes. sgd is SGD without momentum, which keeps none",
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
@@ -38,9 +41,9 @@ class OptimizerConfig(Section):
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
-    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
-    eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
+    beta1: float = setting(0.9, help="Adam: decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
+    beta2: float = setting(0.999, help="Adam: decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
+    eps: float = setting(1e-8, help="Adam: added to the square root of the second moment", gt=0)
     weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
     gradient_clipping: float = setting(
         1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
@@ -51,6 +54,12 @@ class OptimizerConfig(Section):
     )
     def end_of_no_decay(self) -> bool:
         return self.lr_scheduler_type == "constant" and not self.is_default("min_lr_ratio")
+
+    @check
+    def moments_of_sgd(self) -> Iterator[Problem]:
+        for name in ("beta1", "beta2", "eps"):
+            if self.type == "sgd" and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but type is sgd, which has no moments; leave it out")
 
 
 @dataclass(kw_only=True)

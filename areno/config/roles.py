@@ -34,7 +34,17 @@ class CriticConfig(Section):
     """The value function of PPO: a transformer body with one output per token."""
 
     path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
+    init_from_scratch: bool = setting(
+        False,
+        help="Start the critic from random weights, drawn with seed, in the shape of path/config.json. Its folder "
+        "needs no weight files",
+    )
     offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
+    mask_no_eos_with_zero: bool = setting(
+        False,
+        help="Do not train the critic on completions cut off at max_new_tokens. With actor.mask_no_eos_with_zero, "
+        "neither model trains on them",
+    )
     warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
     eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
     value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")

@@ -12,7 +12,7 @@ from areno.api.rollout.log import log_rollout, samples_logged
 from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
-from areno.api.trainers.rows import token_rows, trained
+from areno.api.trainers.rows import token_rows, trained, without_truncated
 from areno.api.trainers.update import correct, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
@@ -49,7 +49,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 set_advantages(rows, rollout.sizes, advantages)
                 set_advantages(rows, rollout.sizes, returns, "returns")
             log_rollout(setup, rollout, rows)
-            stats = self.update_critic(rows)
+            masked = config.critic.mask_no_eos_with_zero
+            stats = self.update_critic(without_truncated(rows, rollout.kept, rollout.sizes) if masked else rows)
             with samples_logged(setup, rollout, rows):
                 if run.step > warmup:
                     stats |= correct(setup, rows)  # weights for rows that another policy sampled
