@@ -13,7 +13,6 @@ import torch
 import transformers
 from policy_runs import MODEL, trained
 from ppo_runs import (
-    TEMPERATURE,
     close,
     digits,
     digits_of,
@@ -112,16 +111,18 @@ def test_critic_from_random_weights(tmp_path: Path, models: dict[str, Path]) -> 
 
 def test_a_critic_that_skips_what_was_cut_off(tmp_path: Path) -> None:
     """The policy trains on these completions, the critic does not."""
-    how = {"gconfig": GenerationConfig(n_samples=2, max_new_tokens=4, temperature=TEMPERATURE), **without_reference()}
-    plain = fitted(ppo_config(tmp_path, **how), tmp_path / "plain", digits)
+    how = {"gconfig": GenerationConfig(n_samples=2, max_new_tokens=3), **without_reference()}
+    rows = [{"prompt": prompt, "solutions": ""} for prompt in ("17+5=", "98+97=", "28+6=", "99+89=")]
+    plain = fitted(ppo_config(tmp_path, **how), tmp_path / "plain", digits, train_dataset=rows)
     config = ppo_config(tmp_path, critic={"mask_no_eos_with_zero": True}, **how)
-    masked = fitted(config, tmp_path / "masked", digits)
+    masked = fitted(config, tmp_path / "masked", digits, train_dataset=rows)
     tokens = [[list(row.tokens) for row in played.critic_rows[0]] for played in (plain, masked)]
     assert tokens[0] == tokens[1]
     ends = [len(trained(row, "values")) for row in plain.critic_rows[0]]
     kept = [len(trained(row, "values")) for row in masked.critic_rows[0]]
-    assert kept == [0 if end == 4 else end for end in ends]
-    assert 0 < kept.count(0) < len(kept)
+    cut = [row.tokens[-1] != row.eos_token_id for row in plain.critic_rows[0]]
+    assert kept == [0 if is_cut else end for is_cut, end in zip(cut, ends, strict=True)]
+    assert 0 < sum(cut) < len(cut)
     assert [len(trained(row, "advantages")) for row in masked.rows[0]] == ends
 
 
