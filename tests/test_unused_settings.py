@@ -63,6 +63,21 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "valid_dataset=null valid_dataset.path=x",
             "valid_dataset.path: has no effect with valid_dataset=null",
         ),
+        (
+            "gspo",
+            "actor.optimizer.type=sgd actor.optimizer.beta1=0.8",
+            "actor.optimizer.beta1: is 0.8, but type is sgd",
+        ),
+        (
+            "gspo",
+            "actor.optimizer.type=sgd recover.no_save_optim=true",
+            "recover.no_save_optim: is true, but actor.optimizer.type is sgd, which has no moments",
+        ),
+        (
+            "gspo",
+            "recover.mode=disabled recover.no_load_optim=true",
+            "recover.no_load_optim: is True, but recover.mode",
+        ),
         ("gspo", "recover.mode=off recover.keep=5", "recover.keep: is 5, but recover.mode is off"),
         ("grpo", "ref=null ref.path=x", "ref.path: has no effect with ref=null; leave one of the two out"),
     ],
@@ -82,6 +97,13 @@ def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):
 def test_no_evaluation_takes_its_settings_along():
     config = load(get_algorithm("gspo").config, "quickstart", ["valid_dataset=null"])
     assert (config.valid_dataset, config.eval_gconfig, config.evaluator.eval_before_train) == (None, None, False)
+
+
+def test_moments_of_one_of_two_optimizers_can_be_left_out():
+    config = load(
+        get_algorithm("ppo").config, "quickstart", ["critic.optimizer.type=sgd", "recover.no_save_optim=true"]
+    )
+    assert config.recover.no_save_optim
 
 
 def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
