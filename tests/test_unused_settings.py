@@ -8,8 +8,9 @@ from areno.api import get_algorithm
 from areno.config.models import MicroBatchSpec
 from areno.config.schema.fields import rows
 from areno.errors import ConfigError
+from areno.launch.areal import NOT_HERE
 from areno.launch.compose import load
-from areno.launch.elsewhere import NOT_HERE, RECIPES, hint
+from areno.launch.elsewhere import RECIPES, hint
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
@@ -130,6 +131,17 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "gspo",
             "variant=m2po",
             "actor.reduction: unknown key; it is a setting of grpo and ppo; variant=m2po sets it",
+        ),
+        ("gspo", "actor.fsdp.offload_params=true", "actor.fsdp: unknown key; areno has an engine of its own"),
+        ("ppo", "critic.megatron.ddp.x=1", "critic.megatron: unknown key; areno has an engine of its own"),
+        ("gspo", "cluster.name_resolve.type=nfs", "cluster.name_resolve: unknown key; scheduler.type=ray finds"),
+        ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; rollout and training take turns"),
+        ("ppo", "critic.dtype=bfloat16", "critic.dtype: unknown key; critic has none of its own, see actor.dtype"),
+        (
+            "gspo",
+            "actor.optimizer.type=adam_bf16",
+            "actor.optimizer.type: is 'adam_bf16'; expected one of 'adam', 'adam_8bit', 'sgd'; did you mean adam_8bit "
+            "or adam?; adam_8bit has moments of one byte",
         ),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],
