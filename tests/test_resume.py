@@ -65,27 +65,6 @@ def test_after_any_step(step, expected, stopped_after):
     check(expected)
 
 
-@pytest.mark.parametrize("setting", ["no_save_optim", "no_load_optim"])
-def test_without_the_moments(expected, stopped_after, setting):
-    """As before up to the next update, with the learning rate that it would have had, and another path from there."""
-    stopped_after(3, *([f"recover.{setting}=true"] if setting == "no_save_optim" else []))
-    moments = list(Path().glob("outputs/*/t/state/step-000003/engine/*exp_avg*"))
-    assert bool(moments) == (setting == "no_load_optim")
-    assert go("sft", *OFTEN, f"recover.{setting}=true") == 0
-    found = kill_runs.left_by(folder_of("sft"))
-    steps = [[line for line in of["metrics"] if "train/lr" in line] for of in (expected, found)]
-    for before, after in zip(*steps, strict=True):
-        assert before["train/lr"] == after["train/lr"]
-        assert (before == after) == (before["step"] < 5), "step 4 is the first update with moments of zero"
-
-
-def test_sgd_goes_on_to_the_bit(tmp_path_factory, stopped_after):
-    sgd = ["actor.optimizer.type=sgd", "actor.optimizer.lr=0.1"]
-    stopped_after(2, *sgd)
-    assert go("sft", *OFTEN, *sgd) == 0
-    check(whole("sft", tmp_path_factory, *sgd))
-
-
 def test_before_it_had_a_state(expected):
     with killed_at(Run, "end_step", lambda run, stats: run.step == 5):
         go("sft", "recover.freq_epochs=null")
