@@ -6,13 +6,13 @@ import logging
 
 import numpy as np
 
-from areno.api.rollout.by_sample import joined, set_advantages
+from areno.api.rollout.by_sample import joined, set_advantages, without_truncated
 from areno.api.rollout.collect import collect
 from areno.api.rollout.log import log_rollout, samples_logged
 from areno.api.trainers.attended import attended
 from areno.api.trainers.loop import RewardLoop
 from areno.api.trainers.policy_only import PolicyOnlyTrainer
-from areno.api.trainers.rows import token_rows, trained, without_truncated
+from areno.api.trainers.rows import token_rows, trained
 from areno.api.trainers.update import correct, rows_of, update_policy
 from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ def policy_rows(
     rows = []
     for sample, reward in zip(samples, rewards_B, strict=True):
         prompt, sequence = sample.item.tokens, sample.sequence
-        masked = drop_truncated and is_truncated(sample)
+        masked = drop_truncated and sequence.finish_reason == "length"
         if sample.trajectory is not None:
             rows += train_sequences(
                 sample.trajectory, reward=reward, eos_token_id=eos_token_id, weights_version=weights_version,
@@ -92,22 +92,6 @@ def policy_rows(
             )
         )
     return rows
-
-
-def is_truncated(sample: ScoredSample) -> bool:
-    """Return whether a completion was cut off at a length limit."""
-    return sample.sequence.finish_reason == "length"
-
-
-def without_truncated(
-    rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
-) -> list[TrainSequence]:
-    """Return copies of the rows in which no token of a truncated sample is trained. sizes: of `rows_per_sample`."""
-    truncated = np.repeat([is_truncated(sample) for sample in samples], sizes)
-    return [
-        replace(row, prompt_mask=np.ones(np.size(row.prompt_mask), dtype=bool)) if masked else row
-        for row, masked in zip(rows, truncated, strict=True)
-    ]
 
 
 def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) -> TokenArrays:
