@@ -79,6 +79,11 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "recover.mode=disabled recover.no_load_optim=true",
             "recover.no_load_optim: is True, but recover.mode",
         ),
+        (
+            "gspo",
+            "gconfig.greedy=true",
+            "gconfig.greedy: is true, so the 8 samples of a prompt (gconfig.n_samples) would be equal, and only agents",
+        ),
         ("gspo", "recover.mode=off recover.keep=5", "recover.keep: is 5, but recover.mode is off"),
         ("grpo", "ref=null ref.path=x", "ref.path: has no effect with ref=null; leave one of the two out"),
     ],
@@ -98,6 +103,11 @@ def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):
 def test_no_evaluation_takes_its_settings_along():
     config = load(get_algorithm("gspo").config, "quickstart", ["valid_dataset=null"])
     assert (config.valid_dataset, config.eval_gconfig, config.evaluator.eval_before_train) == (None, None, False)
+
+
+@pytest.mark.parametrize("more", [["agent.fn=agent.py"], ["gconfig.n_samples=1", "actor.adv_norm=null"]])
+def test_greedy_where_samples_are_not_equal(more):
+    assert load(get_algorithm("grpo").config, "quickstart", ["gconfig.greedy=true", *more]).gconfig.greedy
 
 
 def test_moments_of_one_of_two_optimizers_can_be_left_out():

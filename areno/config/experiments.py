@@ -283,11 +283,13 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @forbid(
         "gconfig.greedy",
-        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal; set it to "
+        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal, and only "
+        "agents (agent.fn) make them differ; set it to "
         "false (eval_gconfig has a setting of its own)",
     )
     def repeated_greedy_samples(self) -> bool:
-        return self.gconfig.greedy and self.gconfig.n_samples > 1
+        has_agent = self.agent.fn is not None or self.agent.is_environment
+        return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
 
     @forbid(
         "rollout.max_sampling_rounds",
