@@ -51,7 +51,8 @@ class SamplingConfig(Section):
     )
     min_p: float = setting(
         0.0,
-        help="Sample only tokens that are at least this times as likely as the most likely one. 0: all",
+        help="Sample only tokens that are at least this times as likely as the most likely one. Applied before top_k "
+        "and top_p. 0: all",
         ge=0,
         le=1,
     )
