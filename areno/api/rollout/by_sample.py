@@ -61,7 +61,7 @@ def without_truncated(
     """Return the rows, with no token trained of samples that were cut off at a length limit. sizes: see `joined`."""
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [
-        replace(row, prompt_mask=np.ones(np.size(row.prompt_mask), dtype=bool)) if masked else row
+        replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
         for row, masked in zip(rows, truncated, strict=True)
     ]
 
