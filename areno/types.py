@@ -365,8 +365,9 @@ class RewardRecord:
     """What a reward function is given: one completed sample.
 
     prompt, messages, solutions, record: see PromptItem; `messages` goes on to the end of the sample.
-    completion: all text of the assistant. final_answer: its last turn. rendered_completion: the same as the model wrote
-    it, special tokens included. tool_calls, tool_results: parsed calls and what the environment answered.
+    completion: all text of the assistant. final_answer: its last turn. rendered_completion: the trajectory behind the
+    first prompt as the chat template renders it, with special tokens, tool results and the markers of turns; for a
+    single completion, its text with special tokens. tool_calls, tool_results: parsed calls and their results.
     tokens, logprobs, loss_mask: of the response, one entry each; loss_mask is True where the token is trained.
     step, epoch: of the training, when the sample was drawn. The first step is 1, the first epoch 0; before the first
     step it is 0.

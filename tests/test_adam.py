@@ -10,7 +10,7 @@ import torch
 
 from areno.config.models import OptimizerConfig
 from areno.engine.train.flat import FlatParameters
-from areno.engine.train.optimizer import AdamW
+from areno.engine.train.optimizer import Optimizer
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
@@ -145,7 +145,7 @@ def fit(kind, device="cpu", dtype=torch.float32, steps=150):
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)).to(device, dtype)
     flat = FlatParameters(model, align=BLOCK)
     config = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
-    optimizer = AdamW(flat, config, ParallelGroup())
+    optimizer = Optimizer(flat, config, ParallelGroup())
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     y = torch.stack([x[:, 0] * x[:, 1], x[:, 2].abs(), x[:, 3].sin(), x[:, 4:8].mean(1)], 1).float()
     losses = []

@@ -76,6 +76,15 @@ def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
     assert drawn(tmp_path / "a") == drawn(tmp_path / "b")
 
 
+@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
+def test_greedy_agents(tmp_path: Path, recipe: str) -> None:
+    """Samples of a prompt differ only by what tools answer, and these answer alike: a conversation for each prompt."""
+    played = run(tmp_path, "quick_turns.py", "gconfig.greedy=true", "total_train_steps=1", recipe=recipe)
+    found = {tuple(np.asarray(row.tokens).tolist()) for row in played.rows[0]}
+    assert (len(played.rows[0]), len(found)) == (16, 4)
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4
+
+
 def test_a_critic_trains_on_turns_too(tmp_path: Path) -> None:
     settings = ["critic.warmup_steps=0", "ref=null", "actor.kl_ctl=0"]
     played = run(tmp_path, "quick_turns.py", *settings, recipe="ppo", task="quickstart_ppo")

@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from test_run import start
 from tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 import areno.models.weights
+from areno.api.trainers.setup import Setup
 from areno.checkpoint.saver import Saver
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.engine.engine import Engine
@@ -49,7 +51,7 @@ class Disk:
 
 
 def saver(folder: Path, disk: Disk, **settings: Any) -> Saver:
-    made = Saver(SaverConfig(mode="async", **settings), folder / "checkpoints", disk.is_written)
+    made = Saver(SaverConfig(**{"mode": "async", **settings}), folder / "checkpoints", disk.is_written)
     made.claim(folder)
     return made
 
@@ -70,6 +72,23 @@ def test_a_checkpoint_has_its_name_when_all_of_it_is_written(tmp_path: Path) -> 
     assert made.poll()
     assert names(tmp_path) == [".owner", "latest", "step-000001"]
     assert made.saved_step == 1
+
+
+def test_auto_is_async_on_cuda_and_sync_on_a_cpu(tmp_path: Path) -> None:
+    disk = Disk()
+    made = saver(tmp_path, disk, mode="auto")
+    made.save(disk.write, 1)
+    assert names(tmp_path) == [".owner", ".tmp-step-000001"]
+    disk.written = True
+    made.save(lambda folder: None, 2)
+    assert names(tmp_path) == [".owner", "latest", "step-000001", "step-000002"], "as all of it is there already"
+    setup, calls = cast("Any", object.__new__(Setup)), []
+    setup.config, setup._also_saved = SimpleNamespace(saver=SaverConfig(mode="auto")), ()
+    for device in ("cpu", "cuda:0"):
+        engine = SimpleNamespace(spec=SimpleNamespace(devices=[device]))
+        setup.trainer = SimpleNamespace(engine=engine, write_checkpoint=lambda folder, **how: calls.append(how))
+        setup._write_checkpoint(tmp_path)
+    assert [how["background"] for how in calls] == [False, True]
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:

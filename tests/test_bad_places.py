@@ -90,8 +90,8 @@ def test_no_room_for_logs(capsys, n_bytes, settings, message):
 
 
 def test_no_room_for_events_or_log_lines(tmp_path, caplog):
+    from areno.api.metrics import MetricsRecorder
     from areno.errors import ArenoError
-    from areno.tracking.recorder import MetricsRecorder
     from areno.tracking.run_log import RunLog
 
     recorder = MetricsRecorder(tmp_path / "tb")

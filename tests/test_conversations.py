@@ -18,11 +18,11 @@ from areno.agents.conversations import Conversations, Prompt, PromptTooLong, con
 from areno.agents.parsers import parser_for_template
 from areno.agents.protocol import bounds
 from areno.agents.protocol.messages import read_messages
-from areno.agents.rows import RowBuilder
+from areno.agents.rows import RowBuilder, reward_record
 from areno.agents.server.remembered import Remembered
 from areno.agents.server.threads import Threads
 from areno.agents.tokens import Source, expand
-from areno.agents.trajectories import BadTrajectory, LossMaskPolicy
+from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
 
@@ -173,9 +173,15 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
     first = turn_of(conversations, [USER], said, tools, answer)
     second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
     builder = RowBuilder(conversations, LossMaskPolicy(tool_results=True), len(conversations.tokenizer))
-    [row] = builder.trajectory([first, second]).rows
+    trajectory = builder.trajectory([first, second])
+    [row] = trajectory.rows
     text = tiny.decode(row.tokens)
     assert said in text
+    record = reward_record(AgentItem("hello", {}, []), trajectory, tiny)
+    assert tiny.decode(first["tokens"]["prompt_token_ids"]) + record.rendered_completion == text
+    assert record.rendered_completion.startswith(said)
+    assert "two three" in record.rendered_completion
+    assert record.rendered_completion.endswith("ok<|im_end|>")
     trained = [tiny.decode([token]) for token, on in zip(row.tokens, row.trained, strict=True) if on]
     assert "".join(trained) == said + "two three" + "ok<|im_end|>"
     assert {Source(source).name for source in row.sources} == {"TEMPLATE", "USER", "TOOL", "SAMPLED"}

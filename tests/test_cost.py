@@ -15,7 +15,7 @@ from areno.engine.decoder.kv.kv_cache import KVCache
 from areno.engine.decoder.kv.layout import KVLayout
 from areno.engine.decoder.state_cache import StateCache
 from areno.engine.train.flat import FlatParameters
-from areno.engine.train.optimizer import AdamW
+from areno.engine.train.optimizer import Optimizer
 from areno.kernels.adam import BLOCK
 from areno.layers.adapters.config import AdapterSpec
 from areno.layers.attention import PackedAttend
@@ -95,18 +95,18 @@ def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
 def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
     flat = FlatParameters(torch.nn.Linear(16 * BLOCK, 4, bias=False, dtype=dtype))
-    optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
+    optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
     buffers = [flat.grads, *optimizer.moments.values()] + ([] if flat.masters is flat.params else [flat.masters])
-    moments = 2 * (1 + 4 / BLOCK) if kind == "adam_8bit" else 8
+    moments = {"adam": 8, "adam_8bit": 2 * (1 + 4 / BLOCK), "sgd": 0}[kind]
     expected = 4 + (0 if dtype == torch.float32 else 4) + moments  # gradient; float32 parameters are their own masters
     assert sum(buffer.nbytes for buffer in buffers) / sum(segment.n_params for segment in flat.segments) == expected
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"head": "value"}, SPARSE])
 def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -118,7 +118,7 @@ def test_bytes_of_a_divided_optimizer(
     model = build(config, dtype=torch.bfloat16)
     stage = model.stage if zero_stage else None
     flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
-    optimizer = AdamW(flat, OptimizerConfig(type=kind), ParallelGroup())
+    optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
     found = memory.model_bytes(config, 2, kind, dp_size=3, zero_stage=zero_stage)
     assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
     assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)

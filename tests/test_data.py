@@ -229,6 +229,45 @@ def test_a_split_that_is_not_read(tmp_path):
         load_rows(DatasetConfig(path="a/b:c:train", split="test"), "prompt")
 
 
+def test_more_arguments_for_what_loads_the_data(tmp_path, monkeypatch):
+    loader = write(tmp_path / "loader.py", "def load_dataset(split, n): return [{'prompt': f'{split} {n[0]}'}]")
+    given = DatasetConfig(loader=loader, dataset_kwargs={"n": [3]})
+    assert load_rows(given, "prompt") == [{"prompt": "train 3"}]
+    for name, text in (("easy", "a"), ("hard", "b")):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "train.jsonl").write_text(f'{{"prompt": "{text}"}}')
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kwargs = {"data_dir": "hard", "cache_dir": str(tmp_path / "cache")}
+    rows = load_rows(DatasetConfig(path=str(tmp_path / "folder"), dataset_kwargs=kwargs), "prompt")
+    assert [row["prompt"] for row in rows] == ["b"]
+    asked = {}
+    monkeypatch.setattr("areno.data.sources._hub_answers", lambda: True)
+    monkeypatch.setattr("datasets.load_dataset", lambda *at, **how: asked.update(at=at, how=how) or [{"prompt": "c"}])
+    load_rows(DatasetConfig(path="some/where:main", dataset_kwargs={"revision": "v2"}), "prompt")
+    assert asked == {"at": ("some/where", "main"), "how": {"split": "train", "revision": "v2"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"path": "rows.jsonl"},
+            r"train_dataset\.dataset_kwargs: is set, but .*rows.jsonl is read without datasets.load",
+        ),
+        ({"loader": "verifiers:gsm8k"}, "dataset_kwargs: is set, but verifiers:gsm8k loads its own rows; leave it out"),
+        ({}, "dataset_kwargs: is set, but path and loader are null, so nothing is loaded"),
+        ({"path": "a/b", "dataset_kwargs": {"split": "x"}}, "dataset_kwargs.split: cannot be given here; set split"),
+        ({"path": "a/b", "dataset_kwargs": {"name": "x"}}, "dataset_kwargs.name: cannot be given here; set path"),
+        ({"path": "a/b", "dataset_kwargs": [1]}, "dataset_kwargs: is .1.; a mapping of names is expected"),
+    ],
+)
+def test_arguments_that_nothing_takes(tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", '{"prompt": "a"}')
+    with pytest.raises((ConfigError, DataError), match=message):
+        load_rows(DatasetConfig(**{"dataset_kwargs": {"revision": "v2"}, **given}), "prompt")
+
+
 def test_missing_loader():
     with pytest.raises(ConfigError, match=r"train_dataset\.loader"):
         load_rows(DatasetConfig(path="x", loader="nowhere.py"), "prompt")

@@ -20,6 +20,7 @@ EDITED = [
     request(43, 17, n_samples=2, max_new_tokens=20, min_p=0.3),
     replace(request(44, 5, max_new_tokens=20, greedy=True), logit_bias={7: 2.5}, top_logprobs=4),
     replace(request(45, 5, max_new_tokens=20, top_p=0.9), top_logprobs=2),
+    request(46, 6, n_samples=3, max_new_tokens=20, min_p=0.3, top_p=0.6),
 ]
 
 
@@ -31,6 +32,7 @@ def weights_by_hand(item: GenerationRequest, row: list[int], logits_V: torch.Ten
     edited_V -= params.frequency_penalty * counts_V + params.presence_penalty * (counts_V > 0)
     weights_V = (edited_V / params.temperature).softmax(-1)
     weights_V[weights_V < params.min_p * weights_V.max()] = 0
+    weights_V /= weights_V.sum()  # top-p is a share of what min-p keeps
     if params.top_p < 1:
         sorted_V, order_V = weights_V.sort(descending=True)
         weights_V[order_V[(sorted_V.cumsum(-1) - sorted_V) >= params.top_p]] = 0

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from areno.api.metrics import accuracy, rollout_metrics, row_metrics, with_prefix
+from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
 from areno.api.rollout.log import group_metrics
-from areno.tracking.recorder import MetricsRecorder
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
+from areno.api.metrics import MetricsRecorder
 from areno.launch.compose import load
-from areno.tracking.recorder import MetricsRecorder
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT, CURVES = DOCS / "plots.py", DOCS / "algorithm_curves.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from ppo_runs import (
 from safetensors.torch import load_file
 
 from areno.config.datasets import DatasetConfig
-from areno.config.models import RefConfig
+from areno.config.roles import RefConfig
 from areno.config.rollout.reward import RewardConfig
 from areno.config.rollout.sampling import GenerationConfig
+from areno.errors import CheckpointError
 
 
 @pytest.mark.parametrize(("with_model", "with_function"), [(True, False), (False, True), (True, True)])
@@ -89,6 +91,39 @@ def test_critic_from_another_language_model(tmp_path: Path, models: dict[str, Pa
     name = "model.layers.1.mlp.up_proj.weight"
     torch.testing.assert_close(saved[name], body[name], atol=1e-6, rtol=0)
     assert (saved[name] - own[name]).abs().max() > 1e-3
+
+
+def test_critic_from_random_weights(tmp_path: Path, models: dict[str, Path]) -> None:
+    """In the shape of its folder, which then needs no weights; the actor keeps those of its own folder."""
+    empty = tmp_path / "shape"
+    shutil.copytree(models["lm"], empty, ignore=shutil.ignore_patterns("*.safetensors"))
+    for path in (None, str(empty)):
+        how = {"critic": {"path": path, "init_from_scratch": True, "optimizer": optimizer(1e-8)}, **without_reference()}
+        fitted(ppo_config(tmp_path, **how), tmp_path / f"run-{path is None}", digits)
+        saved = tmp_path / f"run-{path is None}/checkpoints/latest"
+        own = load_file(MODEL / "model.safetensors")
+        name = "model.layers.1.mlp.up_proj.weight"
+        assert (load_file(saved / "critic/model.safetensors")[name] - own[name]).abs().max() > 1e-2
+        assert (load_file(saved / "model.safetensors")[name] - own[name]).abs().max() < 1e-2
+    with pytest.raises(CheckpointError, match=r"critic can start .* critic\.init_from_scratch=true"):
+        fitted(ppo_config(tmp_path, critic={"path": str(empty)}, **without_reference()), tmp_path / "none", digits)
+
+
+def test_a_critic_that_skips_what_was_cut_off(tmp_path: Path) -> None:
+    """The policy trains on these completions, the critic does not."""
+    how = {"gconfig": GenerationConfig(n_samples=2, max_new_tokens=3), **without_reference()}
+    rows = [{"prompt": prompt, "solutions": ""} for prompt in ("17+5=", "98+97=", "28+6=", "99+89=")]
+    plain = fitted(ppo_config(tmp_path, **how), tmp_path / "plain", digits, train_dataset=rows)
+    config = ppo_config(tmp_path, critic={"mask_no_eos_with_zero": True}, **how)
+    masked = fitted(config, tmp_path / "masked", digits, train_dataset=rows)
+    tokens = [[list(row.tokens) for row in played.critic_rows[0]] for played in (plain, masked)]
+    assert tokens[0] == tokens[1]
+    ends = [len(trained(row, "values")) for row in plain.critic_rows[0]]
+    kept = [len(trained(row, "values")) for row in masked.critic_rows[0]]
+    cut = [row.tokens[-1] != row.eos_token_id for row in plain.critic_rows[0]]
+    assert kept == [0 if is_cut else end for is_cut, end in zip(cut, ends, strict=True)]
+    assert 0 < sum(cut) < len(cut)
+    assert [len(trained(row, "advantages")) for row in masked.rows[0]] == ends
 
 
 def test_offloaded_roles_give_the_same_numbers(tmp_path: Path, models: dict[str, Path]) -> None:

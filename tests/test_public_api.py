@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
+
+import pytest
 
 import areno
 
@@ -20,6 +23,26 @@ def test_the_list_is_what_we_promise() -> None:
 def test_every_name_can_be_imported_and_is_documented() -> None:
     for name in areno.__all__:
         assert getattr(areno, name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("areno.api", ["Algorithm", "algorithm_names", "get_algorithm", "register_algorithm"]),
+        (
+            "areno.api.agentic",
+            ["AgentBatch", "AgentItem", "AgentTrajectory", "AgentTrajectoryTurn", "LossMaskPolicy", "RewardRecord"],
+        ),
+        ("areno.api.metrics", ["MetricsRecorder"]),
+        ("areno.loss_fns", ["dpo_loss_fn", "grpo_loss_fn", "gspo_loss_fn", "ppo_loss_fn", "sft_loss_fn"]),
+    ],
+)
+def test_modules_have_the_names_that_we_promise(module: str, names: list[str]) -> None:
+    """Defined there, so that an error and a pickle name them so, or listed there."""
+    found = import_module(module)
+    for name in names:
+        assert getattr(found, name).__doc__
+        assert getattr(found, name).__module__ == module or name in found.__all__
 
 
 def test_other_names_are_an_attribute_error() -> None:

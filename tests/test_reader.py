@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from areno.api.metrics import MetricsRecorder
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import SaverConfig
@@ -17,7 +18,6 @@ from areno.errors import ArenoError
 from areno.recipes.sft import SFTConfig
 from areno.tracking import new_run
 from areno.tracking.reader import RunReader, list_runs
-from areno.tracking.recorder import MetricsRecorder
 
 CONFIG = SFTConfig(
     experiment_name="e", actor=ModelConfig(path="model"), train_dataset=DatasetConfig(path="rows.jsonl", batch_size=3)

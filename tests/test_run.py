@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from areno.api.trainers.run import Run
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
+from areno.config.tracking.stats_logger import StatsLoggerConfig, TensorBoardConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig
@@ -39,6 +42,7 @@ def start(
     data: dict[str, Any] | None = None,
     save: Any = lambda at: (at / "x").write_text("x"),
     is_saved: Any = lambda: True,
+    facts: Any = MappingProxyType({}),
     **settings,
 ) -> Run:
     config = SFTConfig(
@@ -47,7 +51,17 @@ def start(
     )
     rows = loader(n_rows, **(data or {}))
     evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
-    return Run(config, folder, rows, save=save, is_saved=is_saved, evaluator=evaluator)
+    return Run(config, folder, rows, save=save, is_saved=is_saved, evaluator=evaluator, facts=facts)
+
+
+@pytest.mark.parametrize("path", [None, "elsewhere"])
+def test_the_folder_of_the_metrics_is_told_at_the_start(path, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    stats_logger = StatsLoggerConfig(tensorboard=TensorBoardConfig(path=path))
+    with caplog.at_level(logging.INFO, "areno"):
+        start(tmp_path / "run", facts={"model": "m"}, stats_logger=stats_logger).close()
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("run: ")]
+    assert line.startswith(f"run: run; model: m; steps: 20; metrics: {path or 'run/tensorboard'}")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -298,13 +299,39 @@ def test_no_package_is_imported_unless_it_is_used(tmp_path):
         ("trackio.mode=online", "trackio.space_id: is null, but mode is online"),
         ("trackio={mode: local, space_id: a/b}", "trackio.space_id: is a/b, but mode=local sends nothing"),
         ("mlflow={mode: local, tracking_uri: 'http://x'}", "mlflow.tracking_uri: is http://x, but mode is local"),
-        ("wandb.mode=shared", "wandb.mode: is 'shared'; expected one of"),
+        ("wandb.mode=cloud", "wandb.mode: is 'cloud'; expected one of"),
         ("swanlab.api_key=x", "swanlab.api_key: unknown key; it would be kept in the files of the run; set the"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path, setting, message):
     with pytest.raises(ConfigError, match=message):
         config_of(tmp_path, f"stats_logger.{setting}")
+
+
+@pytest.mark.parametrize("mode", ["cloud", "local", "offline"])
+def test_modes_of_swanlab(tmp_path, monkeypatch, mode):
+    """Under the names that the package has for them."""
+    given = {}
+    package = types.ModuleType("swanlab")
+    package.Settings = lambda **settings: None
+    package.Settings.Terminal = lambda **settings: None
+    package.init = lambda **settings: given.update(settings)
+    monkeypatch.setitem(sys.modules, "swanlab", package)
+    [service] = services(config_of(tmp_path, f"stats_logger.swanlab.mode={mode}").stats_logger).values()
+    service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None)
+    assert given["mode"] == {"cloud": "online"}.get(mode, mode)
+
+
+def test_a_run_of_wandb_that_others_write_to(tmp_path, monkeypatch):
+    """Needs a key as mode=online does, and has the id that is in trackers.json."""
+    wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
+    given, logins = {}, []
+    run = types.SimpleNamespace(define_metric=lambda *name, **how: None, id="shared-id")
+    monkeypatch.setattr(wandb, "login", lambda **how: logins.append(how) or True)
+    monkeypatch.setattr(wandb, "init", lambda **how: given.update(how) or run)
+    [service] = services(config_of(tmp_path, "stats_logger.wandb.mode=shared").stats_logger).values()
+    assert service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None) == "shared-id"
+    assert (given["mode"], len(logins)) == ("shared", 1)
 
 
 def test_wandb_without_a_key(tmp_path, caplog):

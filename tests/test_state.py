@@ -93,7 +93,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_goes_on_as_if_nothing_had_happened(
     folder: Path, tmp_path: Path, kind: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -137,13 +137,46 @@ def test_tensors_are_stored_whole_under_their_checkpoint_names(folder: Path, tmp
     assert stored["critic.master.score.weight"].any()
 
 
-@pytest.mark.parametrize(("kind", "most"), [("adam", 12.2), ("adam_8bit", 6.3)])
+@pytest.mark.parametrize(("kind", "most"), [("adam", 12.2), ("adam_8bit", 6.3), ("sgd", 4.2)])
 def test_a_state_is_small(tmp_path: Path, kind: Any, most: float) -> None:
     """Masters and moments; the weights are not in it a second time."""
     shape = model_folder(tmp_path / "model", vocab_size=10_000)
     with Engine(spec(shape, optimizer=dataclasses.replace(OPTIMIZER, type=kind), dtype="bfloat16")) as engine:
         state = saved(engine, tmp_path / "state")
         assert sum(file.stat().st_size for file in state.iterdir()) / engine.info.n_params < most
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("left_out", ["of the state", "when it is loaded"])
+def test_moments_that_are_left_out_begin_at_zero(folder: Path, tmp_path: Path, kind: Any, left_out: str) -> None:
+    """Adam's bias correction begins again with them, and the schedule goes on. Later states know of both."""
+    optimizer = dataclasses.replace(OPTIMIZER, type=kind, lr_scheduler_type="linear", lr_decay_steps=8)
+    with built(folder, optimizer) as engine:
+        steps(engine, 2)
+        whole = saved(engine, tmp_path / "whole")
+        engine.save_state(tmp_path / "small", with_moments=False)
+        assert engine.state_written(wait=True)
+        at_save = buffers(engine)
+    assert not [name for name in content(tmp_path / "small") if "exp_avg" in name]
+    with built(folder, optimizer) as other:
+        empty = {name: tensor for name, tensor in buffers(other).items() if "exp_avg" in name}
+        steps(other, 1)
+        other.load_state(*([tmp_path / "small"] if left_out == "of the state" else [whole, False]))
+        assert same(buffers(other), at_save | empty)
+        worker: Any = other._workers
+        of_actor = worker.worker.roles["actor"].backend.optimizer
+        assert (of_actor.steps, of_actor.moments_from) == (2, 2)
+        before = of_actor.flat.masters.clone()
+        rate = optimizer.lr * (0.1 + 0.9 * 6 / 8)
+        assert steps(other, 1)[1]["lr"] == pytest.approx(rate)
+        moved = (of_actor.flat.masters - before).abs().max()
+        assert moved == pytest.approx(rate, rel=0.05), "as a first update, |m / sqrt(v)| = 1"
+        later = saved(other, tmp_path / "later")
+        at_save, expected = buffers(other), steps(other, 1)
+    with built(folder, optimizer) as again:
+        again.load_state(later)
+        assert same(buffers(again), at_save)
+        assert steps(again, 1) == expected, "the bias correction, too"
 
 
 @pytest.fixture

@@ -115,11 +115,11 @@ def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, m
     save_state, written, before = Engine.save_state, Engine.state_written, resource.getrlimit(resource.RLIMIT_FSIZE)
     seen = []
 
-    def save(self, folder):
+    def save(self, folder, *how):
         if any(f"step-00000{step}" in str(folder) for step in (3, 4, 5)):
             seen.append([name for name in states() if name[0] != "."])
             resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
-        save_state(self, folder)
+        save_state(self, folder, *how)
 
     def waited(self, wait=False):
         is_under_way = self._writes_state
@@ -154,7 +154,7 @@ class FakeEngine:
         self.is_done = False
         self.error = None
 
-    def save_state(self, folder):
+    def save_state(self, folder, with_moments=True):
         self.folder, self.is_done = Path(folder), False
 
     def state_written(self, wait=False):
@@ -281,3 +281,27 @@ def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
     after.tidy()
     assert names(folder) == ["latest", "step-000001"]
     assert after.newest().record["run"] == ("before" if place == "rename" else "after")
+
+
+@pytest.mark.parametrize("setting", ["no_save_optim", "no_load_optim"])
+def test_without_the_moments(setting, tmp_path, monkeypatch, tmp_path_factory):
+    """The same run up to the first update with moments of zero. Its learning rate is that of the whole run."""
+    monkeypatch.chdir(tmp_path)
+    stopped_sft(3, tmp_path_factory, *([f"recover.{setting}=true"] if setting == "no_save_optim" else []))
+    moments = list(Path().glob("outputs/*/t/state/step-000003/engine/*exp_avg*"))
+    assert bool(moments) == (setting == "no_load_optim")
+    assert go("sft", *OFTEN, f"recover.{setting}=true") == 0
+    found = (whole("sft", tmp_path_factory), kill_runs.left_by(folder_of("sft")))
+    steps = [[line for line in of["metrics"] if "train/lr" in line] for of in found]
+    for before, after in zip(*steps, strict=True):
+        assert before["train/lr"] == after["train/lr"]
+        assert (before == after) == (before["step"] < 5)
+
+
+def test_sgd_goes_on_to_the_bit(tmp_path, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path)
+    sgd = ["actor.optimizer.type=sgd", "actor.optimizer.lr=0.1"]
+    stopped_sft(2, tmp_path_factory, *sgd)
+    assert go("sft", *OFTEN, *sgd) == 0
+    expected = whole("sft", tmp_path_factory, *sgd)
+    assert kill_runs.differences(expected, kill_runs.left_by(folder_of("sft"))) == []

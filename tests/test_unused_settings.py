@@ -8,8 +8,9 @@ from areno.api import get_algorithm
 from areno.config.models import MicroBatchSpec
 from areno.config.schema.fields import rows
 from areno.errors import ConfigError
+from areno.launch.areal import NOT_HERE
 from areno.launch.compose import load
-from areno.launch.elsewhere import NOT_HERE, RECIPES, hint
+from areno.launch.elsewhere import RECIPES, hint
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
@@ -63,6 +64,26 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "valid_dataset=null valid_dataset.path=x",
             "valid_dataset.path: has no effect with valid_dataset=null",
         ),
+        (
+            "gspo",
+            "actor.optimizer.type=sgd actor.optimizer.beta1=0.8",
+            "actor.optimizer.beta1: is 0.8, but type is sgd",
+        ),
+        (
+            "gspo",
+            "actor.optimizer.type=sgd recover.no_save_optim=true",
+            "recover.no_save_optim: is true, but actor.optimizer.type is sgd, which has no moments",
+        ),
+        (
+            "gspo",
+            "recover.mode=disabled recover.no_load_optim=true",
+            "recover.no_load_optim: is True, but recover.mode",
+        ),
+        (
+            "gspo",
+            "gconfig.greedy=true",
+            "gconfig.greedy: is true, so the 8 samples of a prompt (gconfig.n_samples) would be equal, and only agents",
+        ),
         ("gspo", "recover.mode=off recover.keep=5", "recover.keep: is 5, but recover.mode is off"),
         ("grpo", "ref=null ref.path=x", "ref.path: has no effect with ref=null; leave one of the two out"),
     ],
@@ -82,6 +103,18 @@ def test_evaluation_settings_of_a_task_without_evaluation(tmp_path):
 def test_no_evaluation_takes_its_settings_along():
     config = load(get_algorithm("gspo").config, "quickstart", ["valid_dataset=null"])
     assert (config.valid_dataset, config.eval_gconfig, config.evaluator.eval_before_train) == (None, None, False)
+
+
+@pytest.mark.parametrize("more", [["agent.fn=agent.py"], ["gconfig.n_samples=1", "actor.adv_norm=null"]])
+def test_greedy_where_samples_are_not_equal(more):
+    assert load(get_algorithm("grpo").config, "quickstart", ["gconfig.greedy=true", *more]).gconfig.greedy
+
+
+def test_moments_of_one_of_two_optimizers_can_be_left_out():
+    config = load(
+        get_algorithm("ppo").config, "quickstart", ["critic.optimizer.type=sgd", "recover.no_save_optim=true"]
+    )
+    assert config.recover.no_save_optim
 
 
 def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
@@ -108,6 +141,17 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "gspo",
             "variant=m2po",
             "actor.reduction: unknown key; it is a setting of grpo and ppo; variant=m2po sets it",
+        ),
+        ("gspo", "actor.fsdp.offload_params=true", "actor.fsdp: unknown key; areno has an engine of its own"),
+        ("ppo", "critic.megatron.ddp.x=1", "critic.megatron: unknown key; areno has an engine of its own"),
+        ("gspo", "cluster.name_resolve.type=nfs", "cluster.name_resolve: unknown key; scheduler.type=ray finds"),
+        ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; rollout and training take turns"),
+        ("ppo", "critic.dtype=bfloat16", "critic.dtype: unknown key; critic has none of its own, see actor.dtype"),
+        (
+            "gspo",
+            "actor.optimizer.type=adam_bf16",
+            "actor.optimizer.type: is 'adam_bf16'; expected one of 'adam', 'adam_8bit', 'sgd'; did you mean adam_8bit "
+            "or adam?; adam_8bit has moments of one byte",
         ),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],

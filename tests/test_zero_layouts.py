@@ -118,7 +118,7 @@ def test_every_layout_is_as_one_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
 def test_a_state_is_of_any_division(tmp_path: Path, kind: Any) -> None:
     """Written on some ranks, read on others: weights, masters and moments are equal to the bit."""
     folder = folder_of(tmp_path / "model", "llama")

@@ -1,4 +1,4 @@
-"""The rollout/* numbers of a step, from its samples or its rows, and the eval/* numbers of a policy.
+"""The rollout/* numbers of a step, from its samples or its rows, the eval/* numbers of a policy, and their recorder.
 
 rollout/accuracy is the share of scored samples whose reward is at least 1.0, the value that stands for a right answer;
 partial credit below it does not count.
@@ -10,12 +10,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areno.config.experiments import pass_sizes
+from areno.tracking.files.scalar_files import Jsonl, TensorBoard
 from areno.tracking.stopwatch import Stopwatch
+from areno.tracking.tracker import Tracker, Trackers
 from areno.types import ScoredSample, TrainSequence
 
 _RIGHT = 1.0 - 1e-6
@@ -188,3 +191,40 @@ def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, floa
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
     """`{"loss": 1.0}` under "train" is `{"train/loss": 1.0}`."""
     return {f"{prefix}/{name}": float(value) for name, value in stats.items()}
+
+
+class MetricsRecorder(Trackers):
+    """Writes the scalars of steps to files, for scripts that have no run. Use as a context manager, or call close().
+
+    `Trainer(metrics_log_dir=...)` records its own steps with one. The files appear with the first scalars.
+
+    Args:
+        path: folder of TensorBoard event files. None: none are written.
+        jsonl: file with one JSON line for each call of `record`. None: none is written.
+    """
+
+    def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
+        files: list[Tracker] = [] if path is None else [TensorBoard(path)]
+        super().__init__(files if jsonl is None else [*files, Jsonl(jsonl)])
+
+    def record(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write scalars of a step.
+
+        Args:
+            step: number of the step. A step may come in several calls.
+            scalars: value by name, <namespace>/<name>: rollout/*, train/*, eval/* or time/*.
+
+        Raises:
+            ArenoError: the files cannot be written. The message names the setting.
+        """
+        self.log(step, scalars)
+
+    def close(self) -> None:
+        """Close the files. A second call does nothing."""
+        self.finish()
+
+    def __enter__(self) -> MetricsRecorder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -30,7 +30,7 @@ _POLL_EVERY_S = 0.5  # workers that decode are asked no more often, since each a
 class RecoverableEngine(StatefulEngine, Protocol):
     """What is asked of the engine; see areno.engine.engine."""
 
-    def load_state(self, folder: str | Path) -> None: ...
+    def load_state(self, folder: str | Path, with_moments: bool = True) -> None: ...
 
     def restart(self) -> None: ...
 
@@ -130,7 +130,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         while self.is_on and (state := self.states.newest() if self.goes_on else None) is not None:
             assert self._engine is not None
             try:
-                self._engine().load_state(state.engine)
+                self._engine().load_state(state.engine, not self.config.recover.no_load_optim)
             except CheckpointError as error:
                 self.states.set_aside(state.step, str(error))
                 continue

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from areno.api.metrics import row_metrics, step_scalars, step_times
+from areno.api.metrics import MetricsRecorder, row_metrics, step_scalars, step_times
 from areno.data.loader import BatchLoader
-from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.stopwatch import Stopwatch
 from areno.types import PromptBatch, PromptItem, TrainSequence
 

@@ -25,6 +25,7 @@ from areno.api.inputs.arguments import (
 from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
 from areno.api.inputs.facts import memory_told, tell_model
 from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
+from areno.api.metrics import MetricsRecorder
 from areno.api.session import ProxySettings, RolloutSession, Sessions
 from areno.api.step_log import StepLog
 from areno.config.experiments import ExperimentConfig, LossFn
@@ -37,7 +38,6 @@ from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_
 from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
 from areno.tracking.display.progress import RolloutProgress
-from areno.tracking.recorder import MetricsRecorder
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
 from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, TrainSequence

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from areno.bench.work import Work
+from areno.config.models import OptimizerType
 from areno.errors import ConfigError, Problem
 
 Kind = Literal["rollout", "train", "step", "logprob", "sampling", "state", "agents", "serve", "driver"]
@@ -39,7 +40,7 @@ class Settings:
     zero_stage: Literal[0, 1, 2]
     dtype: str
     repeats: int
-    optimizer: Literal["adam", "adam_8bit"]
+    optimizer: OptimizerType
     recompute: bool
     tokens_per_mb: int
     clients: int
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=_positive, default=256, help="tokens of each completion")
     add("--uniform", type=_positive, nargs=2, metavar=("LOW", "HIGH"), help="draw both lengths from LOW..HIGH")
     add("--tokens-per-mb", type=_positive, default=32768, help="token budget of a micro-batch")
-    add("--optimizer", choices=["adam", "adam_8bit"], default="adam")
+    add("--optimizer", choices=get_args(OptimizerType), default="adam")
     kept = "keep all activations; else what there is memory for"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--clients", type=_positive, default=64, help="serve: how many ask at the same time")

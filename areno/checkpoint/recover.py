@@ -22,7 +22,7 @@ logger = logging.getLogger("areno.recover")
 class StatefulEngine(Protocol):
     """What is asked of the engine; see areno.engine.engine."""
 
-    def save_state(self, folder: str | Path) -> None: ...
+    def save_state(self, folder: str | Path, with_moments: bool = True) -> None: ...
 
     def state_written(self, wait: bool = False) -> bool: ...
 
@@ -73,7 +73,7 @@ class StateWriter:
             self._check_room()
             folder = self.states.begin(step)
             self._write = _Write(step, folder, record, self._alarm(step))
-            self._engine().save_state(folder / ENGINE)
+            self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
         except (CheckpointError, OSError) as error:
             self._failed(step, error)
         except ArenoError:  # the engine cannot go on, and nothing will ever be whole

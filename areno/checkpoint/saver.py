@@ -108,9 +108,9 @@ class Saver:
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Let `write` fill a folder, and give it the name step-<n>. If it raises CheckpointError, nothing stays.
 
-        With saver.mode async, `write` only begins to: the folder gets its name in a later `poll` or `finish`. One that
-        is under way is waited for. Ctrl-C and SIGTERM come before the folder has its name, or after `latest` and
-        `saved_step` speak of it.
+        With saver.mode async or auto, `write` may return before the files are complete. The folder then gets its name
+        in a later `poll` or `finish`. One that is under way is waited for. Ctrl-C and SIGTERM come before the folder
+        has its name, or after `latest` and `saved_step` speak of it.
         """
         self.finish()
         final = self._path(step)
@@ -120,6 +120,8 @@ class Saver:
         self.ranking.add(step)
         if self.config.mode == "sync":
             self.finish()
+        elif self.config.mode == "auto":  # which may have written all of it
+            self.poll()
         return final
 
     def poll(self) -> bool:

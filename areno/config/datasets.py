@@ -46,6 +46,11 @@ class DatasetConfig(Section):
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig, help="Names of the columns, where they differ from the fields of a row"
     )
+    dataset_kwargs: dict[str, Any] | None = setting(
+        None,
+        help="More keyword arguments for the function that loads the data: your loader or, without one, "
+        "datasets.load_dataset, which reads hub datasets and folders of data files. For example {revision: v2}",
+    )
     split: str = setting("train", help="Split to read, if the source has several")
     batch_size: int = setting(32, help="Prompts (RL) or rows (SFT, DPO) per step", gt=0, flag="--batch-size")
     shuffle: bool = setting(True, help="Use a new order in every epoch, drawn with seed")
@@ -67,6 +72,16 @@ class DatasetConfig(Section):
         if self.loader is not None and self.columns.given():
             text = "is set, but {} makes the rows and does not read it; set {} to null to read the file itself"
             yield Problem("columns", text, self.loader, Key("loader"))
+
+    @check
+    def arguments_of_the_loader(self) -> Iterator[Problem]:
+        if self.dataset_kwargs and not self.is_given:
+            text = "is set, but {} and {} are null, so nothing is loaded"
+            yield Problem("dataset_kwargs", text, Key("path"), Key("loader"))
+        for name in self.dataset_kwargs or ():
+            if name in ("path", "name", "split"):
+                other = "split" if name == "split" else "path"
+                yield Problem(f"dataset_kwargs.{name}", "cannot be given here; set {}", Key(other))
 
 
 MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"

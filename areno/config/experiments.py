@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.config import datasets, models, run
+from areno.config import datasets, models, roles, run
 from areno.config.recover import RecoverConfig
 from areno.config.rollout.agent import AgentConfig
 from areno.config.rollout.reward import RewardConfig
@@ -83,6 +83,17 @@ class ExperimentConfig(Section):
     @forbid("saver.merge_adapters", "is true, but actor.use_lora is false, so there are no adapters; leave it out")
     def merging_nothing(self) -> bool:
         return self.saver.merge_adapters and not self.actor.use_lora
+
+    def optimizers(self) -> list[models.OptimizerConfig]:
+        """Return the optimizer of each trained model."""
+        return [self.actor.optimizer]
+
+    @check
+    def states_of_no_moments(self) -> Iterator[Problem]:
+        if all(optimizer.type == "sgd" for optimizer in self.optimizers()):
+            for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
+                text = "is true, but {} is sgd, which has no moments; leave it out"
+                yield Problem(f"recover.{name}", text, Key("actor.optimizer.type"))
 
     @forbid(
         "cluster.n_nodes",
@@ -174,8 +185,8 @@ class SupervisedExperimentConfig(ExperimentConfig):
 class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
-    ref: models.ScoringRefConfig = setting(
-        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+    ref: roles.ScoringRefConfig = setting(
+        factory=roles.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -190,7 +201,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
-    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    ref: roles.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
     eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig", flags={})
     rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
@@ -272,11 +283,13 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @forbid(
         "gconfig.greedy",
-        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal; set it to "
+        "is true, so the {self.gconfig.n_samples} samples of a prompt (gconfig.n_samples) would be equal, and only "
+        "agents (agent.fn) make them differ; set it to "
         "false (eval_gconfig has a setting of its own)",
     )
     def repeated_greedy_samples(self) -> bool:
-        return self.gconfig.greedy and self.gconfig.n_samples > 1
+        has_agent = self.agent.fn is not None or self.agent.is_environment
+        return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
 
     @forbid(
         "rollout.max_sampling_rounds",
@@ -327,7 +340,11 @@ class KLExperimentConfig(PolicyExperimentConfig):
 class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
-    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
+    critic: roles.CriticConfig = setting(factory=roles.CriticConfig, help="The value function")
+
+    def optimizers(self) -> list[models.OptimizerConfig]:
+        """Return the optimizer of each trained model."""
+        return [self.actor.optimizer, self.critic.optimizer]
 
     @forbid(
         "critic.ppo_n_minibatches",

@@ -1,4 +1,4 @@
-"""Settings of the models of a run: actor, reference, critic, their optimizer and micro-batches. Imports no torch."""
+"""Settings of the actor, its optimizer and its micro-batches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from areno.config.rejection import RejectionSamplingConfig
 from areno.config.schema.fields import Section, build_check, check, forbid, setting
 from areno.errors import Problem
 
+OptimizerType = Literal["adam", "adam_8bit", "sgd"]
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW with fp32 master weights. Norm weights and biases have no weight decay."""
+    """AdamW or SGD with fp32 master weights. Norm weights and biases have no weight decay."""
 
-    type: Literal["adam", "adam_8bit"] = setting(
+    type: OptimizerType = setting(
         "adam",
-        help="adam has fp32 moments, 8 bytes per parameter. adam_8bit has blocks of 8-bit codes, 2 bytes",
+        help="adam is AdamW with fp32 moments, 8 bytes per parameter. adam_8bit keeps them in blocks of 8-bit codes, 2 "
+        "bytes. sgd is SGD without momentum, which keeps none",
         flag="--adam-8bit=adam_8bit",
     )
     lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
@@ -38,9 +41,9 @@ class OptimizerConfig(Section):
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
-    beta2: float = setting(0.999, help="Decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
-    eps: float = setting(1e-8, help="Added to the square root of the second moment", gt=0)
+    beta1: float = setting(0.9, help="Adam: decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
+    beta2: float = setting(0.999, help="Adam: decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
+    eps: float = setting(1e-8, help="Adam: added to the square root of the second moment", gt=0)
     weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
     gradient_clipping: float = setting(
         1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
@@ -51,6 +54,12 @@ class OptimizerConfig(Section):
     )
     def end_of_no_decay(self) -> bool:
         return self.lr_scheduler_type == "constant" and not self.is_default("min_lr_ratio")
+
+    @check
+    def moments_of_sgd(self) -> Iterator[Problem]:
+        for name in ("beta1", "beta2", "eps"):
+            if self.type == "sgd" and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but type is sgd, which has no moments; leave it out")
 
 
 @dataclass(kw_only=True)
@@ -359,45 +368,3 @@ class TokenPolicyConfig(PolicyConfig):
         for name, value in {"sapo_tau_pos": self.sapo_tau_pos, "sapo_tau_neg": self.sapo_tau_neg}.items():
             if not self.use_sapo_loss and not self.is_default(name):
                 yield Problem(name, f"is {value}, but use_sapo_loss is false; set it to true")
-
-
-@dataclass(kw_only=True)
-class RefConfig(Section):
-    """The frozen reference policy."""
-
-    path: str | None = setting(
-        None,
-        help="Model folder or hub id. null: the actor's initial weights, loaded once for both",
-        flag="--ref-ckpt",
-    )
-    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
-
-
-@dataclass(kw_only=True)
-class ScoringRefConfig(Section):
-    """A reference that scores the data before training and is then released."""
-
-    path: str | None = setting(
-        None, help="Model folder or hub id. null: the actor itself, before training", flag="--ref-ckpt"
-    )
-
-
-@dataclass(kw_only=True)
-class CriticConfig(Section):
-    """The value function of PPO: a transformer body with one output per token."""
-
-    path: str | None = setting(None, help="Model folder or hub id. null: the actor's body", flag="--critic-ckpt")
-    offload: bool = setting(False, help="Keep the model in host memory while it is not in use (CUDA)")
-    warmup_steps: int = setting(20, help="First steps: they train only the critic", ge=0, flag="--critic-warmup-steps")
-    eps_clip: float = setting(0.5, help="Clip range around the values of the rollout", gt=0, flag="--value-clip-eps")
-    value_loss_coef: float = setting(0.5, help="Factor on the value loss", gt=0, flag="--value-loss-coef")
-    ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
-    gradient_checkpointing: bool = setting(
-        True, help="Recompute the critic's activations in the backward pass", flag="--activation-checkpointing"
-    )
-    mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Micro-batches")
-    optimizer: OptimizerConfig = setting(
-        factory=lambda: OptimizerConfig(lr=1e-5),
-        help="Optimizer and its schedule",
-        flags={"lr": "--critic-lr", "type": "--adam-8bit=adam_8bit"},
-    )

@@ -18,7 +18,8 @@ class RecoverConfig(FrequencyConfig):
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
         help="auto goes on with the unfinished run of this trial_name, if there is one. resume is an error if there is "
-        "none. off writes no states and never goes on",
+        "none. off writes no states and never goes on. on is another word for auto, and disabled for off",
+        aliases={"on": "auto", "disabled": "off"},
     )
     freq_epochs: int | None = setting(1, help="Every this many epochs", gt=0)
     freq_secs: float | None = setting(600.0, help="At the next step once this many seconds have passed", gt=0)
@@ -28,6 +29,17 @@ class RecoverConfig(FrequencyConfig):
         help="How often a run may start its workers again, after one was lost, and go on from the last state without "
         "an end of its process",
         ge=0,
+    )
+
+    no_save_optim: bool = setting(
+        False,
+        help="Leave the moments of the optimizers out of states, which then take 4 bytes per parameter. A run that "
+        "goes on from one begins with moments of zero; its learning-rate schedule goes on",
+    )
+    no_load_optim: bool = setting(
+        False,
+        help="When a run goes on from a state, begin with moments of zero, whatever the state holds. The learning-rate "
+        "schedule goes on",
     )
 
     @build_check

@@ -94,10 +94,10 @@ class SaverConfig(FrequencyConfig):
         flag="--save-path",
     )
     freq_steps: int | None = setting(100, help="Every this many steps", gt=0, flag="--save-interval")
-    mode: Literal["sync", "async"] = setting(
+    mode: Literal["auto", "sync", "async"] = setting(
         "sync",
         help="sync: the step waits until its checkpoint is on the disk. async: it waits only until the weights are "
-        "copied to host memory; they are written during the next step",
+        "copied to host memory; they are written during the next step. auto: async on CUDA, sync on CPU",
     )
     keep: int | None = setting(
         None, help="So many newest checkpoints stay, and older ones are removed. null: all stay", gt=0

@@ -3,8 +3,8 @@
 A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path
 (absolute where such a file exists) and may be anything that the loader understands. The function can call
 `read_rows(path, split)` for the formats that areno knows. A loader that makes its rows from nothing takes `split` only,
-and then no path may be configured. It returns a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every
-row is checked against areno.data.row_schema.
+and then no path may be configured. Either one also gets the keyword arguments of the setting dataset_kwargs. It returns
+a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every row is checked against areno.data.row_schema.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
     if config.path is None:
         raise ConfigError(Problem(f"{key}.path", "missing; set it, or hand rows to the trainer"))
     _check_split(config, config.path, key)
-    rows, columns = read_rows(config.path, config.split, key), config.columns.given()
+    rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.given()
     if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
         has = ", ".join((*FIELDS[kind], *SHARED_FIELDS))
         raise ConfigError(
@@ -117,16 +117,28 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
     return fitting(rows, kind, "", Key(key))
 
 
-def read_rows(path: str, split: str = "train", key: str = "train_dataset") -> Rows:
-    """Rows of a json, jsonl, parquet, csv, tsv or arrow file, a folder, or a hub reference repo[:config[:split]].
+def read_rows(
+    path: str, split: str = "train", key: str = "train_dataset", kwargs: Mapping[str, Any] | None = None
+) -> Rows:
+    """Read a json, jsonl, parquet, csv, tsv or arrow file, a folder, or a hub reference repo[:config[:split]].
 
-    `split` chooses where the source has several. Raises DataError.
+    Args:
+        path: the file, folder or reference.
+        split: the split to read, if the source has several.
+        key: the section of the settings, for messages.
+        kwargs: more arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
+
+    Raises:
+        DataError: the source cannot be read.
     """
     file, setting = _find(path, key), f"{key}.path"
     if file is None:
-        return _read_hub(path, split, setting)
+        return _read_hub(path, split, setting, kwargs or {})
+    if kwargs and (file.is_file() or _is_saved(file)):
+        text = "is set, but {} is read without datasets.load_dataset; leave it out, or set {} to a file.py of your own"
+        raise DataError(Problem(f"{key}.dataset_kwargs", text, path, Key(f"{key}.loader")))
     if file.is_dir():
-        return _read_folder(file, path, split, key)
+        return _read_folder(file, path, split, key, kwargs or {})
     if file.suffix not in _FORMATS:
         expected = f"expected one of {' '.join(_FORMATS)} or a folder"
         raise DataError(Problem(setting, f"{path} has no known format; {expected}"))
@@ -173,6 +185,10 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
     if loader.startswith(VERIFIERS):
+        if config.dataset_kwargs:
+            raise ConfigError(
+                Problem(f"{key}.dataset_kwargs", "is set, but {} loads its own rows; leave it out", loader)
+            )
         return environment_rows(loader, config.split, f"{key}.loader")
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
@@ -187,7 +203,7 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
         text = "is {!r}, but {}(split) in {} makes its rows itself and reads no path; to read the path, set {}=null"
         raise ConfigError(Problem(f"{key}.path", text, config.path, name, file, Key(f"{key}.loader")))
     try:
-        found = function(*arguments)
+        found = function(*arguments, **(config.dataset_kwargs or {}))
         rows = _as_rows(found, config.split)
     except ArenoError:
         raise
@@ -280,12 +296,20 @@ def _read_table(file: Path, shown: str) -> Rows:
         raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
 
 
-def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
+def _is_saved(folder: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk` of the library datasets."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
+    """Read a folder of `save_to_disk`, or one of data files."""
     import datasets
 
-    is_saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
     try:
-        found: Any = datasets.load_from_disk(folder) if is_saved else datasets.load_dataset(str(folder), split=split)
+        if _is_saved(folder):
+            found: Any = datasets.load_from_disk(folder)
+        else:
+            found = datasets.load_dataset(str(folder), split=split, **kwargs)
     except Exception as error:  # the library raises a dozen kinds, none of them shared
         text = "cannot read folder {}: {}; set it to a data file, or set {} to a file.py that reads it"
         raise DataError(Problem(f"{key}.path", text, shown, _first_line(error), Key(f"{key}.loader"))) from error
@@ -297,7 +321,8 @@ def _read_folder(folder: Path, shown: str, split: str, key: str) -> Rows:
     return found
 
 
-def _read_hub(path: str, split: str, setting: str) -> Rows:
+def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) -> Rows:
+    """Read a dataset of the hub, or of its cache."""
     import datasets.config
     import huggingface_hub.constants
 
@@ -308,7 +333,7 @@ def _read_hub(path: str, split: str, setting: str) -> Rows:
     if not reachable:  # what is in the cache can still be used, and the library's own retries take half a minute
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
-        return datasets.load_dataset(repo, name or None, split=own_split or split)
+        return datasets.load_dataset(repo, name or None, split=own_split or split, **kwargs)
     except Exception as error:  # the library raises a dozen kinds, none of them shared
         text, said = "cannot load {} from the hub: {}", (_first_line(error),)
         if not reachable:

@@ -354,17 +354,15 @@ class Engine(AbstractContextManager["Engine"]):
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    def save_state(self, folder: str | Path) -> None:
-        """Begin to write what further training depends on, for every role with an optimizer.
+    def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
+        """Begin to write the training state of every role with an optimizer. Later updates are not in it.
 
-        That is fp32 masters, moments and update counters; weights are the rounded masters. Each rank writes its own
-        part. What is trained after this returns is not in the state. Ask `state_written` when it is whole.
-
-        EngineError while another state is being written.
+        A state holds fp32 masters, moments (if `with_moments`) and update counters; weights are the rounded masters.
+        Each rank writes its own part. `state_written` says when all is written. Raises EngineError before that.
         """
         if not self.state_written():
             raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
-        self._call("save_state", str(folder))
+        self._call("save_state", str(folder), with_moments)
         self._writes_state = True
 
     def state_written(self, wait: bool = False) -> bool:
@@ -387,18 +385,20 @@ class Engine(AbstractContextManager["Engine"]):
                 time.sleep(_TURN_S)
         return True
 
-    def load_state(self, folder: str | Path) -> None:
-        """Take over what `save_state` wrote, on however many ranks. `weights_version` is that of the state then.
+    def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
+        """Take over a state that `save_state` wrote, on any number of ranks, and its `weights_version`.
 
         The trained roles must be loaded. On as many ranks, training goes on exactly as it would have; on others up to
         the order of sums, and 8-bit moments are quantised anew where tp_size differs.
 
-        CheckpointError where the folder is incomplete or damaged, EngineError where it is the state of other roles,
-        other models or another type of optimizer; nothing has been taken over then.
+        Without `with_moments`, or if the state has none, moments begin at zero. The learning-rate schedule goes on.
+
+        Raises CheckpointError if the folder is incomplete or damaged, EngineError if the state is of other roles, other
+        models or another type of optimizer. Nothing has been taken over then.
         """
         if self._limits is not None:
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
-        self._call("load_state", str(folder))
+        self._call("load_state", str(folder), with_moments)
 
     def memory_table(self) -> tuple[str, str]:
         """What models, gradients and optimizers take of each device, computed: in one line, and as a table."""

@@ -181,7 +181,10 @@ class Roles:
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights. A role of the actor's folder copies the actor as long as these have not been trained."""
         own, actor = self._is_of_the_actor(spec), self._roles.get("actor")
-        if own and actor and (self.spec.lora or actor.backend.optimizer is None or actor.backend.optimizer.steps == 0):
+        optimizer = actor.backend.optimizer if actor else None
+        if spec.random_init:
+            model.init_weights(self.spec.seed)
+        elif own and actor and (self.spec.lora or optimizer is None or optimizer.steps == 0):
             theirs = dict(self.actor.named_parameters())
             for name, parameter in model.named_parameters():
                 if name in theirs:

@@ -40,6 +40,7 @@ class RoleSpec:
     path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
     key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
     needs_head: the folder must hold a trained value head (a reward model), not just a body to train one on (a critic).
+    random_init: start from weights drawn from the engine's seed, whatever the folder holds.
     lora: None has no adapters.
     """
 
@@ -50,6 +51,7 @@ class RoleSpec:
     gradient_checkpointing: bool = True
     offload: bool = False
     needs_head: bool = False
+    random_init: bool = False
     router_aux_loss_coef: float = 0.0  # of the loss that balances a model's experts
     lora: LoraSpec | None = None
 
@@ -134,6 +136,7 @@ class EngineSpec:
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
             router_aux_loss_coef=self.router_aux_loss_coef,
+            random_init=self.random_init,
             lora=self.lora,
         )
 

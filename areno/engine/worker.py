@@ -319,17 +319,17 @@ class Worker:
             future.result()
         return True
 
-    def save_state(self, folder: str) -> None:
+    def save_state(self, folder: str, with_moments: bool = True) -> None:
         """Begin to write the state of all trained roles into a folder; see StateKeeper."""
-        self._states.save(Path(folder))
+        self._states.save(Path(folder), with_moments)
 
     def state_written(self) -> bool:
         """Whether that is done. CheckpointError where it failed."""
         return self._states.written()
 
-    def load_state(self, folder: str) -> None:
-        """Take over the state of all trained roles."""
-        self._states.load(Path(folder))
+    def load_state(self, folder: str, with_moments: bool = True) -> None:
+        """Take over the state of all trained roles; see StateKeeper."""
+        self._states.load(Path(folder), with_moments)
 
     def close(self) -> None:
         """End what this worker does in the background. A model whose files are being written is finished."""

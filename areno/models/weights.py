@@ -326,8 +326,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{folder} has its weights in pytorch_model.bin only; {advice}")
     else:
         wrong = f"has no weights: looked for {SINGLE} and {INDEX}; download the model again "
-        advice = "(only the actor can start from random weights in the shape of its config.json: {}=true)"
-        raise CheckpointError("{} " + wrong + advice, folder, Key("actor.init_from_scratch"))
+        advice = "(actor and critic can start from random weights in the shape of config.json: {}=true, {}=true)"
+        keys = (Key("actor.init_from_scratch"), Key("critic.init_from_scratch"))
+        raise CheckpointError("{} " + wrong + advice, folder, *keys)
     file_of: dict[str, Path] = {}
     for file in files:
         if not file.is_file():

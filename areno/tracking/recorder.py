@@ -1,4 +1,4 @@
-"""Opens trackers: those of a run (`open_trackers`) and those of a script that writes its own scalars."""
+"""Opens the trackers of a run."""
 
 from __future__ import annotations
 
@@ -56,22 +56,3 @@ def _about(config: ExperimentConfig, run_dir: Path) -> RunAbout:
         settings=asdict(config),
         fileroot=Path(config.cluster.fileroot).expanduser(),
     )
-
-
-class MetricsRecorder(Trackers):
-    """Writes scalars. path: folder of TensorBoard event files. jsonl: file with one line for each call. None: neither.
-
-    The files appear with the first scalars. ArenoError, with the setting, if they cannot be written.
-    """
-
-    def __init__(self, path: str | Path | None = None, jsonl: str | Path | None = None):
-        files: list[Tracker] = [] if path is None else [TensorBoard(path)]
-        super().__init__(files if jsonl is None else [*files, Jsonl(jsonl)])
-
-    record, close = Trackers.log, Trackers.finish
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -40,7 +40,9 @@ _KINDS: dict[str, tuple[Kind, str]] = {
     ),
     **dict.fromkeys(("actor.path", "actor.init_lora_from", "tokenizer_path"), ("harmless", _SAME)),
     **dict.fromkeys(("train_dataset.path", "train_dataset.loader"), ("harmless", _SAME)),
-    "critic.path": ("harmless", "nothing: the critic comes from the state"),
+    **dict.fromkeys(
+        ("critic.path", "critic.init_from_scratch"), ("harmless", "nothing: the critic comes from the state")
+    ),
     **dict.fromkeys(
         (
             "seed", "train_dataset", "actor.init_from_scratch", "engine.dummy_load", "actor.optimizer.type",

@@ -328,6 +328,7 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
         roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
     if isinstance(config, CriticExperimentConfig):
         critic = config.critic
-        trained = {"optimizer": critic.optimizer, "gradient_checkpointing": critic.gradient_checkpointing}
+        names = ("optimizer", "gradient_checkpointing")
+        trained = {name: vars(critic)[name] for name in names} | {"random_init": critic.init_from_scratch}
         roles["critic"] = partial(role, "critic", critic, "value", **trained)
     return dict(zip(roles, all_of(*roles.values()), strict=True))

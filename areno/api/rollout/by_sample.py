@@ -55,6 +55,17 @@ def set_advantages(
     set_trained(rows, name, arrays)
 
 
+def without_truncated(
+    rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
+) -> list[TrainSequence]:
+    """Return the rows, with no token trained of samples that were cut off at a length limit. sizes: see `joined`."""
+    truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
+    return [
+        replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row
+        for row, masked in zip(rows, truncated, strict=True)
+    ]
+
+
 def score_agents(
     trainer: Trainer, samples: Sequence[ScoredSample], rows: Sequence[TrainSequence], temperature: float
 ) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 
-from areno.api.rollout.by_sample import joined, set_advantages
+from areno.api.rollout.by_sample import joined, set_advantages, without_truncated
 from areno.api.rollout.collect import collect
 from areno.api.rollout.log import log_rollout, samples_logged
 from areno.api.trainers.attended import attended
@@ -49,7 +49,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 set_advantages(rows, rollout.sizes, advantages)
                 set_advantages(rows, rollout.sizes, returns, "returns")
             log_rollout(setup, rollout, rows)
-            stats = self.update_critic(rows)
+            masked = config.critic.mask_no_eos_with_zero
+            stats = self.update_critic(without_truncated(rows, rollout.kept, rollout.sizes) if masked else rows)
             with samples_logged(setup, rollout, rows):
                 if run.step > warmup:
                     stats |= correct(setup, rows)  # weights for rows that another policy sampled

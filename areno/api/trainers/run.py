@@ -108,7 +108,8 @@ class Run:
     def _announce(self, facts: Mapping[str, str]) -> None:
         if not facts:
             return
-        facts = {"run": os.path.relpath(self.folder), **facts, "steps": str(self.total_steps)}
+        metrics = os.path.relpath(self.recovery.files.events)
+        facts = {"run": os.path.relpath(self.folder), **facts, "steps": str(self.total_steps), "metrics": metrics}
         facts |= settings_told(self.config, overrides_of(self.folder))
         log_start(facts)
         if self.display is not None:

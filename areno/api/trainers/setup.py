@@ -199,7 +199,8 @@ class Setup(Generic[Config]):
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _write_checkpoint(self, folder: Path) -> None:
-        background = self.config.saver.mode == "async"
+        on_cuda = self.trainer.engine.spec.devices[0].startswith("cuda")
+        background = self.config.saver.mode == "async" or (self.config.saver.mode == "auto" and on_cuda)
         merge = self.config.saver.merge_adapters
         self.trainer.write_checkpoint(folder, background=background, merge_adapters=merge)
         for role in self._also_saved:

@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from areno.api.algorithms import get_algorithm
 from areno.config.schema.fields import Row, Section, rows
 from areno.errors import Problem
-from areno.launch.elsewhere import NOT_HERE, RECIPES, listed
+from areno.launch.areal import NOT_HERE
+from areno.launch.elsewhere import RECIPES, listed
 
 TASK = "train"
 """The task file that the flags are filled into by default: conf/train.yaml."""
@@ -44,6 +45,8 @@ _HELP = {
     "--save-interval": "Save a checkpoint every this many steps, and at the end",
     "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
     "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
+    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1 (and so advantages that no group "
+    "makes, such as actor.adv_norm=null), as the samples of a prompt would be equal otherwise",
     "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
     "repo[:config[:split]]",
     "--dataset-loader-fn": "Your own loader, as file.py[:function], for rows of another form",

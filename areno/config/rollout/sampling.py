@@ -18,7 +18,12 @@ _MOST = 2**31 - 1
 class SamplingConfig(Section):
     """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
 
-    greedy: bool = setting(False, help="Always take the most likely token", flag="--greedy")
+    greedy: bool = setting(
+        False,
+        help="Always take the most likely token. In training only with an agent or n_samples=1, as the samples of a "
+        "prompt would be equal otherwise",
+        flag="--greedy",
+    )
     top_p: float = setting(
         1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
     )
@@ -46,7 +51,8 @@ class SamplingConfig(Section):
     )
     min_p: float = setting(
         0.0,
-        help="Sample only tokens that are at least this times as likely as the most likely one. 0: all",
+        help="Sample only tokens that are at least this times as likely as the most likely one. Applied before top_k "
+        "and top_p. 0: all",
         ge=0,
         le=1,
     )

@@ -18,14 +18,16 @@ def build(
 ) -> T:
     """Make a configuration of `data`: nested mappings, lists and scalars. Absent keys take their defaults.
 
-    found: problems that the caller has found before; nothing more is said of their keys. hint: what it knows of an
-    unknown key, for the end of a message. Raises one ConfigError that lists every problem with its full
-    dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks between fields find.
+    found: problems that the caller has found before; nothing more is said of their keys. hint: returns the end of the
+    message about an unknown key, or about `key=value`, a value that is refused. Raises one ConfigError that lists every
+    problem with its full dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks
+    between fields find.
     """
     problems = list(found)
 
     def explain(key: str, prefix: str, siblings: Iterable[str]) -> str:
-        return hint(prefix + key) or _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
+        known = hint(prefix + key)
+        return known if known or "=" in key else _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
 
     config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:
@@ -70,7 +72,7 @@ def _examine(
 ) -> T:
     """The section that `data` describes in full. What is wrong goes to `problems`, and the section is then partial.
 
-    explain: (unknown key, its prefix, the keys beside it) -> the end of the message.
+    explain: (unknown key or refused key=value, its prefix, the keys beside it) -> the end of the message.
     """
     known: dict[str, Any] = {}
     fields = settings(cls)
@@ -98,7 +100,7 @@ def _examine(
             try:
                 known[name] = setting.convert(value)
             except InvalidValue as error:
-                text = str(error)
+                text = f"{error}{explain(f'{name}={value}', prefix, ())}"
                 problems.append(Problem(key, _expects(value, setting.section) if setting.section else text))
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True)

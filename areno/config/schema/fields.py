@@ -39,6 +39,7 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     required_in_build: bool = False,
+    aliases: Mapping[str, str] | None = None,
     flag: str = "",
     flags: Mapping[str, str] | None = None,
 ) -> Any:
@@ -47,12 +48,14 @@ def setting(
     ge, gt, le, lt: bounds of a number; null is not compared. A `Literal` type declares choices.
     required_in_build: `build` requires a value, but the dataclass does not. A run that is described by files needs to
     name its data; a script may hand over the rows themselves.
+    aliases: other words for choices, and the choice that each stands for.
     flag: how `areno train` calls it. "--name" takes a value; a bool is a switch, with a --no-name too where it is true
     by default. "--name=value" is a switch that sets this value.
     flags: of a section, the flags of the settings in it by their names, in place of the flags that these declare.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, "flag": flag, "flags": flags}
+    names = {"aliases": aliases or {}, "flag": flag, "flags": flags}
+    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, **names}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
@@ -102,6 +105,7 @@ class Setting:
     required: bool
     default: Callable[[], Any]
     bounds: dict[str, float]
+    aliases: Mapping[str, str]
     section: type[Section] | None
     sections: type[Section] | None
     optional: bool
@@ -123,8 +127,9 @@ class Setting:
         return REQUIRED if self.required and value is None else value
 
     def convert(self, value: Any) -> Any:
-        """`value` in the field's type. Raises InvalidValue where that cannot be."""
-        value = convert(value, self.hint)
+        """Return `value` in the field's type. Raises InvalidValue if it does not fit."""
+        word = ("off", "on")[value] if isinstance(value, bool) else value  # YAML takes these words for false and true
+        value = convert(self.aliases[word] if isinstance(word, str) and word in self.aliases else value, self.hint)
         if isinstance(value, str) and (not value.strip() or "\0" in value):
             expected = "text without null characters" if value.strip() else "a text that is not empty"
             raise InvalidValue(f"is {show(value)}; {expected} is expected{', or null' if self.optional else ''}")
@@ -156,6 +161,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             required=metadata["required_in_build"] or field.default is factory is REQUIRED,
             default=(lambda field=field: field.default) if factory is REQUIRED else factory,
             bounds=metadata["bounds"],
+            aliases=metadata["aliases"],
             section=next(filter(_is_section, arms), None),
             sections=next(filter(_is_section, (get_args(arm)[1] for arm in arms if get_origin(arm) is dict)), None),
             optional=type(None) in arms,

@@ -19,12 +19,14 @@ class InvalidValue(Exception):
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list, dict[str, ...] or a union of them.
+    """`value` in the type `hint`: str, int, float, bool, a dataclass, Literal, list, dict[str, ...], Any or a union.
 
     An int is taken where a float or a str is meant, and text that reads as a number where a float is (YAML takes
     1e-6 for text). Nothing else is guessed. Raises InvalidValue.
     """
     origin, arms = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
     if origin in (Union, types.UnionType):
         return _convert_union(value, hint, arms)
     if origin is Literal:
@@ -140,7 +142,7 @@ def spelling(hint: Any, bounds: str = "") -> str:
     if origin is list:
         return f"list of {spelling(arms[0])}"
     if origin is dict:
-        return "mapping of names to sections"
+        return f"mapping of names to {'values' if arms[1] is Any else 'sections'}"
     if hint is type(None):  # a setting that a subclass takes away
         return "null"
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__

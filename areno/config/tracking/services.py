@@ -17,8 +17,10 @@ _NAME = "Name of the run. null: that of its folder"
 class WandbConfig(Section):
     """Weights & Biases (pip install 'areno[wandb]'). Its key is WANDB_API_KEY in the environment, or of wandb login."""
 
-    mode: Literal["online", "offline", "disabled"] = setting(
-        "disabled", help="online sends the scalars. offline writes them to wandb/ in the run's folder, for wandb sync"
+    mode: Literal["online", "offline", "disabled", "shared"] = setting(
+        "disabled",
+        help="online sends the scalars. offline writes them to wandb/ in the run's folder, for wandb sync. shared is "
+        "online, and other processes may write to the same run meanwhile (its id is in trackers.json)",
     )
     wandb_base_url: str | None = setting(None, help="Address of a server of your own. null: that of wandb")
     entity: str | None = setting(None, help="User or team that the run belongs to. null: that of the key")
@@ -54,8 +56,10 @@ class TrackioConfig(Section):
 class SwanlabConfig(Section):
     """SwanLab (pip install 'areno[swanlab]'). Its key is SWANLAB_API_KEY in the environment, or of swanlab login."""
 
-    mode: Literal["cloud", "offline", "disabled"] = setting(
-        "disabled", help="cloud sends the scalars. offline writes them to logdir, for swanlab sync"
+    mode: Literal["cloud", "local", "offline", "disabled"] = setting(
+        "disabled",
+        help="cloud sends the scalars. offline writes them to logdir, for swanlab sync. local writes them to logdir, "
+        "for swanlab watch (pip install 'swanlab[dashboard]')",
     )
     project: str | None = setting(None, help=_PROJECT)
     name: str | None = setting(None, help=_NAME)

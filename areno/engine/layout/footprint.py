@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from areno.config.models import OptimizerType
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.layers.adapters.config import AdapterSpec
 from areno.models.config import TransformerConfig
@@ -35,7 +35,7 @@ class Model:
 
     name: str
     config: TransformerConfig
-    optimizer: Literal["adam", "adam_8bit"] | None
+    optimizer: OptimizerType | None
     key: str
     offload: bool = False
     recompute: bool = True

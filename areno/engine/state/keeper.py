@@ -49,7 +49,7 @@ class StateKeeper:
 
     def __init__(self, roles: Roles, context: ParallelContext):
         self._roles, self._context = roles, context
-        self._plan: tuple[list[_Share], PieceWriting] | None = None  # as long as the roles stay
+        self._plans: dict[bool, tuple[list[_Share], PieceWriting]] = {}  # with moments or not; while the roles stay
         self._memory: dict[str, list[Tensor]] = {}  # buffer -> host memory for this rank's share of it
         self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
@@ -57,16 +57,19 @@ class StateKeeper:
         self._failure: CheckpointError | None = None
         self._closed = threading.Event()
 
-    def save(self, folder: Path) -> None:
-        """Begin to write the state into a folder. What is trained after this returns is not in it.
+    def save(self, folder: Path, with_moments: bool = True) -> None:
+        """Begin to write the state into a folder. Later updates are not in it.
+
+        with_moments: whether the moments of the optimizers are in it.
 
         On CUDA the copy to host memory runs beside what comes next, and only the next update waits for it.
         """
         if self._thread is not None:
             self._thread.join()  # another rank may have been told first that all have written
         self._failure = None
-        self._plan = self._plan or self._planned()
-        shares, planner = self._plan
+        if with_moments not in self._plans:
+            self._plans[with_moments] = self._planned(with_moments)
+        shares, planner = self._plans[with_moments]
         files: list[HostFile] = []
         failure: Exception | None = None
         try:
@@ -95,8 +98,10 @@ class StateKeeper:
             raise failure
         return True
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, with_moments: bool = True) -> None:
         """Take over a state, whichever ranks wrote it.
+
+        with_moments: without it, or where the state has none, the moments of the optimizers begin at zero.
 
         CheckpointError where the folder is damaged, EngineError where it is of other roles, models or optimizers. Both
         are found before anything is taken over.
@@ -116,20 +121,21 @@ class StateKeeper:
         def load() -> None:
             for name, role in roles.items():
                 with role.on_device(training=True) as backend:
-                    take_over(readers[0], name, backend, role.spec.lora)
+                    take_over(readers[0], name, backend, role.spec.lora, with_moments)
 
         def spread() -> None:
             for role in roles.values():
                 with role.on_device(training=True) as backend:
                     trained(backend)[0].from_masters()
 
+        self._plans.clear()  # they hold what is known of the moments
         if self._together(check) and self._together(load):
             spread()  # ranks wait for each other in it
 
     def forget(self) -> None:
         """To be called before roles come or go."""
         self._wait_for_copies()
-        self._plan = None
+        self._plans.clear()
         self._memory.clear()
 
     def close(self) -> None:
@@ -138,7 +144,7 @@ class StateKeeper:
         if self._thread is not None:
             self._thread.join()
 
-    def _planned(self) -> tuple[list[_Share], PieceWriting]:
+    def _planned(self, with_moments: bool) -> tuple[list[_Share], PieceWriting]:
         from areno.engine.state.planners import PieceWriting
 
         shares: list[_Share] = []
@@ -148,10 +154,11 @@ class StateKeeper:
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
             flat, _ = trained(role.backend)
             alike = ParallelGroup() if flat.is_divided else self._context.dp
-            mine = written_by(pieces_of(name, role.backend), alike)
+            mine = written_by(pieces_of(name, role.backend, with_moments), alike)
             shares += [_Share(name, buffer, pieces) for buffer, pieces in mine.items()]
         pieces = [piece for share in shares for piece in share.pieces]
-        return shares, PieceWriting(pieces, dtypes, {name: about(role.backend) for name, role in roles.items()})
+        facts = {name: about(role.backend, with_moments) for name, role in roles.items()}
+        return shares, PieceWriting(pieces, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
         """The shares in host memory, or on their way there."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.flat import FlatParameters
-from areno.engine.train.optimizer import AdamW, blocks
+from areno.engine.train.optimizer import Optimizer, blocks
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
@@ -54,24 +54,29 @@ class Piece:
         return buffer[self.start : self.stop].view(self.sizes)
 
 
-def trained(backend: TrainBackend) -> tuple[FlatParameters, AdamW]:
+def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
     """Buffers and optimizer of a model that has them."""
     assert backend.flat is not None
     assert backend.optimizer is not None
     return backend.flat, backend.optimizer
 
 
-def about(backend: TrainBackend) -> dict[str, Any]:
-    """What the stored form of a role depends on, beside its model."""
+def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
+    """Return the facts that the stored form of a role depends on, beside its model.
+
+    moments, moments_from: whether the state holds moments, and Optimizer.moments_from of these. A state without these
+    two entries holds moments that began with the first update.
+    """
     _, optimizer = trained(backend)
-    return {"optimizer": optimizer.config.type, "tp_size": backend.model.tp.size}
+    found = {"optimizer": optimizer.config.type, "tp_size": backend.model.tp.size}
+    return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
 
-def buffers_of(role: str, backend: TrainBackend) -> dict[str, Tensor]:
-    """The buffers of a role by name, such as "actor.master", on whatever device they are. The counters are a copy."""
+def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Tensor]:
+    """Return the buffers of a role by name, such as "actor.master", on their devices. The counters are a copy."""
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
-    named = {MASTER: flat.masters, **optimizer.moments, COUNTERS: counters}
+    named = {MASTER: flat.masters, **(optimizer.moments if with_moments else {}), COUNTERS: counters}
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
 
 
@@ -80,12 +85,12 @@ def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
-def pieces_of(role: str, backend: TrainBackend) -> list[Piece]:
-    """All that a rank holds of a role, each buffer from its beginning to its end."""
+def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[Piece]:
+    """Return the pieces of a role that this rank holds, each buffer from its beginning to its end."""
     flat, optimizer = trained(backend)
-    kinds = [MASTER] if optimizer.in_8_bits else [MASTER, *optimizer.moments]
+    kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
     found = [own for kind in kinds for piece in _matrices(role, kind, backend) for own in _owned(piece, flat)]
-    if optimizer.in_8_bits:
+    if optimizer.in_8_bits and with_moments:
         tp = backend.model.tp
         for name, place in flat.places.items():
             is_sharded = backend.model.is_sharded(name)

@@ -76,19 +76,25 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 
 
 @torch.no_grad()
-def take_over(reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None) -> None:
-    """Fill masters and moments of a role, which must be on their device. Every rank reads what it needs, by itself.
+def take_over(
+    reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
+) -> None:
+    """Fill masters and moments of a role, which must be on their device. Every rank reads its part by itself.
 
-    lora: of the role's spec.
+    lora: of the role's spec. with_moments: without it, or where the state has none, the moments begin at zero.
     """
     _, optimizer = trained(backend)
-    buffers, pieces = buffers_of(role, backend), pieces_of(role, backend)
-    stored_tp = reader.about[role]["tp_size"]
-    if optimizer.in_8_bits and stored_tp != backend.model.tp.size:
+    facts = reader.about[role]
+    stored_tp, with_moments = facts["tp_size"], with_moments and facts.get("moments", True)
+    buffers, pieces = buffers_of(role, backend), pieces_of(role, backend, with_moments)
+    if with_moments and optimizer.in_8_bits and stored_tp != backend.model.tp.size:
         pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
         _requantise(reader, role, backend, stored_tp, lora)
     _read(reader, pieces, buffers)
     optimizer.steps, optimizer.skipped_steps = buffers[f"{role}.{COUNTERS}"].tolist()
+    optimizer.moments_from = facts.get("moments_from", 0)
+    if not with_moments:
+        optimizer.clear_moments()
 
 
 def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ from areno.engine.train.gradients import Gradients, ReducedGradients
 from areno.engine.train.micro_batches import StepShare, TrainResult, micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
-from areno.engine.train.optimizer import AdamW
+from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
@@ -81,7 +81,7 @@ class TrainBackend:
         routing = model.routing
         self._routing = None if routing is None else StepRouting(routing, router_aux_loss_coef, dp)
         self.flat: FlatParameters | None = None
-        self.optimizer: AdamW | None = None
+        self.optimizer: Optimizer | None = None
         if optimizer is None:
             model.requires_grad_(False)
             named = list(model.named_parameters())
@@ -101,7 +101,7 @@ class TrainBackend:
             is_divided = self.flat.is_divided
             self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
             self.params = [self.flat.params, *self.flat.frozen]
-            self.optimizer = AdamW(self.flat, optimizer, model.tp)
+            self.optimizer = Optimizer(self.flat, optimizer, model.tp)
 
     def train(self, steps: Sequence[StepShare], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Take this rank's share of some optimizer steps, as `share_steps` cut them by `update`.

@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) on flat buffers, the global gradient norm, and the learning-rate schedule."""
+"""AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -8,30 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.config.models import OptimizerConfig
+from areno.engine.learning_rate import learning_rate
 from areno.engine.train.flat import Bucket, Chunk, FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup, wait_for
-
-DECAY_STEPS = 1000
-"""Of a schedule without a length, in a script that calls Trainer itself."""
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """The rate of update number `step`, counted from 0.
-
-    Linear warm-up over the first W = round(warmup_steps_proportion * lr_decay_steps) updates, the last of which has the
-    full rate; then the chosen shape down to min_lr_ratio * lr at update `lr_decay_steps`, and constant from there.
-    """
-    length = config.lr_decay_steps or DECAY_STEPS
-    warmup = round(config.warmup_steps_proportion * length)
-    if step < warmup:
-        return config.lr * (step + 1) / warmup
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    progress = min(1.0, (step - warmup) / max(1, length - warmup))
-    share = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 @dataclass(frozen=True)
@@ -42,35 +23,47 @@ class GradientStats:
     zero_frac: float  # share of entries that are exactly 0
 
 
-class AdamW:
-    """Updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
+class Optimizer:
+    """AdamW or SGD: updates `flat.masters` from `flat.grads` and writes the result into `flat.params`, in place.
 
-    Where they are divided over data-parallel ranks, each updates what it owns and gets the rest from the others.
+    Where the buffers are divided over data-parallel ranks, each rank updates its part and gathers the others.
 
-    steps: updates applied; the schedule and the bias correction count these. exp_avg, exp_avg_sq: float32 moments in
-    the layout of the masters. They exist from the start, because the KV cache is sized by what is free before the
-    first update. With `type: adam_8bit` they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK
-    elements; flat must be aligned to BLOCK, so that no block belongs to two parameters. copied: the next update waits
-    for this event, until which masters and moments are being copied.
+    Attributes:
+        steps: updates applied; the learning-rate schedule counts these.
+        moments_from: updates applied before the moments were last zero; Adam's bias correction counts from here.
+        exp_avg, exp_avg_sq: float32 moments in the layout of the masters; empty for SGD. They exist from the start,
+            because the KV cache is sized by the memory that is free before the first update. With `type: adam_8bit`
+            they are uint8 codes, and scales_1, scales_2 the float32 scales of each BLOCK elements; flat must be aligned
+            to BLOCK, so that no block belongs to two parameters.
+        copied: the next update waits for this event, until which masters and moments are being copied.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
         self.flat, self.config, self.tp = flat, config, tp
-        self.steps = 0
-        self.skipped_steps = 0
+        self.steps = self.skipped_steps = self.moments_from = 0
         self.copied: torch.cuda.Event | None = None
         self.in_8_bits = config.type == "adam_8bit"
         dtype = torch.uint8 if self.in_8_bits else torch.float32
-        self.exp_avg, self.exp_avg_sq = (flat.grads.new_zeros(flat.n_local, dtype=dtype) for _ in range(2))
-        if self.in_8_bits:  # the padding between parameters must hold zeros, whatever scale its block is given
-            self.exp_avg.fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
+        n_moments = 0 if config.type == "sgd" else flat.n_local
+        self.exp_avg, self.exp_avg_sq = (flat.grads.new_zeros(n_moments, dtype=dtype) for _ in range(2))
         assert not self.in_8_bits or all(place.start % BLOCK == 0 for place in flat.places.values())
         n_blocks = -(-flat.n_local // BLOCK) * self.in_8_bits
         self.scales_1, self.scales_2 = (flat.grads.new_zeros(n_blocks) for _ in range(2))
+        self.clear_moments()
+
+    def clear_moments(self) -> None:
+        """Set the moments to zero, as before the first update. The schedule goes on."""
+        for buffer in self.moments.values():
+            buffer.zero_()
+        if self.in_8_bits:  # the padding between parameters must hold zeros, whatever scale its block is given
+            self.exp_avg.fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
+        self.moments_from = self.steps
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """The buffers that updates change beside masters and parameters, by name."""
+        """Return the buffers that updates change beside masters and parameters, by name. SGD has none."""
+        if self.config.type == "sgd":
+            return {}
         scales = {"exp_avg_scale": self.scales_1, "exp_avg_sq_scale": self.scales_2} if self.in_8_bits else {}
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, **scales}
 
@@ -112,10 +105,11 @@ class AdamW:
             self.copied = None
         lr = self.lr
         self.steps += 1
+        n_updates = self.steps - self.moments_from
         update = Update(
             lr=lr, beta1=config.beta1, beta2=config.beta2, eps=config.eps, decay=1.0,
             scale=min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0,
-            correction_1=1.0 - config.beta1**self.steps, correction_2=math.sqrt(1.0 - config.beta2**self.steps),
+            correction_1=1.0 - config.beta1**n_updates, correction_2=math.sqrt(1.0 - config.beta2**n_updates),
         )  # fmt: skip
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         works = []
@@ -141,10 +135,15 @@ class AdamW:
                 flat.params[chunk.place].copy_(masters)
 
     def _update(self, chunk: Chunk, how: Update) -> None:
+        """Update one chunk of the buffers."""
         flat, local = self.flat, chunk.local
         moments = self.exp_avg[local], self.exp_avg_sq[local]
-        values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
-        if self.in_8_bits:
+        grads, masters, params = values = flat.grads[chunk.grads], flat.masters[local], flat.params[chunk.place]
+        if self.config.type == "sgd":
+            masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
+            if flat.params is not flat.masters:
+                params.copy_(masters)
+        elif self.in_8_bits:
             of_blocks = blocks(local)
             adam_8bit(*values, moments, (self.scales_1[of_blocks], self.scales_2[of_blocks]), how)
         else:

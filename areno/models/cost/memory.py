@@ -7,8 +7,8 @@ memory is that of one of them. Bytes count tensors, not what an allocator adds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from areno.config.models import OptimizerType
 from areno.layers.adapters.config import AdapterSpec
 from areno.layers.recurrent.config import Delta
 from areno.models.adapters.shapes import adapter_parameters
@@ -119,7 +119,7 @@ class ModelBytes:
 def model_bytes(
     config: TransformerConfig,
     itemsize: int,
-    optimizer: Literal["adam", "adam_8bit"] | None = None,
+    optimizer: OptimizerType | None = None,
     *,
     tp_size: int = 1,
     dp_size: int = 1,
@@ -139,7 +139,7 @@ def model_bytes(
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
     divided = dp_size if zero_stage else 1
-    moment = 4 if optimizer == "adam" else 1 + 4 / _CODES
+    moment = {"adam": 4, "adam_8bit": 1 + 4 / _CODES, "sgd": 0}[optimizer]
     n_grads = n
     if zero_stage == 2 and dp_size > 1:
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer

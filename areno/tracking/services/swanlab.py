@@ -30,7 +30,7 @@ class Swanlab(Service):
         settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
         run_id = run_id or "".join(secrets.choice(_LETTERS) for _ in range(21))
         self._run = swanlab.init(
-            mode="online" if self.config.mode == "cloud" else "offline",
+            mode="online" if self.config.mode == "cloud" else self.config.mode,
             project=self.config.project or about.experiment, name=self.config.name or about.name, group=about.group,
             id=run_id, resume="allow", config=dict(about.settings),
             settings=settings, log_dir=self.config.logdir or str(about.folder / "swanlab"),

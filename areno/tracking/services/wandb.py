@@ -23,7 +23,7 @@ class Wandb(Service):
         import wandb
 
         config = self.config
-        if config.mode == "online" and not wandb.login(prompt=False, host=config.wandb_base_url):
+        if config.mode in ("online", "shared") and not wandb.login(prompt=False, host=config.wandb_base_url):
             raise RuntimeError("there is no key; set WANDB_API_KEY in the environment, or call wandb login")
         # Not what goes to the console: that is the run's own, and several runs may share a process.
         options: dict[str, Any] = {"console": "off", "silent": True}
