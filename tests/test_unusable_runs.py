@@ -50,6 +50,14 @@ def replaced_by_folder(path: Path) -> None:
     path.mkdir()
 
 
+def replaced_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -57,7 +65,14 @@ def replaced_by_folder(path: Path) -> None:
         ("logs/metrics.jsonl", lambda path: path.write_text("{no\n"), "line 1: is not JSON"),
         ("config.yaml", lambda path: path.write_text("a: [1,\nb"), "cannot be read: line 2: expected ',' or ']'"),
         ("config.yaml", lambda path: path.write_bytes(b"\xff\xfe\0"), "cannot be read: 'utf-8' codec"),
+        ("config.yaml", lambda path: path.write_text(BOMB), "where an alias counts as all it repeats"),
+        ("config.yaml", lambda path: path.write_text("- a\n"), "it holds a list, where names with values are expected"),
+        ("config.yaml", lambda path: path.write_text("a: &a [*a]\n"), "the alias *a is within what it stands for"),
+        ("overrides.yaml", lambda path: path.write_text("a: b\n"), "it holds a mapping, where a list of texts"),
         ("versions.json", lambda path: path.write_text("{{"), "cannot be read: "),
+        ("versions.json", lambda path: path.write_text("[1]"), "it holds a list, where names with values are expected"),
+        ("versions.json", lambda path: path.write_text("[" * 10**5), "cannot be read: it is nested too deeply"),
+        ("logs/metrics.jsonl", replaced_by_pipe, "cannot be read: it is not a regular file"),
         ("rollouts/000002.jsonl", replaced_by_folder, "cannot be read: Is a directory"),
     ],
 )

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import yaml
 from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -31,7 +30,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -42,8 +40,10 @@ from areno.config.schema.build import Consequence, build, with_defaults
 from areno.config.schema.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.paths import root
+from areno.files.stopping import not_lost
 from areno.launch import library
 from areno.launch.elsewhere import hint
+from areno.launch.hydra_files import SearchPath, checked_files
 from areno.launch.hydra_text import explain, quoted
 from areno.launch.sweeps.side_by_side import N_JOBS
 
@@ -62,7 +62,7 @@ _HYDRA = {
     "hydra_logging": {"root": None},
 }
 _LAUNCHER = {"_target_": "hydra_plugins.areno_launcher.ArenoLauncher", "n_jobs": 1}  # in place of Hydra's `basic`
-_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
 
 @dataclass
@@ -104,17 +104,6 @@ class _CommandLine:
     def add(self, line: str, sample: str | None = None) -> None:
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
-
-
-class SearchPath(SearchPathPlugin):
-    """The user's --config-dir, then conf/ (Hydra's main folder), then recipes/."""
-
-    config_dir: Path | None = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.config_dir:
-            search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
-        search_path.append("recipes", f"file://{root() / 'recipes'}")
 
 
 def load(cls: type[T], config_name: str, overrides: list[str] | None = None, config_dir: Path | None = None) -> T:
@@ -178,21 +167,26 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
         # HydraConfig is global and outlives the session that set it; a later one must not see it.
-        self._earlier = HydraConfig.instance().cfg
-        self._initialized = initialize_config_dir(
-            config_dir=str(root() / "conf"), job_name=self._job_name, version_base="1.3"
-        )
+        with ExitStack() as opened:
+            opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
+            opened.enter_context(checked_files())
+            folder = str(root() / "conf")
+            opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
+            self._opened = opened.pop_all()
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         self._hydra = hydra
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        HydraConfig.instance().cfg = self._earlier
-        self._initialized.__exit__(*exc_info)
+        self._opened.close()
 
     def compose(self) -> Composition:
         """The configuration of files and command line. For a sweep: that of its first run."""
+        with not_lost():
+            return self._composition()
+
+    def _composition(self) -> Composition:
         config = self._composed = self._compose()
         line = self._command_line
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
@@ -209,6 +203,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 self._look_up_defaults()
             HydraConfig.instance().set_config(config)
             return config
+        except ArenoError as error:
+            raise ConfigError([*self._command_line.problems, *error.problems]) from error
         except _HYDRA_ERRORS as error:
             if self._listed is None:
                 self._look_up_defaults()
@@ -238,6 +234,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
         """How many runs of a sweep go on at the same time. A launcher of another package has its own way."""
         launcher = config.hydra.launcher
+        if not isinstance(launcher, DictConfig):
+            yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
+            return
         if launcher._target_ != _LAUNCHER["_target_"]:
             return
         n_jobs = launcher.n_jobs
@@ -329,8 +328,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
+        except ArenoError:
+            raise
         except _HYDRA_ERRORS as error:
-            raise ConfigError(f"{self.config_name}: {explain(error)}") from error
+            raise ConfigError("{}: {}", self.config_name, explain(error)) from error
         if not any(default.config_path == "recipe" for default in defaults.defaults):
             raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
         self._listed = set(defaults.overrides.known_choices)

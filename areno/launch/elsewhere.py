@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from areno.api.algorithms import get_algorithm
 from areno.config.schema.fields import rows
+from areno.files.small_yaml import plain_yaml
 
 RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
 
@@ -48,7 +47,7 @@ def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
 
 def _sets(file: Path, key: str) -> bool:
     """Whether a YAML file has a value for a dotted key."""
-    value = yaml.safe_load(file.read_text(encoding="utf-8"))
+    value = plain_yaml(file)
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
             return False

@@ -18,6 +18,7 @@ from areno.api.inputs.changes import Change
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
 from areno.tracking import new_run
+from areno.tracking.description import overrides_of, sweep_of
 from areno.tracking.new_run import NewFolder
 from areno.tracking.reader import RunReader
 
@@ -54,7 +55,7 @@ def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -
         return earlier_run(config, folder) is not None
     if config.recover.mode == "off" or not new_run.is_sweep(folder):
         return False
-    before = new_run.sweep_of(folder)
+    before = sweep_of(folder)
     if _unnamed(before) != _unnamed(sweep):
         told = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, told))
@@ -76,7 +77,7 @@ def take_up(
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
     if changed:
-        before = new_run.overrides_of(earlier.folder) if explicit else []
+        before = overrides_of(earlier.folder) if explicit else []
         new_run.describe_again(earlier.folder, config, [*before, *overrides])
     return changed
 

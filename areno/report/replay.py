@@ -18,7 +18,7 @@ from areno.api.trainers.rows import sample_rewards
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.report.recorded import RecordedRow, recorded_row
-from areno.tracking.new_run import recipe_of
+from areno.tracking.description import recipe_of
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 

@@ -14,11 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from omegaconf import OmegaConf
-
 from areno.errors import ArenoError
-from areno.files.reading import content_of, names_in, yaml_fault
+from areno.files.reading import content_of, names_in
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
+from areno.tracking.description import overrides_of, settings_of, versions_of
 from areno.tracking.new_run import is_described, is_sweep
 
 Status = Literal["completed", "stopped", "unfinished"]
@@ -54,18 +53,17 @@ class RunReader:
     @cached_property
     def config(self) -> dict[str, Any]:
         """All settings of the run, as nested dictionaries. {} if a script gave the run a folder of its own."""
-        settings = self._yaml("config.yaml") or {}
-        return {name: value for name, value in settings.items() if name != "defaults"}  # Hydra's, not a setting
+        return settings_of(self.path)
 
     @cached_property
     def overrides(self) -> list[str]:
         """The settings of its command line, such as "seed=2"."""
-        return self._yaml("overrides.yaml") or []
+        return overrides_of(self.path)
 
     @cached_property
     def versions(self) -> dict[str, str | None]:
         """Package -> version, and the git revision of areno."""
-        return self._yaml("versions.json") or {}  # JSON is YAML
+        return versions_of(self.path)
 
     @property
     def sweep(self) -> Path | None:
@@ -164,16 +162,6 @@ class RunReader:
         for record in self.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
-
-    def _yaml(self, name: str) -> Any:
-        path = self.path / name
-        content = content_of(path)
-        if content is None:
-            return None
-        try:
-            return OmegaConf.to_container(OmegaConf.create(content.decode()))
-        except Exception as error:  # of YAML or of OmegaConf
-            raise ArenoError("{} cannot be read: {}", path, yaml_fault(error)) from error
 
 
 def list_runs(root: str | Path) -> list[RunReader]:

@@ -26,9 +26,9 @@ from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, EngineError, Key, WorkerLost
 from areno.files.stopping import Stop
 from areno.tracking.console import RESUMED, log_done, log_epoch, log_start, log_stopped
+from areno.tracking.description import overrides_of
 from areno.tracking.display.display import Display, chosen_console, settings_told
 from areno.tracking.divergence import Divergence
-from areno.tracking.new_run import overrides_of
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
