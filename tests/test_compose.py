@@ -159,37 +159,6 @@ def test_errors_of_files_are_one_line(work):
         compose.load(GSPOConfig, "gsm8k", config_dir=Path("nowhere"))
 
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        pytest.param(BOMB, r"large.yaml: line \d+: it has more than 10000 values, where an alias counts", id="aliases"),
-        pytest.param("saver: &a {path: *a}\n", r"the alias \*a is within what it stands for", id="recursive"),
-        pytest.param(f"foo: [{'1, ' * 10_000}1]\n", "it has more than 10000 values", id="long"),
-        pytest.param(f"foo: {'[' * 3000}{']' * 3000}\n", "it has more than 32 levels of nesting", id="deep"),
-        pytest.param(f"foo: '{'x' * 2**20}'\n", "it has more than 1048576 bytes", id="large"),
-        pytest.param(f"foo: '{'${a}' * 5000}'\n", r"a value without quotes, or with \${...}, has 20000 ch", id="texts"),
-        pytest.param("hydra: null\n", "hydra: is null; a section is expected", id="hydra"),
-        pytest.param("hydra: {launcher: 5}\n", "hydra.launcher: is 5; a section is expected", id="launcher"),
-        pytest.param("rollout: [5]\n", "ConfigTypeError raised while .*: Cannot merge DictConfig with", id="list"),
-    ],
-)
-def test_a_file_that_would_take_long_is_refused_at_once(work, more, expected):
-    (work / "my/large.yaml").write_text(TASK + more)
-    with pytest.raises(ConfigError, match=expected) as caught:
-        load(name="large")
-    assert "\n" not in str(caught.value)
-
-
-def test_defaults_that_lead_back_to_their_own_file(work):
-    (work / "my/one.yaml").write_text("defaults: [recipe, two, _self_]\n")
-    (work / "my/two.yaml").write_text("defaults: [one]\n")
-    with pytest.raises(ConfigError, match=r"^one: its defaults lead back to the file itself$"):
-        load(name="one")
-
-
 def test_run_gets_its_folder_and_a_record_of_itself(work):
     main = Main()
     assert run(main, "seed=2", "trial_name=one", "ref=default", "actor.kl_ctl=0.1") == 0

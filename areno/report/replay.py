@@ -128,6 +128,7 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
     changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # wherever it ran
     changes += ["scheduler.setup_timeout=30", "engine.cp_size=1"]
+    changes += ["experiment_name=replay", "trial_name=null"]  # nothing is written, so no name has to suit a folder
     with told_version(run.path):
         config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):

@@ -7,6 +7,7 @@ run.series("train/loss").values
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.description import overrides_of, settings_of, versions_of
 from areno.tracking.new_run import is_described, is_sweep
 
+logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
 
 
@@ -108,13 +110,16 @@ class RunReader:
         return found
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step that were kept, with their rewards. ArenoError if there are none: see rollout."""
+        """Return the samples of a step that were kept, with their rewards.
+
+        Raises ArenoError if there are none: see rollout. Half a line at the end is left out with a warning.
+        """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
         content = content_of(path)
         if content is None:
             text = "{} has no samples of step {}; it has {}"
             raise ArenoError(text, self.path, step, _told_steps(self.sampled_steps()))
-        return list(_parsed(path, content.splitlines()))
+        return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
         """The steps that `samples` has."""
@@ -126,7 +131,7 @@ class RunReader:
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
-        return [line for path in found for line in _parsed(path, (content_of(path) or b"").splitlines())]
+        return [sample for path in found for sample in _samples(path, content_of(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
         """The steps that `eval_samples` has."""
@@ -201,11 +206,24 @@ def _told_steps(steps: Sequence[int]) -> str:
     return f"those of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
 
 
-def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
+def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """Return the samples of a file. A last line that is cut off, as by a full disk, is left out with a warning."""
+    *lines, last = content.split(b"\n")
+    samples = list(_parsed(path, lines))
+    if last:
+        try:
+            samples += _parsed(path, [last], len(lines) + 1)
+        except ArenoError:
+            logger.warning("%s ends in half a line, which is left out", path)
+    return samples
+
+
+def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of lines. first: the number of the first line in its file."""
+    for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
-        except ValueError as error:  # also of bytes that are not UTF-8
+        except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
             raise ArenoError("{}, line {}: is not JSON: {}", path, number, error) from error
         if not isinstance(record, dict):
             raise ArenoError("{}, line {}: is not a JSON object", path, number)
