@@ -14,11 +14,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
@@ -31,12 +32,12 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
 from areno.config.experiments import NEEDS
-from areno.config.schema.build import Consequence, build, with_defaults
+from areno.config.schema.build import build, with_defaults
 from areno.config.schema.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.paths import root
@@ -45,6 +46,7 @@ from areno.launch import library
 from areno.launch.elsewhere import hint
 from areno.launch.hydra_files import SearchPath, checked_files
 from areno.launch.hydra_text import explain, quoted
+from areno.launch.plain_values import delete, resolved
 from areno.launch.sweeps.side_by_side import N_JOBS
 
 T = TypeVar("T", bound=Section)
@@ -82,12 +84,16 @@ class Composition:
 
 @dataclass
 class Job:
-    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep."""
+    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep.
+
+    names: setting -> the name that the user knows it by, where this is another one.
+    """
 
     composition: Composition
     run_dir: Path
     overrides: list[str]
     number: int | None
+    names: Mapping[str, str]
 
 
 @dataclass
@@ -144,6 +150,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         config_dir: Path | None = None,
         multirun: bool = False,
         job_name: str = "areno",
+        names: Mapping[str, str] = MappingProxyType({}),
     ):
         self.cls = cls
         self.config_name = config_name.removesuffix(".yaml")
@@ -151,7 +158,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
-        self._job_name = job_name
+        self._job_name, self.names = job_name, names
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
@@ -270,7 +277,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number))
+            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number, self.names))
 
         return task
 
@@ -308,14 +315,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for text in map(quoted, self.overrides):
             try:
                 [override] = parser.parse_overrides([text])
+                if not override.key_or_group:
+                    raise HydraException
                 if override.is_sweep_override() and not self.multirun:
-                    line.problems.append(
-                        Problem(
-                            override.key_or_group,
-                            f"has several values in {text!r}; add -m to try each, or write a list as [a,b] and text "
-                            "that holds a comma in quotes",
-                        )
+                    several = (
+                        f"has several values in {text!r}; add -m to try each, or write a list as [a,b] and text that "
+                        "holds a comma in quotes"
                     )
+                    line.problems.append(Problem(override.key_or_group, several))
                 else:
                     self._sort(override, text, line, groups)
             except HydraException:
@@ -384,7 +391,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
-        data = {str(key): value for key, value in _resolve(config, "", found)}
+        data = {str(key): value for key, value in resolved(config, "", found)}
         choices = HydraConfig.get().runtime.choices
         for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
@@ -394,7 +401,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     raw.pop(name, None)
                 found += self._without_effect(group)
         for key in self._command_line.deletions:
-            if not (_delete(data, key) | _delete(raw, key)):
+            if not (delete(data, key) | delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = library.variants(self.config_dir).get(choices.get("variant", ""))
@@ -419,30 +426,3 @@ def _logging_kept() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-
-
-def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
-    """Keys and plain values of a node. Values that are missing or whose interpolation fails are left out."""
-    for key in node:
-        full = f"{prefix}{key}"
-        if full == "hydra" or OmegaConf.is_missing(node, key):
-            continue
-        try:
-            value = node[key]
-            if isinstance(value, DictConfig):
-                value = dict(_resolve(value, f"{full}.", problems))
-            elif isinstance(value, ListConfig):
-                value = OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException as error:
-            kind = Consequence if isinstance(error, InterpolationToMissingValueError) else Problem
-            problems.append(kind(full, explain(error)))
-            continue
-        yield key, value
-
-
-def _delete(data: dict[Any, Any], key: str) -> bool:
-    """Remove a dotted key from nested dictionaries. False if it was not there."""
-    section, _, inner = key.partition(".")
-    if inner:
-        return isinstance(data.get(section), dict) and _delete(data[section], inner)
-    return data.pop(key, _delete) is not _delete
