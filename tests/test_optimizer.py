@@ -135,7 +135,7 @@ def test_bf16_weights_follow_fp32_masters():
 @pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
 def test_a_learning_rate_of_0_leaves_the_weights_bit_for_bit(kind):
     ours, _ = models(torch.bfloat16)
-    flat = FlatParameters(ours)
+    flat = FlatParameters(ours, align=BLOCK)
     optimizer = AdamW(flat, OptimizerConfig(type=kind, lr=0, weight_decay=0.1), ALONE)
     before = flat.params.clone()
     for step in range(2):

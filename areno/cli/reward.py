@@ -20,7 +20,6 @@ _FLAGS = {
     "reward.fn": "FUNCTION", "reward.weights": "--weights", "reward.workers": "--workers",
     "reward.timeout_s": "--timeout-s",
 }  # fmt: skip
-_SHOWN_CHARS = 48
 _SHOWN_ERRORS = 3
 _ABOUT = """\
 Scores recorded samples as a run would, in reward processes with their time limit, and prints the rewards.
@@ -56,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from areno.report.scores import count_lines, samples_table, summary_table
     from areno.rewards.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
@@ -71,8 +71,11 @@ def _run(arguments: argparse.Namespace) -> int:
         started = time.monotonic()
         outcomes = pool.outcomes(records)
         seconds = time.monotonic() - started
-    _print_table(rows, records, outcomes, arguments.show)
-    _print_summary(rows, outcomes)
+    show(samples_table(rows, records, outcomes, arguments.show))
+    if len(rows) > arguments.show:
+        print(f"and {len(rows) - arguments.show} samples more (--show)")
+    show(summary_table(outcomes))
+    print(*count_lines(rows, outcomes), sep="\n")
     each = 1000 * seconds / len(records)
     print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {pool.n_workers} processes")
     return _print_errors(outcomes)
@@ -179,56 +182,6 @@ def _is_text(said: Any) -> bool:
 
 def _messages(said: Any, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
-
-
-def _part_names(outcomes: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
-
-
-def _print_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> None:
-    from rich import box, markup, table
-
-    names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
-    shown = table.Table(box=box.SIMPLE)
-    for name in ["sample", "reward", *names, *(["recorded"] if recorded else [])]:
-        shown.add_column(name, justify="right")
-    shown.add_column("completion", no_wrap=True)
-    for number, (row, record, outcome) in enumerate(zip(rows[:most], records, outcomes, strict=False)):
-        reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}"
-        parts = (f"{outcome.parts[name]:.4g}" if name in outcome.parts else "" for name in names)
-        before = ["" if (value := _recorded(row)) is None else f"{value:.4g}"] if recorded else []
-        text = " ".join(record.completion.split())[:_SHOWN_CHARS]
-        shown.add_row(str(number), reward, *parts, *before, markup.escape(text))
-    show(shown)
-    if len(rows) > most:
-        print(f"and {len(rows) - most} samples more (--show)")
-
-
-def _recorded(row: Mapping[str, Any]) -> float | None:
-    """Return the reward that a row was given before; None if there is no such number."""
-    value = row.get("reward")
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
-
-
-def _print_summary(rows: Sequence[Any], outcomes: Sequence[Any]) -> None:
-    import numpy as np
-    from rich import box, table
-
-    shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
-    values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
-    for name in _part_names(outcomes):
-        values[f"  {name}"] = [each.parts[name] for each in outcomes if name in each.parts]
-    for name, of in values.items():
-        numbers = [np.mean(of), np.std(of), np.min(of), np.max(of)] if of else []
-        shown.add_row(name, *(f"{number:.4g}" for number in numbers), *[""] * (4 - len(numbers)), str(len(of)))
-    show(shown)
-    right = sum(value >= 1.0 - 1e-6 for value in values["reward"])
-    print(f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)")
-    pairs = [(_recorded(row), each.value) for row, each in zip(rows, outcomes, strict=True)]
-    pairs = [pair for pair in pairs if None not in pair]
-    if pairs:
-        differ = sum(abs(before - now) > 1e-6 for before, now in pairs)
-        print(f"{differ} of {len(pairs)} rewards differ from those that were recorded")
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
