@@ -76,6 +76,7 @@ class Run:
             console = chosen_console(config.stats_logger.console)
             log = stack.enter_context(RunLog(self.folder / "logs" / "run.log", console=console))
             self.recovery = stack.enter_context(Recovery(config, self.folder, engine, inputs))
+            log.write_earlier()  # Recovery has seen where this session begins in the file
             steps, seconds = lambda: self.total_steps, lambda: self._seconds
             self.display = Display(self.folder, log, steps, seconds) if console == "live" else None
             self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text)
