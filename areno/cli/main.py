@@ -16,6 +16,7 @@ from typing import Any
 
 from areno import __version__
 from areno.errors import ArenoError, ConfigError, did_you_mean, of_a_place
+from areno.files import starting
 
 COMMANDS = {
     "train, evaluate and serve": {
@@ -75,11 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words[1:])
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
+        starting.end()
         return module.run(arguments)
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.

@@ -28,6 +28,7 @@ from areno.api.algorithms import Algorithm
 from areno.config.schema.build import with_defaults
 from areno.config.schema.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
+from areno.files import starting
 from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
@@ -106,6 +107,8 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
         return 0
     from areno.launch import resume  # --help does without it and Hydra, whose import takes long
     from areno.launch.compose import HydraSession
+
+    starting.end()
 
     name = args.config_name or algorithm.default
     if args.resume is not None:
