@@ -37,6 +37,7 @@ def test_values_are_those_that_hydra_reads(tmp_path):
         ("a: " + "9" * 5000, "Exceeds the limit (4300 digits) for integer string conversion: "),
         ("a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 40)), "more than 32 levels"),
         ("--- 1\n--- 2", "but found another document"),
+        ('a: "\\ud800"', "line 1: it has half of a surrogate pair, '\\ud800'"),
         ("a: \0", "special characters are not allowed"),
     ],
 )

@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 the work failed or something is missing, 2 the command lin
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
         starting.end()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
         return module.run(arguments)
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)

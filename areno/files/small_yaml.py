@@ -137,8 +137,12 @@ def _check_size(event: Any, total: int, levels: int) -> None:
 
 
 def _check_scalar(event: Any) -> None:
-    """Raise YamlFault for a long text in which numbers or interpolations are looked for, which takes long."""
-    size = len(event.value)
+    """Raise YamlFault for text that is not whole, or long text in which numbers or interpolations are looked for."""
+    size, line = len(event.value), event.start_mark.line + 1
+    try:
+        event.value.encode()
+    except UnicodeEncodeError as error:
+        raise YamlFault(f"line {line}: it has half of a surrogate pair, {event.value[error.start]!r}") from error
     if size > _MOST_CHARACTERS and (event.implicit[0] or "${" in event.value):
         text = "a value without quotes, or with ${{...}}, has {} characters; at most {} are read"
-        raise YamlFault(f"line {event.start_mark.line + 1}: {text.format(size, _MOST_CHARACTERS)}")
+        raise YamlFault(f"line {line}: {text.format(size, _MOST_CHARACTERS)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import shlex
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 from areno.api.earlier_run import EarlierRun
 from areno.api.inputs.changes import Change
 from areno.config.experiments import ExperimentConfig
+from areno.config.schema.values import value_at
 from areno.errors import ConfigError, Problem
 from areno.tracking import new_run
 from areno.tracking.description import overrides_of, sweep_of
@@ -98,8 +97,8 @@ def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """The setting that has ended a finished run, with twice its value."""
-    ended_by = finished.get("ended_by", "total_train_steps")
-    limit: Any = functools.reduce(operator.getitem, ended_by.split("."), settings) or finished["step"]
+    ended_by = finished["ended_by"]
+    limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
 
 
@@ -131,7 +130,7 @@ def tell_next(command: str, folder: Path) -> None:
     run = RunReader(folder)
     if checkpoint := run.latest_checkpoint():
         if "gconfig" in run.config:
-            more = "--n-samples 8" if run.config["valid_dataset"] else "--data held_out.jsonl"
+            more = "--n-samples 8" if run.config.get("valid_dataset") else "--data held_out.jsonl"
             print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
         print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
     if finished is not None:

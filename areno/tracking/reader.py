@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from areno.config.schema.values import show, value_at
 from areno.errors import ArenoError
 from areno.files.reading import content_of, names_in
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
@@ -81,8 +82,11 @@ class RunReader:
         *lines, _ = content.split(b"\n")  # a last line without its end: the run is about to write the rest
         records = list(_parsed(path, lines))
         for number, record in enumerate(records, 1):
-            if not isinstance(record.get("step"), int):
+            if not _is_step(record.get("step")):
                 raise ArenoError("{}, line {}: has no step", path, number)
+            if wrong := [name for name, value in record.items() if value is not None and not _is_number(value)]:
+                text = "{}, line {}: {} is {}; a number is expected"
+                raise ArenoError(text, path, number, wrong[0], show(record[wrong[0]]))
         return records
 
     def metrics(self) -> dict[str, Series]:
@@ -144,7 +148,8 @@ class RunReader:
 
     def checkpoints(self) -> dict[int, Path]:
         """Step -> folder, in order of steps."""
-        folder = Path(self.config.get("saver", {}).get("path") or self.path / "checkpoints").expanduser()
+        given = value_at(self.config, "saver.path")
+        folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
         numbers = (name.removeprefix("step-") for name in names_in(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
@@ -195,6 +200,15 @@ def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run, which RunReader can read."""
     described = is_described(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    # A larger integer, which JSON may have, is no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
 
 
 def _told_steps(steps: Sequence[int]) -> str:

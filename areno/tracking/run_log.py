@@ -50,7 +50,7 @@ class RunLog:
         else:
             try:
                 Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-                self._file = _FileHandler(log_file, encoding="utf-8")
+                self._file = _FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 text = "cannot write {}: {}"
                 raise ConfigError(Problem("cluster.fileroot", text, log_file, error.strerror)) from error
