@@ -90,6 +90,19 @@ def test_a_file_that_would_take_long_is_refused_at_once(work, more, expected):
     assert "\n" not in str(caught.value)
 
 
+def test_interpolations_that_repeat_each_other_are_refused_at_once(work):
+    lists = "".join(f"a{n}: ['${{a{n - 1}}}', '${{.0}} ${{a{n - 1}}}']\n" for n in range(1, 30))
+    texts = "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 40))
+    for more in (lists, texts):
+        (work / "my/large.yaml").write_text(f"{TASK}a0: x\n{more}")
+        with pytest.raises(ConfigError, match="that refer to each other repeat more than 30000 values"):
+            load(name="large")
+    (work / "my/large.yaml").write_text(
+        f"{TASK}saver: {{path: '${{..experiment_name}}'}}\ntrial_name: ${{saver.path}}\n"
+    )
+    assert load(name="large").trial_name == "test"
+
+
 def test_defaults_that_lead_back_to_their_own_file(work):
     (work / "my/one.yaml").write_text("defaults: [recipe, two, _self_]\n")
     (work / "my/two.yaml").write_text("defaults: [one]\n")

@@ -46,7 +46,7 @@ from areno.launch import library
 from areno.launch.elsewhere import hint
 from areno.launch.hydra_files import SearchPath, checked_files
 from areno.launch.hydra_text import explain, quoted
-from areno.launch.plain_values import delete, resolved
+from areno.launch.plain_values import check_references, delete, resolved
 from areno.launch.sweeps.side_by_side import N_JOBS
 
 T = TypeVar("T", bound=Section)
@@ -391,6 +391,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
+        check_references(raw)
         data = {str(key): value for key, value in resolved(config, "", found)}
         choices = HydraConfig.get().runtime.choices
         for group, choice in choices.items():

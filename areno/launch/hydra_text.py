@@ -11,6 +11,7 @@ from hydra.errors import MissingConfigException
 from areno.errors import ConfigError, did_you_mean
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
 _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
 
@@ -29,6 +30,11 @@ def quoted(override: str) -> str:
         return found[0] if _HYDRA_WORD.fullmatch(word) else found[0].replace(word, f'"{word}"')
 
     return key + equals + _WORD.sub(quote, value)
+
+
+def references(text: str) -> list[str]:
+    """Return the keys that a text refers to as ${key}. A key that is itself made of references is left out."""
+    return _REFERENCE.findall(text)
 
 
 def explain(error: BaseException) -> str:
