@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -115,6 +117,21 @@ def test_one_damaged_run_does_not_hide_the_others(broken: Path, capsys):
     listed = capsys.readouterr().out
     assert "damaged" in listed
     assert "completed" in listed
+
+
+def test_a_folder_whose_name_is_not_utf_8(broken: Path, capfdbinary):
+    """It is shown with its bytes escaped, in tables and pages, and in errors."""
+    pytest.importorskip("plotly", reason="needs the report extra")
+    name = os.fsdecode(b"r\xff")
+    shutil.move(broken, name)
+    for words in (["runs", "."], ["report", name, "-o", "page.html"], ["compare", name, name + "/../" + name]):
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a pipe
+        with contextlib.redirect_stdout(out):
+            assert main(words) == 0, words
+            out.flush()
+            assert words[0] == "report" or b"r\\udcff" in out.buffer.getvalue(), words  # type: ignore[attr-defined]
+    assert "r?" in Path("page.html").read_text(encoding="utf-8")
+    assert main(["report", os.fsdecode(b"\xfe")]) == 1
 
 
 def test_a_folder_that_may_not_be_entered(broken: Path, monkeypatch):
