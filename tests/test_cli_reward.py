@@ -111,6 +111,16 @@ def test_samples_of_a_run(folder, capsys):
     for more, reward in (([], "0"), (["--step", "1"], "1")):
         assert main([*words, *more]) == 0
         assert lines(capsys.readouterr().out)[2][:2] == ["0", reward]
+    (folder / "run/rollouts/000003.jsonl").touch()  # a disk that was full, perhaps
+    assert main(words) == 0
+    assert lines(capsys.readouterr().out)[2][:2] == ["0", "0"], "of step 2, the last one that has any"
+    assert main([*words, "--step", "3"]) == 1
+    assert "--data: run has no samples of step 3" in capsys.readouterr().err
+
+
+def test_recorded_rewards_that_are_no_numbers(folder, capsys):
+    assert main(["reward", "mine.py:near", *data({**ROWS[0], "reward": "high", "step": "x"})]) == 0
+    assert "1 of 1 rewards are at least 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,6 +133,7 @@ def test_samples_of_a_run(folder, capsys):
         (["reward.workers=3"], "FUNCTION: is missing"),
         (["math", "--step", "1"], "--step: is 1, but rows.jsonl is not the folder of a run"),
         (["math", "--data", "none.jsonl"], "--data: there is no"),
+        (["math", "--limit", "0"], "--limit: is 0; at least 1 is expected"),
     ],
 )
 def test_a_wrong_command_line(folder, capsys, words, message):
@@ -133,3 +144,5 @@ def test_a_wrong_command_line(folder, capsys, words, message):
 def test_rows_without_a_completion(folder, capsys):
     assert main(["reward", "math", *data(ROWS[0], {"prompt": "1"})]) == 1
     assert "sample 1: needs prompt and completion; it has prompt" in capsys.readouterr().err
+    assert main(["reward", "math", *data({"prompt": 5, "completion": ["a"]})]) == 1
+    assert "sample 0: prompt is 5; text or a list of messages is expected" in capsys.readouterr().err

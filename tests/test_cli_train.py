@@ -227,7 +227,7 @@ def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys:
     for line in (
         "--ckpt: missing (",
         "--critic-lr: is a flag of ppo, not of gspo",
-        "--min-lr: is 'x' with --lr None; two numbers above 0 are expected",
+        "--min-lr: is x, and --lr is 1e-06 by default; a number from 0 to that is expected",
         "--batch-size: is 'many'; an integer is expected",
         "--n-samples: is 0; it must be more than 0",
         "gconfig.top_p: is 2",
@@ -245,12 +245,70 @@ def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys:
         ("--config-name quikstart", "did you mean quickstart"),
         ("--algo sft --config-name quickstart", "--config-name: quickstart is for grpo, gspo and ppo, not for sft"),
         ("--config-name quickstart --min-lr 1e-5", "--min-lr: is a share of --lr; give that too"),
+        ("--config-name quickstart --min-lr 1 --lr 0.1", "error: --min-lr: is 1, and --lr is 0.1; a number from 0 to"),
+        ("--config-name quickstart --min-lr nan --lr 0.1", "error: --min-lr: is nan, and --lr is 0.1; a number from"),
+        ("--config-name quickstart --min-lr 1 --lr 0", "error: --min-lr: is 1, and --lr is 0; a number from 0 to that"),
+        ("--config-name quickstart --min-lr 1 --lr=-1", "error: --lr: is -1.0; it must be at least 0"),
         ("--resume nowhere", "--resume: there is no folder"),
+        ("--resume=", "error: --resume: is empty; a name is expected"),
+        ("--config-name quickstart =5", "error: cannot read '=5'; key=value is expected"),
+        ("--config-name quickstart +=5", "error: cannot read '+=5'; key=value is expected"),
+        (
+            "--config-name quickstart --max-steps 1 total_train_steps=2",
+            "error: --max-steps: stands for total_train_steps=1,"
+            " and total_train_steps=2 is given too; leave one of the two out",
+        ),
+        ("--config-name quickstart --batch-size 4 ++train_dataset.batch_size=8", "error: --batch-size: stands for "),
+        ("--config-name quickstart --max-steps 1 ~total_train_steps", "and ~total_train_steps is given too"),
+        (
+            "--config-name quickstart --mini-bs 4 actor.mb_spec.max_tokens_per_mb=64",
+            "actor.mb_spec.max_tokens_per_mb=null, and actor.mb_spec.max_tokens_per_mb=64 is given too",
+        ),
     ],
 )
 def test_what_is_said_of_a_mistake(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_setting_that_is_given_twice_with_one_value_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    found = flat(
+        shown(capsys, *shlex.split("--config-name quickstart --max-steps 1 total_train_steps=1 --min-lr 0 --lr 0"))
+    )
+    assert (found["total_train_steps"], found["actor.optimizer.lr"]) == (1, 0.0)
+
+
+def test_what_the_run_itself_finds_is_told_by_flags_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--config-name", "quickstart", "--n-samples", "2", "valid_dataset=null"]
+    for more, message in {
+        "--max-context-len 500": "error: --max-context-len: is 500, the model's context is 128 tokens",
+        "gconfig.max_tokens=500": "error: gconfig.max_tokens: is 500, the model's context is 128 tokens",
+        "--metrics-log-dir /dev/null": "error: --metrics-log-dir: /dev/null is not a folder",
+        "--save-path /dev/null": "error: --save-path: /dev/null",
+    }.items():
+        with pytest.raises(SystemExit, match=r"^[12]$"):
+            main([*words, *more.split()])
+        assert message in capsys.readouterr().err, more
+
+
+def test_a_run_that_goes_on_says_which_algorithm_it_is_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    config = with_defaults(get_algorithm("grpo").config, yaml.safe_load((ROOT / "conf/quickstart.yaml").read_text()))
+    run.mkdir()
+    (run / "config.yaml").write_text("# Recipes: grpo\n" + yaml.safe_dump({**config, "defaults": ["recipe", "_self_"]}))
+    assert "eps_clip" in shown(capsys, "--resume", str(run), "--grpo-clip-eps", "0.3")["actor"]
+    assert main(["train", "--resume", str(run), "--algo", "sft"]) == 2
+    assert f"--resume: {run} is a run of grpo, not of sft" in capsys.readouterr().err
+    for recipe, message in {
+        "# Recipes: mine\n": f"--resume: {run} is a run of mine, which is not installed",
+        "": f"--algo: is missing; {run} does not say which algorithm it is a run of",
+    }.items():
+        (run / "config.yaml").write_text(recipe + "a: 1\n")
+        assert main(["train", "--resume", str(run)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_flags_change_a_task_and_its_token_budget_gives_way(capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def test_errors_of_files_are_one_line(work):
     (work / "my/parent.yaml").write_text(TASK.replace("- recipe", "- recipe\n  - nosuch"))
     for name, expected in {
         "smal": "--config-name: there is no 'smal'; there are .*did you mean small",
-        "broken": r"broken: .*broken\.yaml, line 2: ",
+        "broken": r"my/broken\.yaml: line 2: ",
         "group": "actor/qwen3-0.6c.*there are llama3.2-1b.*did you mean qwen3-0.6b",
         "bare": "bare: its defaults must begin with `- recipe`",
         "parent": "nosuch",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,11 +15,58 @@ from command_runs import Driver, files
 from processes import is_running, reads_proc
 from waiting import until
 
+import areno
+from areno.files import starting
+
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in an empty folder."""
     monkeypatch.chdir(tmp_path)
+
+
+SIGNALLED = """
+import importlib.abc, os, signal, sys
+
+class Signalled(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == os.environ["SIGNALLED_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Signalled())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["-m", "areno.cli", "runs"], "areno.errors"),
+        (["-m", "areno.cli", "runs"], "rich"),  # in the midst of the command
+        (["-X", "dev", "-m", "areno.recipes.gspo", "--config-name=quickstart"], "areno.config"),
+        (["areno", "runs"], "areno.cli.main"),
+    ],
+)
+def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], module: str):
+    Path("sitecustomize.py").write_text(SIGNALLED)
+    Path("areno").write_text("import sys\nfrom areno.cli.main import main\nsys.exit(main())\n")
+    Path("outputs").mkdir()
+    path = os.pathsep.join([str(tmp_path), str(Path(areno.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "SIGNALLED_AT": module}
+    ended = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_command"),
+    [
+        ("-m areno.recipes.gspo seed=1", True), ("-u -X dev -m areno.cli train", True), ("/usr/bin/areno runs", True),
+        ("-m areno.bench", True), ("-m pytest areno", False), ("script.py areno", False), ("", False),
+        ("-c from-multiprocessing.spawn --multiprocessing-fork", False), ("-m areno.rewards.process", False),
+    ],
+)  # fmt: skip
+def test_only_a_command_ends_at_once(words: str, is_command: bool):
+    """A library, or a process that multiprocessing has started, keeps its handlers."""
+    assert starting._is_command(words.split()) is is_command
 
 
 @reads_proc

@@ -132,6 +132,19 @@ def test_bf16_weights_follow_fp32_masters():
     assert flat.masters.dtype == optimizer.exp_avg.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_a_learning_rate_of_0_leaves_the_weights_bit_for_bit(kind):
+    ours, _ = models(torch.bfloat16)
+    flat = FlatParameters(ours, align=BLOCK)
+    optimizer = Optimizer(flat, OptimizerConfig(type=kind, lr=0, weight_decay=0.1), ALONE)
+    before = flat.params.clone()
+    for step in range(2):
+        loss_of(ours, step).backward()
+        optimizer.step(optimizer.gradient_stats().norm)
+    assert torch.equal(flat.params, before)
+    assert optimizer.exp_avg.any()
+
+
 def test_skipping_changes_nothing():
     ours, _ = models()
     flat = FlatParameters(ours)

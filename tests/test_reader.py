@@ -91,14 +91,17 @@ def test_damaged_settings_are_named(folder):
         _ = RunReader(folder).config
 
 
-def test_samples(folder):
+def test_samples(folder, caplog):
     (folder / "rollouts").mkdir()
     (folder / "rollouts/000010.jsonl").write_text('{"reward": 1.0}\n{"reward": null}\n')
     (folder / "rollouts/000009.jsonl").write_text('{"reward": 0.5}\n{"rew')
     run = RunReader(folder)
     assert run.sampled_steps() == [9, 10]
     assert run.samples(10) == [{"reward": 1.0}, {"reward": None}]
-    with pytest.raises(ArenoError, match=r"000009.jsonl, line 2: is not JSON"):
+    assert run.samples(9) == [{"reward": 0.5}]
+    assert caplog.messages == [f"{folder}/rollouts/000009.jsonl ends in half a line, which is left out"]
+    (folder / "rollouts/000009.jsonl").write_text('{"rew\n{"reward": 0.5}')
+    with pytest.raises(ArenoError, match=r"000009.jsonl, line 1: is not JSON"):
         run.samples(9)
     with pytest.raises(ArenoError, match="has no samples of step 3"):
         run.samples(3)

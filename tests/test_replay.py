@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def test_under_a_later_checkpoint_it_has_the_numbers_of_transformers_and_of_the_
         clipped = min(max(ratio, 1 - CLIP), 1 + CLIP)
         assert token["loss"] == pytest.approx(-min(ratio * advantage, clipped * advantage) / len(trained), rel=1e-4)
     assert found["loss"] == pytest.approx(sum(token["loss"] for token in trained), rel=1e-4)
+
+
+def test_a_name_that_suits_no_folder_is_no_hindrance(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    shutil.copytree(run, tmp_path / "t", symlinks=True)
+    settings = (run / "config.yaml").read_text().replace("trial_name: a\n", "trial_name: <b>/x\n")
+    (tmp_path / "t/config.yaml").write_text(settings)
+    assert "<b>/x" in settings
+    assert replayed(capsys, tmp_path / "t", "--step", "2")["missing"] == []
 
 
 def test_a_sample_without_token_values_says_what_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

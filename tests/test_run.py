@@ -21,6 +21,7 @@ from areno.config.tracking.stats_logger import StatsLoggerConfig, TensorBoardCon
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig
+from areno.tracking.run_log import RunLog
 from areno.types import TrainSequence
 
 
@@ -165,6 +166,14 @@ def test_a_run_that_is_interrupted_while_it_saves_names_the_step_that_is_there(t
     log = (tmp_path / "logs" / "run.log").read_text()
     assert "stopped in step 1; there is no state to go on from, and the last checkpoint is that of step 1" in log
     assert os.readlink(tmp_path / "checkpoints/latest") == "step-000001"
+
+
+def test_the_log_of_a_run_has_what_was_told_before_it(tmp_path):
+    with RunLog():
+        logging.getLogger("areno").warning("engine.device=auto takes the CPU")
+        start(tmp_path).close()
+    log = (tmp_path / "logs/run.log").read_text()
+    assert log.count("warning: engine.device=auto takes the CPU") == 1
 
 
 def test_a_run_that_ends_says_so_once(tmp_path):

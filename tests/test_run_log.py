@@ -71,6 +71,22 @@ def test_a_run_says_its_lines_and_leaves_nothing(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("own_process", [False, True])
+def test_the_file_also_has_the_lines_before_it(monkeypatch, capsys, tmp_path, own_process):
+    no_host(monkeypatch)
+    before = state()
+    with RunLog(own_process=own_process):  # of the command or, in a script, of another trainer
+        logger.info("of the command")
+        with RunLog():
+            logger.info("of the loop")
+            with RunLog(tmp_path / "run.log") as log:
+                logger.info("in the run")
+                log.write_earlier()
+                log.write_earlier()
+    assert lines(tmp_path / "run.log") == ["in the run", *["of the command"] * own_process, "of the loop"]
+    assert state() == before
+
+
+@pytest.mark.parametrize("own_process", [False, True])
 def test_handlers_of_the_host_stay(heard, capsys, tmp_path, own_process):
     before, level, formatter = state(), heard.level, heard.formatter
     with RunLog(tmp_path / "run.log", own_process=own_process):

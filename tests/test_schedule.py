@@ -62,6 +62,7 @@ def test_a_run_that_ends_before_the_steps_that_were_asked_for() -> None:
             "warms up for 200 updates, and this run has 100, so it never reaches actor.optimizer.lr=0.0002",
         ),
         (["actor.optimizer.lr_decay_steps=1000", "actor.optimizer.lr_scheduler_type=constant"], None),
+        (["actor.optimizer.lr_decay_steps=50", "actor.optimizer.lr=0"], "lr is 0, so the weights of the actor stay as"),
     ],
 )
 def test_schedules_that_do_not_fit_the_run(settings, told):

@@ -185,12 +185,12 @@ def test_metrics_that_cannot_be_written(tmp_path: Path) -> None:
         ({"ref": ModelRole("ref", MODEL, False, 1e-5)}, r"roles\['ref'\].optimizer_lr: is 1e-05, but the role is not"),
         ({"ref": ModelRole("ref", MODEL, True)}, r"roles\['ref'\].trainable: is True, but a role named 'ref' is only"),
         (
-            {"critic": ModelRole("critic", MODEL, True, 0.0)},
-            r"roles\['critic'\].optimizer_lr: is 0.0; a number above 0",
+            {"critic": ModelRole("critic", MODEL, True, -1.0)},
+            r"roles\['critic'\].optimizer_lr: is -1.0; a number of at least 0",
         ),
         (
             {"critic": ModelRole("critic", MODEL, True, float("inf"))},
-            r"roles\['critic'\].optimizer_lr: is inf; a number above 0",
+            r"roles\['critic'\].optimizer_lr: is inf; a number of at least 0",
         ),
         ({5: ModelRole(5, MODEL, False)}, r"roles\[5\]: is named by no string"),  # type: ignore[arg-type]
         ({"critic": ModelRole("critic", "", True)}, r"roles\['critic'\].path: is ''; a model folder or hub id"),

@@ -91,6 +91,19 @@ def test_files_hold_the_same(tmp_path: Path) -> None:
     assert rows[-1]["objective"] == ""
 
 
+def test_a_seed_that_is_given_twice_counts_once(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, "reward", "max")
+    for number, (seed, objective) in enumerate([(1, None), (1, 0.5), (1, 0.5), (2, 0.7)]):
+        if number == 3:
+            assert sweep.averages() == [], "one seed is no sample of seeds"
+            assert "over seeds" not in sweep.text()
+        sweep.add(number, [f"seed={seed}"], objective, tmp_path / str(number))
+    [average] = sweep.averages()
+    assert average.mean == pytest.approx(0.6)
+    assert average.runs == [1, 3]
+    assert "\nrun 2 has the settings of run 1, so an average counts the two as one\n" in sweep.text()
+
+
 def test_a_sweep_without_seeds_or_results_has_no_averages_or_best(tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, "train/loss", "min")
     sweep.add(0, ["variant=dapo"], None, tmp_path / "0")

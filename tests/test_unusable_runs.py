@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -50,6 +52,14 @@ def replaced_by_folder(path: Path) -> None:
     path.mkdir()
 
 
+def replaced_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -57,7 +67,14 @@ def replaced_by_folder(path: Path) -> None:
         ("logs/metrics.jsonl", lambda path: path.write_text("{no\n"), "line 1: is not JSON"),
         ("config.yaml", lambda path: path.write_text("a: [1,\nb"), "cannot be read: line 2: expected ',' or ']'"),
         ("config.yaml", lambda path: path.write_bytes(b"\xff\xfe\0"), "cannot be read: 'utf-8' codec"),
+        ("config.yaml", lambda path: path.write_text(BOMB), "where an alias counts as all it repeats"),
+        ("config.yaml", lambda path: path.write_text("- a\n"), "it holds a list, where names with values are expected"),
+        ("config.yaml", lambda path: path.write_text("a: &a [*a]\n"), "the alias *a is within what it stands for"),
+        ("overrides.yaml", lambda path: path.write_text("a: b\n"), "it holds a mapping, where a list of texts"),
         ("versions.json", lambda path: path.write_text("{{"), "cannot be read: "),
+        ("versions.json", lambda path: path.write_text("[1]"), "it holds a list, where names with values are expected"),
+        ("versions.json", lambda path: path.write_text("[" * 10**5), "cannot be read: it is nested too deeply"),
+        ("logs/metrics.jsonl", replaced_by_pipe, "cannot be read: it is not a regular file"),
         ("rollouts/000002.jsonl", replaced_by_folder, "cannot be read: Is a directory"),
     ],
 )
@@ -100,6 +117,21 @@ def test_one_damaged_run_does_not_hide_the_others(broken: Path, capsys):
     listed = capsys.readouterr().out
     assert "damaged" in listed
     assert "completed" in listed
+
+
+def test_a_folder_whose_name_is_not_utf_8(broken: Path, capfdbinary):
+    """It is shown with its bytes escaped, in tables and pages, and in errors."""
+    pytest.importorskip("plotly", reason="needs the report extra")
+    name = os.fsdecode(b"r\xff")
+    shutil.move(broken, name)
+    for words in (["runs", "."], ["report", name, "-o", "page.html"], ["compare", name, name + "/../" + name]):
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a pipe
+        with contextlib.redirect_stdout(out):
+            assert main(words) == 0, words
+            out.flush()
+            assert words[0] == "report" or b"r\\udcff" in out.buffer.getvalue(), words  # type: ignore[attr-defined]
+    assert "r?" in Path("page.html").read_text(encoding="utf-8")
+    assert main(["report", os.fsdecode(b"\xfe")]) == 1
 
 
 def test_a_folder_that_may_not_be_entered(broken: Path, monkeypatch):

@@ -14,6 +14,7 @@ from areno.config.schema.fields import Section
 from areno.errors import ConfigError, Problem
 from areno.files.durable import locked
 from areno.tracking import new_run
+from areno.tracking.description import recipe_of, settings_of
 
 STATE = "state"
 
@@ -32,8 +33,8 @@ class EarlierRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its settings. Raises ConfigError if they cannot be read."""
-        return new_run.settings_of(self.folder)
+        """Its settings. Raises ArenoError if they cannot be read."""
+        return settings_of(self.folder)
 
     @property
     def goes_on(self) -> bool:
@@ -58,7 +59,7 @@ class EarlierRun:
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
         """Raise ConfigError if it is a run of another recipe."""
-        meant = new_run.recipe_of(self.folder)
+        meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 

@@ -32,6 +32,7 @@ from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import measure, tell
 from areno.errors import ArenoError, ConfigError, Problem
+from areno.files import starting
 from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config
 
@@ -40,12 +41,16 @@ _OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one benchmark and print what it found. 2 for a bad argument, 1 where the work failed."""
+    """Run one benchmark and print what it found. 2 for a bad argument, 1 where the work failed, 130 after Ctrl-C."""
+    starting.end()
     try:
         show(parse(argv))
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -89,11 +89,12 @@ class States:
     def _read(self, step: int) -> State:
         folder = self._of(step)
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            record = record if isinstance(record, dict) else {}
             raise CheckpointError(
                 "{} has format {}, of areno {}; this areno reads format {}. Go on with the version that wrote it, or "
                 "start a run from a checkpoint of this one (actor.path)",
-                folder, record["format"], record.get("areno"), FORMAT,
+                folder, record.get("format"), record.get("areno"), FORMAT,
             )  # fmt: skip
         return State(folder, step, record)
 
@@ -158,10 +159,15 @@ class States:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """{"step", "result", "ended_by": the setting that ended it} of a run that came to its end."""
+        """{"step", "result", "ended_by": the setting that ended it} of a run that came to its end.
+
+        None for another run, and where the file is damaged.
+        """
         try:
-            return json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
+            ended_by = found.get("ended_by", "total_train_steps")
+            return {"step": int(found["step"]), "result": float(found["result"]), "ended_by": str(ended_by)}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
     @property
@@ -189,7 +195,7 @@ def find_damage(folder: Path) -> str:
             return f"{RECORD} does not have its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     return ""
 

@@ -132,7 +132,8 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, told_version
-    from areno.tracking.new_run import is_described, recipe_of, settings_of
+    from areno.tracking.description import recipe_of, settings_of
+    from areno.tracking.new_run import is_described
 
     of_policy = False
     if of_run is not None:

@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 the work failed or something is missing, 2 the command lin
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from areno import __version__
 from areno.errors import ArenoError, ConfigError, did_you_mean, of_a_place
+from areno.files import starting
 
 COMMANDS = {
     "train, evaluate and serve": {
@@ -75,11 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(words[1:])
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
+        starting.end()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
         return module.run(arguments)
     except ArenoError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.

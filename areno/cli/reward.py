@@ -8,16 +8,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.cli.tables import show
 from areno.errors import ArenoError, ConfigError, DataError, Problem, keys_renamed
+
+if TYPE_CHECKING:
+    from areno.tracking.reader import RunReader
 
 _FLAGS = {
     "reward.fn": "FUNCTION", "reward.weights": "--weights", "reward.workers": "--workers",
     "reward.timeout_s": "--timeout-s",
 }  # fmt: skip
-_SHOWN_CHARS = 48
 _SHOWN_ERRORS = 3
 _ABOUT = """\
 Scores recorded samples as a run would, in reward processes with their time limit, and prints the rewards.
@@ -53,9 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from areno.report.scores import count_lines, samples_table, summary_table
     from areno.rewards.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(Problem("--limit", f"is {arguments.limit}; at least 1 is expected"))
     config = _config(arguments)
     rows = _rows(arguments.data, arguments.step)[: arguments.limit]
     records = [_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
@@ -66,8 +71,11 @@ def _run(arguments: argparse.Namespace) -> int:
         started = time.monotonic()
         outcomes = pool.outcomes(records)
         seconds = time.monotonic() - started
-    _print_table(rows, records, outcomes, arguments.show)
-    _print_summary(rows, outcomes)
+    show(samples_table(rows, records, outcomes, arguments.show))
+    if len(rows) > arguments.show:
+        print(f"and {len(rows) - arguments.show} samples more (--show)")
+    show(summary_table(outcomes))
+    print(*count_lines(rows, outcomes), sep="\n")
     each = 1000 * seconds / len(records)
     print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each, with {pool.n_workers} processes")
     return _print_errors(outcomes)
@@ -104,11 +112,7 @@ def _rows(path: str, step: int | None) -> list[Any]:
 
     folder = Path(path).expanduser()
     if folder.is_dir() and ((folder / "config.yaml").exists() or (folder / "logs").is_dir()):
-        run = RunReader(folder)
-        steps = run.sampled_steps()
-        if not steps:
-            raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", path)
-        return run.samples(steps[-1] if step is None else step)
+        return _samples(RunReader(folder), step)
     if step is not None:
         raise ConfigError([Problem("--step", f"is {step}, but {path} is not the folder of a run")])
     with keys_renamed({"train_dataset.path": "--data"}.get):
@@ -119,13 +123,31 @@ def _rows(path: str, step: int | None) -> list[Any]:
     return rows
 
 
+def _samples(run: RunReader, step: int | None) -> list[Any]:
+    """Return the samples of a step of a run, or of its last step that has any. Raises ArenoError if there are none."""
+    steps = run.sampled_steps()
+    if not steps:
+        raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", run.path)
+    for at in reversed(steps) if step is None else [step]:
+        if samples := run.samples(at):
+            return samples
+    raise DataError(
+        Problem("--data", f"{run.path} has no samples {'in its files' if step is None else f'of step {step}'}")
+    )
+
+
 def _record(row: Any, where: str) -> Any:
     """What the functions get for a row. Texts may be messages, as TRL writes them."""
+    from areno.config.schema.values import show as shown
     from areno.types import RewardRecord
 
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise DataError([Problem("--data", f"{where}: needs prompt and completion; it has {has}")])
+    for name in ("prompt", "completion"):
+        if not _is_text(row[name]):
+            text = f"{where}: {name} is {shown(row[name])}; text or a list of messages is expected"
+            raise DataError([Problem("--data", text)])
     asked, said = _messages(row["prompt"], "user"), _messages(row["completion"], "assistant")
     texts = {name: row[name] if isinstance(row[name], str) else "" for name in ("prompt", "completion")}
     final = str(said[-1].get("content") or "") if said else ""
@@ -139,7 +161,7 @@ def _record(row: Any, where: str) -> Any:
         tokens=list(tokens) if isinstance(tokens, list) else [],
         solutions=row.get("solutions"),
         record=row,
-        step=row.get("step") or 0,
+        step=step if isinstance(step := row.get("step"), int) else 0,
     )
 
 
@@ -154,52 +176,12 @@ def _count_tokens(records: Sequence[Any], folder: str) -> None:
         record.tokens = record.tokens or tokenizer.encode(record.completion, add_special_tokens=False)
 
 
+def _is_text(said: Any) -> bool:
+    return isinstance(said, str) or (isinstance(said, list) and all(isinstance(message, Mapping) for message in said))
+
+
 def _messages(said: Any, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
-
-
-def _part_names(outcomes: Sequence[Any]) -> list[str]:
-    return list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
-
-
-def _print_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> None:
-    from rich import box, markup, table
-
-    names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
-    shown = table.Table(box=box.SIMPLE)
-    for name in ["sample", "reward", *names, *(["recorded"] if recorded else [])]:
-        shown.add_column(name, justify="right")
-    shown.add_column("completion", no_wrap=True)
-    for number, (row, record, outcome) in enumerate(zip(rows[:most], records, outcomes, strict=False)):
-        reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}"
-        parts = (f"{outcome.parts[name]:.4g}" if name in outcome.parts else "" for name in names)
-        before = ["" if row.get("reward") is None else f"{row['reward']:.4g}"] if recorded else []
-        text = " ".join(record.completion.split())[:_SHOWN_CHARS]
-        shown.add_row(str(number), reward, *parts, *before, markup.escape(text))
-    show(shown)
-    if len(rows) > most:
-        print(f"and {len(rows) - most} samples more (--show)")
-
-
-def _print_summary(rows: Sequence[Any], outcomes: Sequence[Any]) -> None:
-    import numpy as np
-    from rich import box, table
-
-    shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
-    values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
-    for name in _part_names(outcomes):
-        values[f"  {name}"] = [each.parts[name] for each in outcomes if name in each.parts]
-    for name, of in values.items():
-        numbers = [np.mean(of), np.std(of), np.min(of), np.max(of)] if of else []
-        shown.add_row(name, *(f"{number:.4g}" for number in numbers), *[""] * (4 - len(numbers)), str(len(of)))
-    show(shown)
-    right = sum(value >= 1.0 - 1e-6 for value in values["reward"])
-    print(f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)")
-    pairs = [(row.get("reward"), each.value) for row, each in zip(rows, outcomes, strict=True)]
-    pairs = [pair for pair in pairs if None not in pair]
-    if pairs:
-        differ = sum(abs(before - now) > 1e-6 for before, now in pairs)
-        print(f"{differ} of {len(pairs)} rewards differ from those that were recorded")
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
@@ -14,7 +15,10 @@ from areno.cli.flags.of_train import HEADINGS, REFUSED, TASK, Flag
 from areno.config.schema.fields import rows
 from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
 from areno.launch.elsewhere import RECIPES
+from areno.tracking.description import recipe_of
+from areno.tracking.new_run import is_described
 
+_DEFAULT = "gspo"
 _ABOUT = """\
 Trains a model by SFT, DPO, GSPO, GRPO or PPO: data, rollout, rewards, loss, optimizer, metrics and checkpoints.
 
@@ -32,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=118)
     groups = {name: parser.add_argument_group(name, about) for name, about in HEADINGS.items()}
     names = algorithm_names()
-    groups["Basic"].add_argument("--algo", default="gspo", metavar="TEXT", help=f"{', '.join(names)} (default gspo)")
+    about = f"{', '.join(names)} (default {_DEFAULT}; with --resume, that of the run)"
+    groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
     for flag in of_train.flags().values():
         _add(groups[flag.heading], flag)
     for name in REFUSED:
@@ -63,23 +68,41 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the recipe with the settings that the flags stand for."""
     from areno.launch import command
 
-    algorithm = _algorithm(arguments.algo)
+    algorithm = _algorithm(_algorithm_name(arguments))
     own_task = arguments.config_name != TASK or arguments.resume is not None
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
-    settings, problems = of_train.overrides(algorithm.name, given, own_task, algorithm.config)
-    settings += arguments.settings
-    if not arguments.resume and not arguments.cfg:  # --cfg shows what there is, also where something is missing
-        problems += _problems(algorithm, arguments, settings)
+    of_flags, problems = of_train.overrides(algorithm.name, given, own_task, algorithm.config)
+    names = _flag_names(algorithm, arguments.settings)
+    settings, twice = of_train.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
+    problems += twice
+    # --cfg shows what there is, also where something is missing.
+    if arguments.resume is None and not arguments.cfg:
+        problems += _problems(algorithm, arguments, settings, names)
     if problems:
         raise ConfigError(problems)
     start = f"python -m areno.recipes.{algorithm.name}"
     if algorithm.name not in RECIPES:
         start = f"areno train --algo {algorithm.name}"
-    options = [] if arguments.resume else [f"--config-name={arguments.config_name}"]
+    options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
     options += [f"--{name.replace('_', '-')}={value}" for name in ("config_dir", "resume", "cfg")
-                if (value := vars(arguments)[name])]  # fmt: skip
+                if (value := vars(arguments)[name]) is not None]  # fmt: skip
     print(f"the same run: {start} {shlex.join([*options, *settings])}", file=sys.stderr)
-    return command.run(algorithm, start, [*options, *settings], greet=False)
+    return command.run(algorithm, start, [*options, *settings], greet=False, names=names)
+
+
+def _algorithm_name(arguments: argparse.Namespace) -> str:
+    """Return the algorithm that is asked for or, with --resume, that of the run."""
+    if arguments.algo is not None or not arguments.resume:
+        return arguments.algo or _DEFAULT
+    folder = Path(arguments.resume).expanduser()
+    name = recipe_of(folder)
+    if not is_described(folder):  # --resume says what is wrong with the folder
+        return _DEFAULT
+    if not name:
+        raise ConfigError(Problem("--algo", "is missing; {} does not say which algorithm it is a run of", folder))
+    if name not in algorithm_names():
+        raise ConfigError(Problem("--resume", "{} is a run of {}, which is not installed", folder, name))
+    return name
 
 
 def _algorithm(name: str) -> Algorithm:
@@ -90,17 +113,24 @@ def _algorithm(name: str) -> Algorithm:
     return get_algorithm(name)
 
 
-def _problems(algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str]) -> list[Problem]:
-    """What is wrong with the settings, which are called by the flags that stand for them."""
+def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
+    """Return setting -> the flag that stands for it, for those that the user has not given by their keys."""
+    names = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
+    for setting in settings:
+        names.pop(setting.lstrip("+~").partition("=")[0], None)
+    return names
+
+
+def _problems(
+    algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
+) -> list[Problem]:
+    """Return what is wrong with the settings, which are called by the flags that stand for them."""
     from areno.launch.command import told_recipes
     from areno.launch.compose import load
 
-    by_key = {row.key: row.flag.partition("=")[0] for row in rows(algorithm.config) if row.flag}
-    for setting in arguments.settings:  # these the user knows by their keys
-        by_key.pop(setting.lstrip("+~").partition("=")[0], None)
     config_dir = arguments.config_dir
     try:
-        with keys_renamed(by_key.get), told_recipes(algorithm.name, arguments.config_name, config_dir):
+        with keys_renamed(names.get), told_recipes(algorithm.name, arguments.config_name, config_dir):
             load(algorithm.config, arguments.config_name, settings, config_dir)
     except ConfigError as error:
         return error.problems
@@ -116,5 +146,5 @@ def _tasks(**_: Any) -> list[str]:
 
 def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
     """The keys of settings, for the shell."""
-    algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else "gspo"
+    algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
     return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

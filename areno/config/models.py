@@ -24,7 +24,7 @@ class OptimizerConfig(Section):
         "bytes. sgd is SGD without momentum, which keeps none",
         flag="--adam-8bit=adam_8bit",
     )
-    lr: float = setting(1e-6, help="Peak learning rate", gt=0, flag="--lr")
+    lr: float = setting(1e-6, help="Peak learning rate. 0 leaves the weights as they are", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
         0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1, flag="--min-lr"
     )

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
-
-import yaml
 
 from areno.errors import ArenoError
 
 
 def content_of(path: Path) -> bytes | None:
-    """What is in a file, None where there is none. ArenoError if it cannot be read."""
+    """Return what is in a file; None if there is none. Raises ArenoError if it cannot be read."""
+    return _read(path, -1)
+
+
+def beginning_of(path: Path, n_bytes: int = 4096) -> bytes:
+    """Return the first bytes of a file; none if there is no file. Raises ArenoError if it cannot be read."""
+    return _read(path, n_bytes) or b""
+
+
+def _read(path: Path, n_bytes: int) -> bytes | None:
+    """Read a file, or its first bytes. A pipe or a device, which may never end, is refused."""
     try:
-        return path.read_bytes()
+        if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
+            raise ArenoError("{} cannot be read: it is not a regular file", path)
+        with path.open("rb") as file:
+            return file.read(n_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -21,19 +33,10 @@ def content_of(path: Path) -> bytes | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder, nothing where there is none. ArenoError if it cannot be read."""
+    """Return the names in a folder; none if there is no folder. Raises ArenoError if it cannot be read."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ArenoError("{} cannot be read: {}", folder, error.strerror) from error
-
-
-def yaml_fault(error: BaseException) -> str:
-    """An error of the YAML reader as one line."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"line {mark.line + 1}: {error.problem or error.context}"
-    if isinstance(error, OSError):
-        return str(error.strerror)
-    return " ".join(str(error).split())

@@ -40,6 +40,27 @@ def handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -
             signal.signal(number, found)
 
 
+@contextmanager
+def not_lost() -> Iterator[None]:
+    """Around a library that may turn a KeyboardInterrupt into an error of its own: raise it again at the end."""
+    came: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: found for number, found in before.items() if callable(found)}
+
+    def take(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        before[number](number, frame)
+
+    try:
+        with handled(take, *before):
+            yield
+    except Exception:
+        if not came:
+            raise
+    if came:
+        before[came[0]](came[0], None)
+
+
 class Stop:
     """As a context manager, holds the first signal until `check` or `at_once`; a second one interrupts at once.
 

@@ -16,17 +16,19 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm
 from areno.config.schema.build import with_defaults
 from areno.config.schema.fields import Missing
-from areno.errors import ArenoError, ConfigError, Key, Problem, of_a_place
+from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
+from areno.files import starting
 from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
@@ -55,47 +57,26 @@ def run_algorithm(algorithm: Algorithm) -> NoReturn:
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
 
-def run(algorithm: Algorithm, command: str, arguments: Sequence[str], greet: bool = True) -> int:
+def run(
+    algorithm: Algorithm,
+    command: str,
+    arguments: Sequence[str],
+    greet: bool = True,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Do what the arguments ask for, and return the exit code. A run that fails raises SystemExit.
 
-    command: how the user started it, for the help text. greet: nobody has shown the user yet that something happens.
+    Args:
+        command: How the user started it, for the help text.
+        greet: Whether nobody has shown the user yet that something happens.
+        names: Setting -> the name that the user knows it by, where this is another one. Errors use it.
     """
     args = _parser(command).parse_intermixed_args(arguments)
     try:
-        for option, value in {"--config-name": args.config_name, "--config-dir": args.config_dir}.items():
-            if value is not None and not value.strip():
-                raise ConfigError(Problem(option, "is empty; a name is expected"))
-        config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
-        if args.help:
-            print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
-            return 0
-        if greet and not (args.cfg or args.info):
+        if greet and not (args.help or args.cfg or args.info):
             _show_life(command, args)
-        from areno.launch import resume  # --help does without it and Hydra, whose import takes long
-        from areno.launch.compose import HydraSession
-
-        name = args.config_name or algorithm.default
-        if args.resume is not None:
-            if args.config_name or args.config_dir or args.multirun:
-                raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
-            name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
-        options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name}
-        session = HydraSession(algorithm.config, name, args.overrides, **options)
-        # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
-        unwinding = handled(terminate, signal.SIGTERM, signal.SIGUSR1)
-        with unwinding, told_recipes(algorithm.name, name, config_dir), session:
-            if args.info:
-                session.show_info(args.info)
-            elif args.cfg in ("hydra", "all"):
-                session.show_hydra(args.cfg, args.package, args.resolve)
-            elif args.cfg:
-                _show(algorithm, session, args.package, args.resolve)
-            elif args.resume is not None:
-                assert config_dir is not None
-                _go_on(algorithm, command, session, config_dir)
-            else:
-                return _train(algorithm, command, session)
-        return 0
+        with keys_renamed(names.get):
+            return _do(algorithm, command, args, names)
     except ArenoError as error:
         return _report(error)
     except KeyboardInterrupt as interrupt:
@@ -112,6 +93,45 @@ def run(algorithm: Algorithm, command: str, arguments: Sequence[str], greet: boo
             raise
         _trace(error)
         return _report(told)
+
+
+def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
+    """Do what the arguments ask for, and return the exit code."""
+    named = {"--config-name": args.config_name, "--config-dir": args.config_dir, "--resume": args.resume}
+    for option, value in named.items():
+        if value is not None and not value.strip():
+            raise ConfigError(Problem(option, "is empty; a name is expected"))
+    config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
+    if args.help:
+        print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
+        return 0
+    from areno.launch import resume  # --help does without it and Hydra, whose import takes long
+    from areno.launch.compose import HydraSession
+
+    starting.end()
+
+    name = args.config_name or algorithm.default
+    if args.resume is not None:
+        if args.config_name or args.config_dir or args.multirun:
+            raise ConfigError(Problem("--resume", "a run goes on with its own settings; give only key=value"))
+        name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
+    options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
+    session = HydraSession(algorithm.config, name, args.overrides, **options)
+    # Clusters send SIGUSR1 some time before they end a job. On both all is wound down, as on Ctrl-C.
+    unwinding = handled(terminate, signal.SIGTERM, signal.SIGUSR1)
+    with unwinding, told_recipes(algorithm.name, name, config_dir), session:
+        if args.info:
+            session.show_info(args.info)
+        elif args.cfg in ("hydra", "all"):
+            session.show_hydra(args.cfg, args.package, args.resolve)
+        elif args.cfg:
+            _show(algorithm, session, args.package, args.resolve)
+        elif args.resume is not None:
+            assert config_dir is not None
+            _go_on(algorithm, command, session, config_dir)
+        else:
+            return _train(algorithm, command, session)
+    return 0
 
 
 def _show_life(command: str, args: argparse.Namespace) -> None:
@@ -207,7 +227,8 @@ def _go_on(algorithm: Algorithm, command: str, session: HydraSession, folder: Pa
     with told_version(folder):
         composition = session.compose()
         composition.build(algorithm.config)
-    _run(algorithm, command, Job(composition, folder, session.overrides, None), resume.existing(folder), explicit=True)
+    job = Job(composition, folder, session.overrides, None, session.names)
+    _run(algorithm, command, job, resume.existing(folder), explicit=True)
 
 
 def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
@@ -297,7 +318,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
                 raise ArenoError(f"the run was ended by {describe_error(error)}") from error
             raise
     except ArenoError as error:
-        raise SystemExit(_report(error)) from error
+        raise SystemExit(_report(error, job.names)) from error
     except Exception as error:
         if told := of_a_place(error):
             _trace(error)
@@ -315,10 +336,10 @@ def _separate(config: ExperimentConfig, number: int) -> None:
         config.saver.push_to_hub += f"-{number}"
 
 
-def _report(error: ArenoError) -> int:
-    """Print the message, with the traceback if ARENO_DEBUG=1; the exit code."""
+def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Print the message, with the traceback if ARENO_DEBUG=1, and return the exit code. names: see `run`."""
     _trace(error)
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {error.renamed(names.get)}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
 

@@ -14,16 +14,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
 from hydra import initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -31,20 +31,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
 from areno.config.experiments import NEEDS
-from areno.config.schema.build import Consequence, build, with_defaults
+from areno.config.schema.build import build, with_defaults
 from areno.config.schema.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.paths import root
+from areno.files.stopping import not_lost
 from areno.launch import library
 from areno.launch.elsewhere import hint
+from areno.launch.hydra_files import SearchPath, checked_files
 from areno.launch.hydra_text import explain, quoted
+from areno.launch.plain_values import check_references, delete, resolved
 from areno.launch.sweeps.side_by_side import N_JOBS
 
 T = TypeVar("T", bound=Section)
@@ -62,7 +64,7 @@ _HYDRA = {
     "hydra_logging": {"root": None},
 }
 _LAUNCHER = {"_target_": "hydra_plugins.areno_launcher.ArenoLauncher", "n_jobs": 1}  # in place of Hydra's `basic`
-_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError)
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
 
 @dataclass
@@ -82,12 +84,16 @@ class Composition:
 
 @dataclass
 class Job:
-    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep."""
+    """One run that Hydra starts. number: its place in a sweep, counted from 0; None outside a sweep.
+
+    names: setting -> the name that the user knows it by, where this is another one.
+    """
 
     composition: Composition
     run_dir: Path
     overrides: list[str]
     number: int | None
+    names: Mapping[str, str]
 
 
 @dataclass
@@ -104,17 +110,6 @@ class _CommandLine:
     def add(self, line: str, sample: str | None = None) -> None:
         self.lines.append(line)
         self.sample.append(line if sample is None else sample)
-
-
-class SearchPath(SearchPathPlugin):
-    """The user's --config-dir, then conf/ (Hydra's main folder), then recipes/."""
-
-    config_dir: Path | None = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.config_dir:
-            search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
-        search_path.append("recipes", f"file://{root() / 'recipes'}")
 
 
 def load(cls: type[T], config_name: str, overrides: list[str] | None = None, config_dir: Path | None = None) -> T:
@@ -155,6 +150,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         config_dir: Path | None = None,
         multirun: bool = False,
         job_name: str = "areno",
+        names: Mapping[str, str] = MappingProxyType({}),
     ):
         self.cls = cls
         self.config_name = config_name.removesuffix(".yaml")
@@ -162,7 +158,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
-        self._job_name = job_name
+        self._job_name, self.names = job_name, names
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
@@ -178,21 +174,26 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
         # HydraConfig is global and outlives the session that set it; a later one must not see it.
-        self._earlier = HydraConfig.instance().cfg
-        self._initialized = initialize_config_dir(
-            config_dir=str(root() / "conf"), job_name=self._job_name, version_base="1.3"
-        )
+        with ExitStack() as opened:
+            opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
+            opened.enter_context(checked_files())
+            folder = str(root() / "conf")
+            opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
+            self._opened = opened.pop_all()
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         self._hydra = hydra
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        HydraConfig.instance().cfg = self._earlier
-        self._initialized.__exit__(*exc_info)
+        self._opened.close()
 
     def compose(self) -> Composition:
         """The configuration of files and command line. For a sweep: that of its first run."""
+        with not_lost():
+            return self._composition()
+
+    def _composition(self) -> Composition:
         config = self._composed = self._compose()
         line = self._command_line
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
@@ -209,6 +210,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 self._look_up_defaults()
             HydraConfig.instance().set_config(config)
             return config
+        except ArenoError as error:
+            raise ConfigError([*self._command_line.problems, *error.problems]) from error
         except _HYDRA_ERRORS as error:
             if self._listed is None:
                 self._look_up_defaults()
@@ -238,6 +241,9 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
         """How many runs of a sweep go on at the same time. A launcher of another package has its own way."""
         launcher = config.hydra.launcher
+        if not isinstance(launcher, DictConfig):
+            yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
+            return
         if launcher._target_ != _LAUNCHER["_target_"]:
             return
         n_jobs = launcher.n_jobs
@@ -271,7 +277,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
-            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number))
+            return job(Job(self._plain(config, []), Path(hydra.runtime.output_dir), overrides, number, self.names))
 
         return task
 
@@ -309,14 +315,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for text in map(quoted, self.overrides):
             try:
                 [override] = parser.parse_overrides([text])
+                if not override.key_or_group:
+                    raise HydraException
                 if override.is_sweep_override() and not self.multirun:
-                    line.problems.append(
-                        Problem(
-                            override.key_or_group,
-                            f"has several values in {text!r}; add -m to try each, or write a list as [a,b] and text "
-                            "that holds a comma in quotes",
-                        )
+                    several = (
+                        f"has several values in {text!r}; add -m to try each, or write a list as [a,b] and text that "
+                        "holds a comma in quotes"
                     )
+                    line.problems.append(Problem(override.key_or_group, several))
                 else:
                     self._sort(override, text, line, groups)
             except HydraException:
@@ -329,8 +335,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
+        except ArenoError:
+            raise
         except _HYDRA_ERRORS as error:
-            raise ConfigError(f"{self.config_name}: {explain(error)}") from error
+            raise ConfigError("{}: {}", self.config_name, explain(error)) from error
         if not any(default.config_path == "recipe" for default in defaults.defaults):
             raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
         self._listed = set(defaults.overrides.known_choices)
@@ -383,7 +391,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
-        data = {str(key): value for key, value in _resolve(config, "", found)}
+        check_references(raw)
+        data = {str(key): value for key, value in resolved(config, "", found)}
         choices = HydraConfig.get().runtime.choices
         for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
@@ -393,7 +402,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     raw.pop(name, None)
                 found += self._without_effect(group)
         for key in self._command_line.deletions:
-            if not (_delete(data, key) | _delete(raw, key)):
+            if not (delete(data, key) | delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = library.variants(self.config_dir).get(choices.get("variant", ""))
@@ -418,30 +427,3 @@ def _logging_kept() -> Iterator[None]:
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
-
-
-def _resolve(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
-    """Keys and plain values of a node. Values that are missing or whose interpolation fails are left out."""
-    for key in node:
-        full = f"{prefix}{key}"
-        if full == "hydra" or OmegaConf.is_missing(node, key):
-            continue
-        try:
-            value = node[key]
-            if isinstance(value, DictConfig):
-                value = dict(_resolve(value, f"{full}.", problems))
-            elif isinstance(value, ListConfig):
-                value = OmegaConf.to_container(value, resolve=True)
-        except OmegaConfBaseException as error:
-            kind = Consequence if isinstance(error, InterpolationToMissingValueError) else Problem
-            problems.append(kind(full, explain(error)))
-            continue
-        yield key, value
-
-
-def _delete(data: dict[Any, Any], key: str) -> bool:
-    """Remove a dotted key from nested dictionaries. False if it was not there."""
-    section, _, inner = key.partition(".")
-    if inner:
-        return isinstance(data.get(section), dict) and _delete(data[section], inner)
-    return data.pop(key, _delete) is not _delete

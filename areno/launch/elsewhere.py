@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from areno.api.algorithms import get_algorithm
 from areno.config.schema.fields import rows
+from areno.files.small_yaml import plain_yaml
 from areno.launch.areal import NOT_HERE
 
 RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
@@ -37,7 +36,7 @@ def _recipes_with(key: str) -> list[str]:
 
 def _sets(file: Path, key: str) -> bool:
     """Return whether a YAML file has a value for a dotted key."""
-    value = yaml.safe_load(file.read_text(encoding="utf-8"))
+    value = plain_yaml(file)
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
             return False

@@ -51,10 +51,10 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
 
 def _keys(file: Path) -> Iterator[str]:
     """The dotted settings of a YAML file. Nothing for a broken file: a run that names it reports what is wrong."""
-    import yaml
+    from areno.files.small_yaml import YamlFault, plain_yaml
 
-    with contextlib.suppress(yaml.YAMLError):
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(YamlFault):
+        values = plain_yaml(file)
         yield from flat(values) if isinstance(values, dict) else ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import yaml
 from hydra.errors import MissingConfigException
@@ -10,6 +11,7 @@ from hydra.errors import MissingConfigException
 from areno.errors import ConfigError, did_you_mean
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
 _HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
 
 
@@ -30,8 +32,16 @@ def quoted(override: str) -> str:
     return key + equals + _WORD.sub(quote, value)
 
 
+def references(text: str) -> list[str]:
+    """Return the keys that a text refers to as ${key}. A key that is itself made of references is left out."""
+    return _REFERENCE.findall(text)
+
+
 def explain(error: BaseException) -> str:
-    """An error of Hydra, OmegaConf or the YAML reader as one line."""
+    """Return an error of Hydra, OmegaConf or the YAML reader as one line."""
+    if isinstance(error, RecursionError):
+        in_defaults = any(frame.name == "_create_defaults_tree" for frame in traceback.extract_tb(error.__traceback__))
+        return "its defaults lead back to the file itself" if in_defaults else "a value is nested too deeply"
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -42,4 +52,6 @@ def explain(error: BaseException) -> str:
         return f"{lines[0].rstrip('.')}{choices}{did_you_mean(name, options)}"
     if not lines and error.__cause__ is not None:
         return explain(error.__cause__)
+    if len(lines) > 1 and lines[0].endswith(":"):  # "In 'task': ValidationError raised while composing config:"
+        return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__

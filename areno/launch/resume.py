@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import os
 import shlex
 import sys
@@ -16,8 +14,10 @@ from typing import Any
 from areno.api.earlier_run import EarlierRun
 from areno.api.inputs.changes import Change
 from areno.config.experiments import ExperimentConfig
+from areno.config.schema.values import value_at
 from areno.errors import ConfigError, Problem
 from areno.tracking import new_run
+from areno.tracking.description import overrides_of, sweep_of
 from areno.tracking.new_run import NewFolder
 from areno.tracking.reader import RunReader
 
@@ -54,7 +54,7 @@ def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -
         return earlier_run(config, folder) is not None
     if config.recover.mode == "off" or not new_run.is_sweep(folder):
         return False
-    before = new_run.sweep_of(folder)
+    before = sweep_of(folder)
     if _unnamed(before) != _unnamed(sweep):
         told = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, told))
@@ -76,7 +76,7 @@ def take_up(
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
     if changed:
-        before = new_run.overrides_of(earlier.folder) if explicit else []
+        before = overrides_of(earlier.folder) if explicit else []
         new_run.describe_again(earlier.folder, config, [*before, *overrides])
     return changed
 
@@ -97,8 +97,8 @@ def told_result(earlier: EarlierRun, config: ExperimentConfig, changed: Sequence
 
 def _longer(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """The setting that has ended a finished run, with twice its value."""
-    ended_by = finished.get("ended_by", "total_train_steps")
-    limit: Any = functools.reduce(operator.getitem, ended_by.split("."), settings) or finished["step"]
+    ended_by = finished["ended_by"]
+    limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
 
 
@@ -130,7 +130,7 @@ def tell_next(command: str, folder: Path) -> None:
     run = RunReader(folder)
     if checkpoint := run.latest_checkpoint():
         if "gconfig" in run.config:
-            more = "--n-samples 8" if run.config["valid_dataset"] else "--data held_out.jsonl"
+            more = "--n-samples 8" if run.config.get("valid_dataset") else "--data held_out.jsonl"
             print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
         print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
     if finished is not None:

@@ -26,6 +26,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
     page = render(contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
+    page = page.encode("utf-8", "replace").decode()  # names of folders, and texts of JSON, may hold half a character
     path = Path(path).expanduser()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

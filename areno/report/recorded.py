@@ -31,20 +31,20 @@ class RecordedRow:
 def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
     """The row of a line of rollouts/<step>.jsonl. number: which row of the trajectory of an agent.
 
-    Raises ArenoError if the sample has no tokens, or no such row.
+    Raises ArenoError if the sample has no tokens, or no such row. Its fields have the form of check_sample.
     """
-    if "trajectory" in sample:
+    if sample.get("trajectory") is not None:
         return _row_of_agent(sample, number)
     if number:
         raise ArenoError("the sample has one row, and row {} is asked for; only those of agents have more", number)
     missing: list[str] = []
     prompt = _ids(sample, "prompt_token_ids")
     if prompt is None:
-        prompt = tokenizer.encode(sample["prompt"], add_special_tokens=tokenizer.chat_template is None)
+        prompt = tokenizer.encode(_text(sample, "prompt"), add_special_tokens=tokenizer.chat_template is None)
         _note_length(missing, "prompt", len(prompt), sample.get("prompt_tokens"))
     response = _ids(sample, "token_ids", "tokens")
     if response is None:
-        response = tokenizer.encode(sample["completion"], add_special_tokens=False)
+        response = tokenizer.encode(_text(sample, "completion"), add_special_tokens=False)
         if sample.get("finish_reason") == "stop" and len(response) + 1 == sample.get("response_tokens"):
             response.append(tokenizer.eos_token_id)
         missing.append("token ids: the tokens are made of the text again")
@@ -82,6 +82,12 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
         row.advantages[row.trained] = sample["advantage"]
     row.versions = _bounds(given.get("versions"))
     return row
+
+
+def _text(sample: Mapping[str, Any], name: str) -> str:
+    if not sample.get(name):
+        raise ArenoError("the sample has neither the token ids nor the text of its {}", name)
+    return sample[name]
 
 
 def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:

@@ -16,9 +16,11 @@ from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experim
 from areno.api.rollout.correct import correct_rows, needs_proximal
 from areno.api.trainers.rows import sample_rewards
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.schema.values import value_at
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.report.recorded import RecordedRow, recorded_row
-from areno.tracking.new_run import recipe_of
+from areno.report.sample_form import check_sample
+from areno.tracking.description import recipe_of
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
@@ -70,6 +72,8 @@ def replay(
     if not 0 <= number < len(samples):
         text = "is {}; step {} has {} samples, counted from 0"
         raise ConfigError(Problem("--sample", text, number, step, len(samples)))
+    for place, sample in enumerate(samples):  # the rewards of all may be needed
+        check_sample(sample, place)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
     config, algorithm = _settings(run, folder, device, missing)
@@ -96,9 +100,9 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
     """The folder of a model, and the step after which it was written; 0 for the model that the run began with."""
     there = run.checkpoints()
     if wanted is None:
-        start = run.config.get("actor", {})
-        if start.get("path") and not start.get("init_from_scratch"):
-            there = {0: Path(start["path"]), **there}
+        path = value_at(run.config, "actor.path")
+        if isinstance(path, str) and not value_at(run.config, "actor.init_from_scratch"):
+            there = {0: Path(path), **there}
         if not there:
             raise ArenoError("{} has no checkpoint yet; name a model folder with --checkpoint", run.path)
         nearest = min(there, key=lambda at: abs(at - (step - 1)))  # the weights after step - 1 sampled this step
@@ -124,17 +128,20 @@ def _settings(run: RunReader, folder: Path, device: str, missing: list[str]) -> 
         known = f"its algorithm, {recipe}, is not installed" if recipe else "its folder names no algorithm"
         raise ArenoError("{} cannot be replayed: {}", run.path, known)
     algorithm = get_algorithm(recipe)
-    size = run.config.get("engine", {}).get("tp_size", 1)
+    size = value_at(run.config, "engine.tp_size")
+    size = size if isinstance(size, int) else 1
     changes = [f"engine.device={device}", f"engine.world_size={size}", "actor.init_from_scratch=false"]
     changes += ["cluster.n_nodes=1", "cluster.n_gpus_per_node=null", "scheduler.type=local"]  # wherever it ran
     changes += ["scheduler.setup_timeout=30", "engine.cp_size=1"]
+    changes += ["experiment_name=replay", "trial_name=null"]  # nothing is written, so no name has to suit a folder
     with told_version(run.path):
         config: Any = load(algorithm.config, "config", changes, run.path)
     if not isinstance(config, PolicyExperimentConfig):
         raise ArenoError("{} is a run of {}, which samples nothing", run.path, recipe)
     if config.ref is not None and config.ref.path is None:
         config.ref.path = config.actor.path
-    if config.ref is not None and run.config["actor"]["init_from_scratch"] and config.ref.path == config.actor.path:
+    from_scratch = value_at(run.config, "actor.init_from_scratch")
+    if config.ref is not None and from_scratch and config.ref.path == config.actor.path:
         missing.append("the reference: the run began with random weights")
         config.ref = None
     config.actor = with_model(config.actor, str(folder))
@@ -196,10 +203,10 @@ def _scored(sample: Mapping[str, Any]) -> ScoredSample:
     """What the shaping of rewards reads of a sample."""
     return ScoredSample(
         item=PromptItem(prompt="", text="", tokens=[]),
-        sequence=RolloutSequence(resp_tokens=[0] * sample["response_tokens"], resp_logprobs=[]),
+        sequence=RolloutSequence(resp_tokens=[0] * (sample.get("response_tokens") or 0), resp_logprobs=[]),
         completion="",
         outcome=RewardOutcome(value=sample["reward"]),
-        group=sample.get("group", sample["row"]),
+        group=sample.get("group", sample.get("row", 0)),
     )
 
 

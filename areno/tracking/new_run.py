@@ -1,4 +1,4 @@
-"""Makes the folder of a new run and writes down its settings and versions. What is in it later: see reader.py."""
+"""Makes the folder of a new run and writes down its settings and versions. description.py reads these again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -21,11 +20,9 @@ from areno.config.schema.fields import Section
 from areno.errors import ConfigError, Problem
 from areno.files.durable import UNFINISHED, locked, make_folders, remove_empty, write_text_whole
 from areno.files.paths import root
-from areno.files.reading import yaml_fault
+from areno.tracking.description import OVERRIDES, RECIPE, SETTINGS, SWEEP, VERSIONS, recipe_of
 
-_FILES = ("versions.json", "overrides.yaml", "config.yaml")  # in the order of writing
-_SWEEP = "multirun.yaml"  # written by Hydra
-_RECIPE = "# Recipes: "  # as in the files of conf/
+_FILES = (VERSIONS, OVERRIDES, SETTINGS)  # in the order of writing
 _NO_RESULTS = (*_FILES, "run.log", "dropped.log")  # the lines of the log were on stderr too
 _PACKAGES = (
     "torch",
@@ -139,51 +136,23 @@ def folder_of(config: ExperimentConfig, name: str) -> Path:
 
 def is_described(folder: Path) -> bool:
     """Whether a run has begun there. Of the files that describe it, config.yaml is written last."""
-    return os.path.exists(folder / "config.yaml")  # False, and no error, also for a name that is too long
+    return os.path.exists(folder / SETTINGS)  # False, and no error, also for a name that is too long
 
 
 def is_sweep(folder: Path) -> bool:
     """Whether a sweep has begun there."""
-    return os.path.exists(folder / _SWEEP)
+    return os.path.exists(folder / SWEEP)
 
 
 def begun_at(folder: Path) -> float:
     """When the run or the sweep of a folder began, or went on with other settings; seconds since the epoch."""
-    return (folder / (_SWEEP if is_sweep(folder) else "config.yaml")).stat().st_mtime
-
-
-def sweep_of(folder: Path) -> list[str]:
-    """The settings of the command line that a sweep was started with, in the form that Hydra got them."""
-    return list(OmegaConf.load(folder / _SWEEP).hydra.overrides.task)
+    return (folder / (SWEEP if is_sweep(folder) else SETTINGS)).stat().st_mtime
 
 
 def has_results(folder: Path) -> bool:
     """Whether a run has left more than its description and its log."""
     files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings in config.yaml. Raises ConfigError if it cannot be read."""
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    except Exception as error:  # of YAML or of OmegaConf
-        raise ConfigError("{} cannot be read: {}", folder / "config.yaml", yaml_fault(error)) from error
-    assert isinstance(found, dict)
-    return {str(name): value for name, value in found.items() if name != "defaults"}
-
-
-def overrides_of(folder: Path) -> list[str]:
-    """The settings of the command lines that the run was started with."""
-    path = folder / "overrides.yaml"
-    return [str(line) for line in OmegaConf.load(path)] if path.exists() else []
-
-
-def recipe_of(folder: Path) -> str:
-    """The recipe that a command has written into config.yaml; "" for the run of a script."""
-    with (folder / "config.yaml").open(encoding="utf-8") as file:
-        first = file.readline()
-    return first.removeprefix(_RECIPE).strip() if first.startswith(_RECIPE) else ""
 
 
 def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
@@ -193,7 +162,7 @@ def describe_again(folder: Path, config: Section, overrides: list[str] | None = 
     """
     try:
         for name, content in _description(config, overrides or [], recipe_of(folder)).items():
-            if overrides is not None or name != "overrides.yaml":
+            if overrides is not None or name != OVERRIDES:
                 write_text_whole(folder / name, content)
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -206,7 +175,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 def _description(config: Section, overrides: list[str], recipe: str) -> dict[str, str]:
     """File name -> content."""
     config_yaml = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["recipe", "_self_"]} | asdict(config)))
-    header = f"{_RECIPE}{recipe}\n" if recipe else ""
+    header = f"{RECIPE}{recipe}\n" if recipe else ""
     # Quoted, so that each is read back as text.
     overrides_yaml = "".join(f"- {json.dumps(line, ensure_ascii=False)}\n" for line in overrides) or "[]\n"
     contents = (json.dumps(versions(), indent=2) + "\n", overrides_yaml, header + config_yaml)

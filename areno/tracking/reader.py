@@ -7,6 +7,7 @@ run.series("train/loss").values
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -14,13 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from omegaconf import OmegaConf
-
+from areno.config.schema.values import show, value_at
 from areno.errors import ArenoError
-from areno.files.reading import content_of, names_in, yaml_fault
+from areno.files.reading import content_of, names_in
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
+from areno.tracking.description import overrides_of, settings_of, versions_of
 from areno.tracking.new_run import is_described, is_sweep
 
+logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
 
 
@@ -54,18 +56,17 @@ class RunReader:
     @cached_property
     def config(self) -> dict[str, Any]:
         """All settings of the run, as nested dictionaries. {} if a script gave the run a folder of its own."""
-        settings = self._yaml("config.yaml") or {}
-        return {name: value for name, value in settings.items() if name != "defaults"}  # Hydra's, not a setting
+        return settings_of(self.path)
 
     @cached_property
     def overrides(self) -> list[str]:
         """The settings of its command line, such as "seed=2"."""
-        return self._yaml("overrides.yaml") or []
+        return overrides_of(self.path)
 
     @cached_property
     def versions(self) -> dict[str, str | None]:
         """Package -> version, and the git revision of areno."""
-        return self._yaml("versions.json") or {}  # JSON is YAML
+        return versions_of(self.path)
 
     @property
     def sweep(self) -> Path | None:
@@ -81,8 +82,11 @@ class RunReader:
         *lines, _ = content.split(b"\n")  # a last line without its end: the run is about to write the rest
         records = list(_parsed(path, lines))
         for number, record in enumerate(records, 1):
-            if not isinstance(record.get("step"), int):
+            if not _is_step(record.get("step")):
                 raise ArenoError("{}, line {}: has no step", path, number)
+            if wrong := [name for name, value in record.items() if value is not None and not _is_number(value)]:
+                text = "{}, line {}: {} is {}; a number is expected"
+                raise ArenoError(text, path, number, wrong[0], show(record[wrong[0]]))
         return records
 
     def metrics(self) -> dict[str, Series]:
@@ -110,13 +114,16 @@ class RunReader:
         return found
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step that were kept, with their rewards. ArenoError if there are none: see rollout."""
+        """Return the samples of a step that were kept, with their rewards.
+
+        Raises ArenoError if there are none: see rollout. Half a line at the end is left out with a warning.
+        """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
         content = content_of(path)
         if content is None:
             text = "{} has no samples of step {}; it has {}"
             raise ArenoError(text, self.path, step, _told_steps(self.sampled_steps()))
-        return list(_parsed(path, content.splitlines()))
+        return _samples(path, content)
 
     def sampled_steps(self) -> list[int]:
         """The steps that `samples` has."""
@@ -128,7 +135,7 @@ class RunReader:
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
-        return [line for path in found for line in _parsed(path, (content_of(path) or b"").splitlines())]
+        return [sample for path in found for sample in _samples(path, content_of(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
         """The steps that `eval_samples` has."""
@@ -141,7 +148,8 @@ class RunReader:
 
     def checkpoints(self) -> dict[int, Path]:
         """Step -> folder, in order of steps."""
-        folder = Path(self.config.get("saver", {}).get("path") or self.path / "checkpoints").expanduser()
+        given = value_at(self.config, "saver.path")
+        folder = Path(given if isinstance(given, str) else self.path / "checkpoints").expanduser()
         numbers = (name.removeprefix("step-") for name in names_in(folder) if name.startswith("step-"))
         return {step: folder / name for step, name in sorted((int(n), f"step-{n}") for n in numbers if n.isdecimal())}
 
@@ -164,16 +172,6 @@ class RunReader:
         for record in self.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
             yield record["step"], {name: math.nan if value is None else value for name, value in scalars}
-
-    def _yaml(self, name: str) -> Any:
-        path = self.path / name
-        content = content_of(path)
-        if content is None:
-            return None
-        try:
-            return OmegaConf.to_container(OmegaConf.create(content.decode()))
-        except Exception as error:  # of YAML or of OmegaConf
-            raise ArenoError("{} cannot be read: {}", path, yaml_fault(error)) from error
 
 
 def list_runs(root: str | Path) -> list[RunReader]:
@@ -204,6 +202,15 @@ def is_run(folder: Path) -> bool:
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
 
 
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    # A larger integer, which JSON may have, is no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)
+
+
 def _told_steps(steps: Sequence[int]) -> str:
     """Which steps have something, in words."""
     if not steps:
@@ -213,11 +220,24 @@ def _told_steps(steps: Sequence[int]) -> str:
     return f"those of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
 
 
-def _parsed(path: Path, lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
+def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """Return the samples of a file. A last line that is cut off, as by a full disk, is left out with a warning."""
+    *lines, last = content.split(b"\n")
+    samples = list(_parsed(path, lines))
+    if last:
+        try:
+            samples += _parsed(path, [last], len(lines) + 1)
+        except ArenoError:
+            logger.warning("%s ends in half a line, which is left out", path)
+    return samples
+
+
+def _parsed(path: Path, lines: list[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of lines. first: the number of the first line in its file."""
+    for number, line in enumerate(lines, first):
         try:
             record = json.loads(line)
-        except ValueError as error:  # also of bytes that are not UTF-8
+        except (ValueError, RecursionError) as error:  # ValueError also for bytes that are not UTF-8
             raise ArenoError("{}, line {}: is not JSON: {}", path, number, error) from error
         if not isinstance(record, dict):
             raise ArenoError("{}, line {}: is not a JSON object", path, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from areno.errors import ConfigError, Problem
 
 logger = logging.getLogger("areno")
 
+_MOST_EARLIER = 1000  # lines that are kept until there is a file for them
 Console = Literal["live", "lines", "full", "quiet"]
 """What stderr shows of a run: see stats_logger.console."""
 IN_FULL: dict[str, Any] = {"consoles": ("full",)}
@@ -41,15 +43,22 @@ class RunLog:
         self._own_process, self._propagate_before = own_process, logger.propagate
         self.console: Console | None = console
         self._file: logging.Handler | None = None
-        if log_file is not None:
+        self._earlier: _EarlierHandler | None = None
+        if log_file is None:
+            self._earlier = _EarlierHandler()
+            logger.addHandler(self._earlier)
+        else:
             try:
                 Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-                self._file = _FileHandler(log_file, encoding="utf-8")
+                self._file = _FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
             except OSError as error:
                 text = "cannot write {}: {}"
                 raise ConfigError(Problem("cluster.fileroot", text, log_file, error.strerror)) from error
             self._file.setFormatter(_FORMATTER)
             logger.addHandler(self._file)
+            for log in RunLog._open:  # it has the lines from here on
+                if log._earlier is not None:
+                    logger.removeHandler(log._earlier)
         logger.addHandler(_STDERR)  # no effect if it is there
         RunLog._open.append(self)
         if own_process:
@@ -59,11 +68,20 @@ class RunLog:
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
+    def write_earlier(self) -> None:
+        """Write the lines of the command or, in a script, of the loop that were logged before the file was opened."""
+        without_file = [log for log in RunLog._open if log._earlier is not None]
+        source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
+        if self._file is not None and source is not None and source._earlier is not None:
+            source._earlier.give_to(self._file)
+
     def close(self) -> None:
         """Undo what this one did. A second call does nothing."""
         if self not in RunLog._open:
             return
         RunLog._open.remove(self)
+        if self._earlier is not None:
+            logger.removeHandler(self._earlier)
         if self._file is not None:
             logger.removeHandler(self._file)
             self._file.close()
@@ -84,6 +102,22 @@ class RunLog:
 
 class OwnHandler(logging.Handler):
     """Base of areno's own handlers, which are no host that listens."""
+
+
+class _EarlierHandler(OwnHandler):
+    """Keeps the last records until there is a file for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: deque[logging.LogRecord] = deque(maxlen=_MOST_EARLIER)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(record)
+
+    def give_to(self, other: logging.Handler) -> None:
+        """Let another handler have the records, once."""
+        while self._records:
+            other.handle(self._records.popleft())
 
 
 class _StderrHandler(OwnHandler):

@@ -50,8 +50,8 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
         yield Problem(f"{key}.trainable", f"is {role.trainable!r}; True or False is expected")
         return
     lr = role.optimizer_lr
-    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf):
-        yield Problem(f"{key}.optimizer_lr", f"is {lr!r}; a number above 0 is expected")
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 <= lr < math.inf):
+        yield Problem(f"{key}.optimizer_lr", f"is {lr!r}; a number of at least 0 is expected")
     elif lr is not None and not role.trainable:
         found = f"is {lr}, but the role is not trainable; set trainable=True or leave it out"
         yield Problem(f"{key}.optimizer_lr", found)

@@ -72,6 +72,9 @@ def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
     updates = n_updates(config, n_steps)
     for name, optimizer in optimizers.items():
         decay, n = optimizer.lr_decay_steps, updates[name]
+        if optimizer.lr == 0:
+            yield f"{name}.optimizer.lr is 0, so the weights of the {name} stay as they are; set it above 0 to train"
+            continue
         if decay is None or n == 0:
             continue
         key, warmup = f"{name}.optimizer", round(optimizer.warmup_steps_proportion * decay)

@@ -26,9 +26,9 @@ from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, EngineError, Key, WorkerLost
 from areno.files.stopping import Stop
 from areno.tracking.console import RESUMED, log_done, log_epoch, log_start, log_stopped
+from areno.tracking.description import overrides_of
 from areno.tracking.display.display import Display, chosen_console, settings_told
 from areno.tracking.divergence import Divergence
-from areno.tracking.new_run import overrides_of
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
@@ -76,6 +76,7 @@ class Run:
             console = chosen_console(config.stats_logger.console)
             log = stack.enter_context(RunLog(self.folder / "logs" / "run.log", console=console))
             self.recovery = stack.enter_context(Recovery(config, self.folder, engine, inputs))
+            log.write_earlier()  # Recovery has seen where this session begins in the file
             steps, seconds = lambda: self.total_steps, lambda: self._seconds
             self.display = Display(self.folder, log, steps, seconds) if console == "live" else None
             self.trackers = open_trackers(config, self.folder, headline, steps, self.display, token_text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from areno.api.algorithms import get_algorithm
+from areno.config.models import OptimizerConfig
 from areno.config.schema.fields import Row, Section, rows
 from areno.errors import Problem
 from areno.launch.areal import NOT_HERE
@@ -166,13 +169,31 @@ def overrides(
         elif name == "--use-kl-loss":
             found += _use_kl(value, given, of_algorithm[name][0], cls)
         elif name == "--min-lr":
-            ratio = _min_lr_ratio(value, given.get("--lr"), own_task, problems)
-            found += [f"actor.optimizer.min_lr_ratio={ratio:g}"]
+            ratio, wrong = _min_lr_ratio(value, given.get("--lr"), own_task)
+            found += ratio
+            problems += wrong
         else:
             found += _plain(known[name], of_algorithm[name], value, own_task)
     if "--ref-ckpt" in given and _is_null(cls, "ref"):
         found.insert(0, "ref=default")
     return list(dict.fromkeys(found)), problems
+
+
+def with_settings(
+    found: list[str], settings: Sequence[str], names: Mapping[str, str]
+) -> tuple[list[str], list[Problem]]:
+    """Join the settings of flags and those that are given by key, and find what is given twice.
+
+    found: of the flags, as key=value. names: setting -> its flag.
+    """
+    by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
+    problems = []
+    for line in settings:
+        key, _, value = line.lstrip("+~").partition("=")
+        if key in by_key and (line.startswith("~") or by_key[key] != value):
+            text = f"stands for {key}={by_key[key]}, and {line} is given too; leave one of the two out"
+            problems.append(Problem(names.get(key, key), text))
+    return list(dict.fromkeys([*found, *settings])), problems
 
 
 def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
@@ -195,16 +216,25 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
             yield f"{kl_ctl.key}=0.001"
 
 
-def _min_lr_ratio(value: str, lr: str | None, own_task: bool, problems: list[Problem]) -> float:
-    """--min-lr as a fraction of --lr."""
+def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
+    """Return --min-lr as a setting, which is a fraction of --lr, or what is wrong with the two."""
     if lr is None and own_task:
-        problems.append(Problem("--min-lr", "is a share of --lr; give that too"))
-        return 0.0
-    try:
-        return float(value) / float(lr or 1e-6)
-    except (ValueError, ZeroDivisionError):
-        problems.append(Problem("--min-lr", f"is {value!r} with --lr {lr}; two numbers above 0 are expected"))
-        return 0.0
+        return [], [Problem("--min-lr", "is a share of --lr; give that too")]
+    least, peak = _number(value), OptimizerConfig().lr if lr is None else _number(lr)
+    if peak is None or peak < 0:  # the check of the settings says so of --lr
+        return [], []
+    if least is None or not 0 <= least <= peak:
+        of_lr = f"{lr}" if lr is not None else f"{peak:g} by default"
+        text = f"is {value}, and --lr is {of_lr}; a number from 0 to that is expected"
+        return [], [Problem("--min-lr", text)]
+    return [f"actor.optimizer.min_lr_ratio={least / peak:.12g}"] if peak else [], []
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number, or None for other text."""
+    with suppress(ValueError):
+        return value if math.isfinite(value := float(text)) else None
+    return None
 
 
 def _is_null(cls: type[Section], section: str) -> bool:

@@ -15,7 +15,8 @@ def markdown() -> str:
 def _table(heading: str, found: list[Flag]) -> str:
     lines = [f"### {heading}", "", "| flag | setting | default | meaning |", "|---|---|---|---|"]
     if heading == "Basic":
-        lines.append("| `--algo TEXT` | the recipe | gspo | sft, dpo, grpo, gspo, ppo, or one of another package |")
+        about = "gspo; with `--resume`, that of the run | sft, dpo, grpo, gspo, ppo, or one of another package"
+        lines.append(f"| `--algo TEXT` | the recipe | {about} |")
     return "\n".join([*lines, *map(_line, found)]) + "\n"
 
 

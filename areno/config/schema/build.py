@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from areno.config.schema.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
-from areno.config.schema.values import InvalidValue, show
+from areno.config.schema.values import InvalidValue, show, value_at
 from areno.errors import ConfigError, Problem, question
 
 T = TypeVar("T", bound=Section)
@@ -117,15 +117,8 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
         start = f"{prefix}{name}.{inner}."
         for problem in [problem for problem in problems if problem.key.startswith(start)]:
             key = problem.key.removeprefix(start)
-            if prefix + key in reported and _value(given, key) == _value(data, key):
+            if prefix + key in reported and value_at(given, key) == value_at(data, key):
                 problems.remove(problem)
-
-
-def _value(data: Any, key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    for name in key.split("."):
-        data = data.get(name) if isinstance(data, Mapping) else None
-    return data
 
 
 def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -130,6 +130,13 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def value_at(settings: Any, key: str) -> Any:
+    """Return the value at a dotted key of nested settings; None if there is none."""
+    for name in key.split("."):
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings
+
+
 def spelling(hint: Any, bounds: str = "") -> str:
     """A type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`."""
     origin, arms = get_origin(hint), get_args(hint)

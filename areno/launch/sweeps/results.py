@@ -77,10 +77,14 @@ class Sweep:
         return [key for key in keys if len({one.overrides.get(key) for one in self.outcomes}) > 1]
 
     def averages(self) -> list[Average]:
-        """Over seeds, the best first. Empty where no two runs differ in the seed only."""
+        """Return the averages over seeds, the best first. Empty where no two runs differ in the seed only.
+
+        Of runs with equal settings, only the first counts: a seed that is given twice is one observation.
+        """
         groups: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
+        repeated = self.repeated()
         for one in self.outcomes:
-            if self._rank(one.objective) < math.inf:
+            if self._rank(one.objective) < math.inf and one.number not in repeated:
                 rest = tuple((key, one.overrides[key]) for key in self.keys if key in one.overrides and key != _SEED)
                 groups.setdefault(rest, []).append(one)
         if not any(len(group) > 1 for group in groups.values()):
@@ -91,6 +95,16 @@ class Sweep:
             std = statistics.stdev(values) if len(values) > 1 else None
             found.append(Average(dict(rest), statistics.fmean(values), std, [one.number for one in group]))
         return sorted(found, key=lambda one: self._rank(one.mean))
+
+    def repeated(self) -> dict[int, int]:
+        """Return the number of each run whose settings an earlier run has, and the number of that earlier run."""
+        first: dict[frozenset[tuple[str, str]], int] = {}
+        found: dict[int, int] = {}
+        for one in self.outcomes:
+            if self._rank(one.objective) < math.inf:
+                number = first.setdefault(frozenset(one.overrides.items()), one.number)
+                found |= {one.number: number} if number != one.number else {}
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """{"objective", "mode", "best": number, "runs": best first, "averages": over seeds, best first}."""
@@ -130,6 +144,8 @@ class Sweep:
                 for place, one in enumerate(averages)
             ]  # fmt: skip
             parts.append("over seeds\n" + _columns([["", *keys, "mean", "std", "runs"], *rows]))
+        for again, number in self.repeated().items():
+            parts.append(f"run {again} has the settings of run {number}, so an average counts the two as one")
         if reasons := [f"  run {one.number}: {one.reason}" for one in self.ranked if one.reason]:
             parts.append("\n".join(["no result", *reasons]))
         if self.best is not None:

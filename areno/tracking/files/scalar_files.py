@@ -33,6 +33,8 @@ class _ScalarFile(Tracker):
         self.path, self.key = path, key
         self.size = 0  # bytes
         self._file: BinaryIO | None = None
+        if path.parent.exists() and not path.parent.is_dir():
+            raise ArenoError(Problem(key, "{} is not a folder; set another one", path.parent))
         with self._naming_the_setting():
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):
