@@ -88,7 +88,7 @@ def test_several_updates_of_a_batch_move_the_ratio(tmp_path):
     assert series(two, "train/ratio_std")[0] > 1e-4
     # The rollout's log-probabilities stay the denominator, so the second update sees the first.
     assert series(one, "train/logp_abs_diff_max")[0] < 1e-4
-    assert series(two, "train/logp_abs_diff_max")[0] > 1e-3
+    assert series(two, "train/logp_abs_diff_max")[0] < 1e-4  # rollout against training before any update
 
 
 @needs[STORIES]
