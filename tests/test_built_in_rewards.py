@@ -61,6 +61,13 @@ def test_exact_match(completion, solutions, right):
     assert exact_match_reward.reward_fn(RewardRecord(completion=completion, solutions=solutions)) == float(right)
 
 
+def test_exact_match_refuses_a_solution_of_several_boxes():
+    with pytest.raises(ValueError, match="which has several boxes; exact_match compares one answer"):
+        exact_match_reward.reward_fn(RewardRecord(completion="b", solutions=[r"\boxed{a} or \boxed{b}"]))
+    twice = r"\boxed{a}, that is \boxed{a}"
+    assert exact_match_reward.reward_fn(RewardRecord(completion="a", solutions=twice)) == 1.0
+
+
 @pytest.mark.parametrize("solutions", [None, [], [None], {"a": 1}, ["a", {}]])
 def test_rows_without_a_solution_are_errors(solutions):
     for reward in (exact_match_reward, choice_reward):

@@ -170,6 +170,54 @@ def test_final_answer(completion, answer):
 
 
 @pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (
+            r"Either $x=\boxed{1}$ or $x=\boxed{2}$.",
+            [
+                r"\boxed{2} or \boxed{1}",
+                r"\boxed{1,2}",
+                r"\boxed{x=2, x=1}",
+                r"\boxed{\{2,1\}}",
+                "#### 1, 2",
+                "So $x=1, x=2$",
+                r"\boxed{7}, so \boxed{1}, \boxed{2}",
+            ],
+            [
+                r"\boxed{2}",
+                r"\boxed{1}",
+                r"\boxed{1} and \boxed{1}",
+                r"\boxed{1} and \boxed{3}",
+                r"\boxed{1,2,3}",
+                "2",
+                r"\boxed{1, 3}",
+                "",
+            ],
+        ),
+        (
+            r"\boxed{1} and \boxed{234}",
+            [r"\boxed{234}, \boxed{1}", r"\boxed{1, 234}"],
+            [r"\boxed{1234}", r"\boxed{234}"],
+        ),
+        (r"\boxed{red}, \boxed{blue}", [r"\boxed{Blue} and \boxed{red}", r"\boxed{red, blue}"], [r"\boxed{blue}"]),
+        (r"\boxed{(1,2)}, \boxed{(3,4)}", [r"\boxed{(3,4), (1,2)}"], [r"\boxed{(3,4)}", r"\boxed{(1,2), (3,5)}"]),
+        (
+            r"\boxed{10\%}, \boxed{20\%}",
+            [r"\boxed{0.2}, \boxed{10 percent}", r"\boxed{20\%, \text{ and } 10\%}"],
+            [r"\boxed{20\%}", r"\boxed{20\%}, \boxed{30\%}"],
+        ),
+        # Boxes of one value are one answer, which a text gives twice.
+        (r"\boxed{2}$. We could also say $\boxed{2}", [r"\boxed{2}", "2"], [r"\boxed{3}"]),
+        (r"\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}", [r"\boxed{15.975}"], [r"\boxed{15}"]),
+    ],
+)
+def test_all_boxes_of_a_solution_count(gold, right, wrong):
+    assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
+    assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)
+    assert score([gold, "77"], "77") == 1.0  # another entry of the list is another solution
+
+
+@pytest.mark.parametrize(
     "completion",
     ["#### 42 eggs", "#### **42**", "#### 42" + POLITE, "The answer is 42.\n#### Done", "#### $42.00", "####\n42"],
 )

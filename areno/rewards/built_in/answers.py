@@ -12,19 +12,25 @@ _HASHED = re.compile(r"####[ \t]*(\S[^\n]*)")
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
 
 
-def last_box(text: str) -> str | None:
-    """The text in the last \\boxed{...} that is closed and not empty."""
-    last, content = -1, None
+def boxes(text: str) -> list[str]:
+    """Return the text in each closed, non-empty \\boxed{...}, in order; of nested boxes, only that of the inner one."""
+    found: list[tuple[int, str]] = []
     is_open: list[re.Match[str]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] != "}":
             is_open.append(brace)
         elif is_open:
             opening = is_open.pop()
-            inside = text[opening.end() : brace.start()].strip() if opening["box"] else ""
-            if inside and opening.start() > last:
-                last, content = opening.start(), inside
-    return content
+            if not opening["box"] or (found and found[-1][0] > opening.start()):
+                continue
+            if inside := text[opening.end() : brace.start()].strip():
+                found.append((opening.start(), inside))
+    return [inside for _, inside in found]
+
+
+def last_box(text: str) -> str | None:
+    """Return the last of the boxes, or None if there are none."""
+    return next(reversed(boxes(text)), None)
 
 
 def marked_answer(text: str) -> str | None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.rewards.built_in.answers import accepted, marked_answer
+from areno.rewards.built_in.answers import accepted, boxes, last_box, marked_answer
 
 
 def reward_fn(record: Any) -> float:
-    """Score one RewardRecord. Raises ValueError without a solution."""
-    return float(_answer(record.completion) in {_answer(str(solution)) for solution in accepted(record)})
+    """Score one RewardRecord. Raises ValueError without a solution, or if one has several different boxes."""
+    solutions = [str(solution) for solution in accepted(record)]
+    if several := [text for text in solutions if len(set(boxes(text))) > 1 and marked_answer(text) == last_box(text)]:
+        raise ValueError(
+            f"field solutions is {several[0][:200]!r}, which has several boxes; exact_match compares one answer: keep "
+            "one box, give a list if each is right, or use the math reward, for which all of them are needed"
+        )
+    return float(_answer(record.completion) in {_answer(text) for text in solutions})
 
 
 def _answer(text: str) -> str:

@@ -4,7 +4,9 @@ The answer is the last \\boxed{...}. Without one it is what follows the last `##
 math-verify finds in the text, usually the last number or formula. math-verify decides whether two answers are equal.
 It compares values and not texts: 0.5 equals 1/2. These are the exceptions:
 
-- Of several boxes the last counts. math-verify joins boxes that are close to each other.
+- Of several boxes in a completion the last counts. math-verify joins boxes that are close to each other.
+- Of several boxes in a solution all count, unless they are equal. The completion needs all of them, in any order: in
+  as many boxes at its end, or together in its answer.
 - An answer that is written like the solution is right. So 12:00 equals 12:00, although math-verify reads 12 / 0.
 - A solution in words is compared as text. math-verify takes "forty two" for a product of nine letters.
 - A solution is read as a whole. math-verify reads 2\\sqrt{3} without dollar signs as 2.
@@ -22,7 +24,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import product
@@ -31,9 +33,9 @@ from typing import Any
 
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
-from sympy import nan, zoo
+from sympy import FiniteSet, nan, zoo
 
-from areno.rewards.built_in.answers import last_box
+from areno.rewards.built_in.answers import boxes, last_box
 
 # They warn that their time limit is off. They set it with an alarm for each step; ours is one limit for a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
@@ -68,6 +70,7 @@ _LONG_NUMBER = re.compile(rf"[\d.,]{{{_MAX_ANSWER + 1},}}")
 _FUNCTION = re.compile(
     r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|sqrt|lim|max|min|gcd|lcm|det|mod|inf(?:inity)?|and"
 )
+_BETWEEN_ANSWERS = re.compile(r"\s*(?:[,;]\s*)?(?:[,;]|\b(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\})\s*")
 _FOREIGN = re.compile(r"(?![0-9])\d|\u2212")  # the digits of other scripts, and the minus sign
 
 
@@ -77,20 +80,20 @@ def reward_fn(record: Any) -> float:
     What math-verify raises is raised on. The time limit holds in the main thread, where reward processes call this.
     """
     accepted = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
-    texts = [_solution_text(solution) for solution in accepted if solution is not None]
-    if not texts or not all(texts):
+    solutions = [_solution_parts(solution) for solution in accepted if solution is not None]
+    if not solutions or not all(solutions):
         raise ValueError(
             f"field solutions is {str(record.solutions)[:200]!r}; the math reward needs a number or formula, or words, "
             f"of at most {_MAX_ANSWER} characters"
         )
-    return float(_limited(lambda: _first_true(_is_right, texts, [_ascii(record.completion)])))
+    return float(_limited(lambda: _first_true(_is_right, solutions, [_ascii(record.completion)])))
 
 
 def warm_up() -> None:
     """Score answers of some kinds. The first of a kind takes up to 0.2 s: math-verify and sympy import as they go."""
     for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
         with contextlib.suppress(Exception):  # a run would see it with its own answers
-            _limited(partial(_is_right, solution, f"\\boxed{{{answer}}}"))
+            _limited(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
@@ -112,13 +115,24 @@ class _Solution:
     values: list[Any]
 
 
-def _solution_text(solution: Any) -> str:
-    """The answer that a solution gives; "" if it is of no use."""
+def _solution_parts(solution: Any) -> tuple[str, ...]:
+    """Return the answers that a solution asks for together: its boxes, or a single one. Empty if it is unusable."""
     if not isinstance(solution, str | Number) or solution != solution:  # not a number is not itself
-        return ""
+        return ()
     text = _ascii(str(solution)).strip()
-    answer = final_answer(text) or _last_line(text) or text
-    return answer if len(answer) <= _MAX_ANSWER and _plain(answer) else ""
+    answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
+    is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_plain, answers))
+    return answers if is_usable else ()
+
+
+@lru_cache(maxsize=256)
+def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Drop each part that equals an earlier one, such as the second of 3/2 and 1.5."""
+    found: list[str] = []
+    for part in parts:
+        if not any(_is_box(earlier, part) for earlier in found):
+            found.append(part)
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)  # the samples of a prompt have the same solution
@@ -130,18 +144,48 @@ def _read_solution(text: str) -> _Solution:
     return _Solution(_plain(text), _is_words(text), is_number, [value for value in values if value not in (zoo, nan)])
 
 
+@lru_cache(maxsize=256)
+def _read_together(parts: tuple[str, ...]) -> _Solution:
+    """Read several answers as one. Only a set of as many members counts: math-verify drops members it cannot read."""
+    whole = _read_solution(", ".join(parts))
+    sets = [value for value in whole.values if isinstance(value, FiniteSet) and len(value) == len(parts)]
+    return replace(whole, values=sets)
+
+
 # The answer -----------------------------------------------------------------------------------------------------------
 
 
-def _is_right(text: str, completion: str) -> bool:
-    """Whether the final answer of `completion` equals the solution `text`. Raises what math-verify raises."""
-    solution = _read_solution(text)
+def _is_right(parts: tuple[str, ...], completion: str) -> bool:
+    """Return whether `completion` answers with all parts of a solution. Raises what math-verify raises."""
+    parts = _different(parts)
+    if len(parts) == 1:
+        return _is_answer(_read_solution(parts[0]), completion)
+    together = _BETWEEN_ANSWERS.split(final_answer(completion) or "")
+    for found in (boxes(completion)[-len(parts) :], together):
+        if len(found) == len(parts):
+            right = [[_is_box(part, answer) for answer in found] for part in parts]
+            if all(map(any, right)) and all(map(any, zip(*right, strict=True))):
+                return True
+    return _is_answer(_read_together(parts), completion)
+
+
+def _is_answer(solution: _Solution, completion: str) -> bool:
+    """Return whether the final answer of `completion` equals the solution."""
     answer, read = last_box(completion), _read_formula
     if answer is None:
         answer, read = _hashed(completion), _read_whole
     if answer is None:
         end = _LONG_NUMBER.sub(" ", completion[-_MAX_TEXT:])
         return _is_stated(solution, end) or _is_equal(solution, end, _read)
+    return _is_same(solution, answer, read)
+
+
+def _is_box(text: str, box: str) -> bool:
+    return _is_same(_read_solution(text), box, _read_formula)
+
+
+def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:
+    """Return whether `answer` is written like the solution or has its value."""
     if _is_same_text(solution, _plain(answer)):
         return True
     return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
