@@ -166,6 +166,19 @@ def of_a_place(error: BaseException) -> ArenoError | None:
     return ArenoError("{}: {}", os.fsdecode(error.filename), error.strerror)
 
 
+_OBEYED = (range(0x09), range(0x0A, 0x20), range(0x7F, 0xA0), range(0x2028, 0x202F), range(0x2066, 0x206A))
+_SURROGATES = range(0xD800, 0xE000)
+_ESCAPES = {code: repr(chr(code))[1:-1] for codes in (*_OBEYED, _SURROGATES) for code in codes}
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes in place of what a terminal obeys: control characters, line ends, text direction.
+
+    Halves of surrogate pairs, which cannot be encoded, are escaped too. Tabs stay.
+    """
+    return text.translate(_ESCAPES)
+
+
 def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
     """`; did you mean a or b?` for the end of a message, or `otherwise` if none of `names` is like `word`."""
     return question(difflib.get_close_matches(word, list(names))) or otherwise

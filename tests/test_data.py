@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from areno.data.sources import load_rows, read_rows
 from areno.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"What is {n}+{n}?", "solutions": str(2 * n), "level": n} for n in range(5)]
+GOOD = '{"prompt": "x"}\n'
 
 
 def write(path: Path, text: str) -> str:
@@ -48,17 +50,30 @@ def test_file_formats(tmp_path, form):
     assert int(rows[3]["solutions"]) == 6
     is_text = form in ("csv", "tsv")
     assert [row["level"] for row in rows] == [str(level) if is_text else level for level in range(5)]
+    in_capitals = tmp_path / f"ROWS.{form.upper()}"
+    path.rename(in_capitals)
+    assert list(read_rows(str(in_capitals))) == list(rows)
+    if form != "parquet":
+        packed = tmp_path / f"rows.{form}.gz"
+        packed.write_bytes(gzip.compress(in_capitals.read_bytes()))
+        assert list(load_rows(DatasetConfig(path=str(packed)), "prompt")) == list(rows)
 
 
 @pytest.mark.parametrize("form", ["stream", "file"])
 def test_arrow_files(tmp_path, form):
     import pyarrow as pa
 
-    table = pa.Table.from_pylist(ROWS)
     path = str(tmp_path / "rows.arrow")
-    with (pa.ipc.new_stream if form == "stream" else pa.ipc.new_file)(path, table.schema) as writer:
-        writer.write_table(table)
+
+    def write_table(table: pa.Table) -> None:
+        with (pa.ipc.new_stream if form == "stream" else pa.ipc.new_file)(path, table.schema) as writer:
+            writer.write_table(table)
+
+    write_table(pa.Table.from_pylist(ROWS))
     assert list(load_rows(DatasetConfig(path=path), "prompt")) == ROWS
+    write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]))
+    with pytest.raises(DataError, match=r"rows.arrow has the column 'prompt' 2 times"):
+        load_rows(DatasetConfig(path=path), "prompt")
 
 
 def test_save_to_disk_folders(tmp_path):
@@ -107,17 +122,44 @@ def test_missing_files(path):
         ("a.jsonl", "", "has no rows"),
         ("a.json", "[]", "has no rows"),
         ("a.txt", "hello", "has no known format"),
+        ("a.parquet.gz", "hello", "has no known format; expected one of .json .* .tsv.gz or a folder"),
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": ', "a.jsonl line 2: not JSON"),
         ("a.json", '[{"prompt": "x"', "not JSON"),
         ("a.json", '{"rows": []}', "expected a list of rows"),
         ("a.parquet", "no parquet", "not a readable parquet file"),
         ("a.arrow", "no arrow", "not a readable arrow file"),
         ("a.csv", 'prompt,x\n"a,1\n', "csv"),
+        ("a.jsonl", GOOD + '{"x": ' + "1" * 5000, "a.jsonl line 2: a number has 5,000 digits, more than 4,300"),
+        ("a.json", '[{"prompt": "' + "1" * 5000 + '"},\n' + "1" * 5001, "a.json line 2: a number has 5,001 digits"),
+        ("a.jsonl", GOOD + "[" * 200_000, "a.jsonl line 2: lists or objects are nested too deeply"),
+        ("a.json", '[{"prompt": "x"},\n' + "[" * 200_000, "a.json line 2: lists or objects are nested too deeply"),
+        (
+            "a.jsonl",
+            GOOD[:-2] + ', "solutions": ' + "[" * 500 + "]" * 500 + "}",
+            "row 0: field solutions is nested more",
+        ),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}', "a.jsonl line 2: byte 0xff at character 13 is not UTF-8"),
+        ("a.json", b'[{"prompt": "x"},\n{"prompt": "\xff"}]', "a.json line 2: byte 0xff at character 13 is not UTF-8"),
+        ("a.jsonl", '{"prompt": "x"}'.encode("utf-16"), "a.jsonl is UTF-16 text; expected UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}')[:-9], "cannot read .*a.jsonl.gz"),
+        ("a.csv.gz", b"prompt\nx\n", "cannot read .*a.csv.gz: Not a gzipped file"),
+        ("a.csv", "prompt,x,y,x\na,1,2,3\n", "a.csv has the column 'x' 2 times; give each column a name of its own"),
+        ("a.csv", "prompt,,\na,1,2\n", "a.csv has the column '' 2 times"),
+        ("a.csv", "prompt,x\na,1\nb\n", "a.csv row 1: has 1 cells, but the file has 2 columns"),
+        ("a.csv", b"prompt,x\na,1\nb,\xff\n", "a.csv line 3: byte 0xff at character 3 is not UTF-8"),
+        ("a.csv", b"prompt,\xff\na,1\n", "a.csv line 1: byte 0xff at character 8 is not UTF-8"),
     ],
 )
 def test_unreadable_files(tmp_path, name, text, message):
-    with pytest.raises(DataError, match=message):
-        load_rows(DatasetConfig(path=write(tmp_path / name, text)), "prompt")
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=f"train_dataset.path: .*{message}"):
+        load_rows(DatasetConfig(path=str(path)), "prompt")
+
+
+def test_a_cell_of_megabytes(tmp_path):
+    text = "word " * 600_000
+    assert load_rows(DatasetConfig(path=write(tmp_path / "a.csv", f"prompt\n{text}\n")), "prompt")[0]["prompt"] == text
 
 
 @pytest.mark.parametrize(

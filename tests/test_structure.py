@@ -28,6 +28,7 @@ MAY_COMPUTE_ATTRIBUTES = {
 MAY_IMPORT_RE = {
     "areno.bench.profile": "tells kernels apart by their names",
     "areno.data.encode": "looks for a tag in a chat template",
+    "areno.data.formats.json_rows": "finds the place of a number with too many digits in a text of JSON",
     "areno.data.tokens.control": "finds control tokens in texts",
     "areno.data.sources": "tells a dataset's name from a path",
     "areno.launch.hydra_text": "puts quotes around words of the command line",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.data.forms import Converted, recognised, renamed
-from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, row_problem
+from areno.data.row_schema import EXPECTED, FIELDS, Row, RowKind, Rows, listed, row_problem
 from areno.errors import DataError, Key, Problem
 
 logger = logging.getLogger("areno")
@@ -79,7 +79,7 @@ def _told(
     number, problem = faults[0]
     said = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):
-        said += f"; the row has {', '.join(map(str, rows[number])) or 'no fields'}"
+        said += f"; the row has {listed(rows[number]) or 'no fields'}"
     text, args = "{} {}", [name, said]
     if key:
         text += "; name your columns, as in {}=COLUMN, or set {} to a file.py that makes such rows"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areno.data.chat_template import Prompt, assistant_spans, render, render_generation_prompt
-from areno.data.row_schema import prompt_and_answers, with_text
+from areno.data.row_schema import json_problem, prompt_and_answers, with_text
 from areno.data.tokens.shield import BREAK, control_tokens
 from areno.errors import DataError, Key
 from areno.types import PairItem, PromptItem, TrainSequence
@@ -104,8 +104,8 @@ def _tools(row: Mapping[str, Any]) -> Any:
         return tools
     try:
         return json.loads(tools) if tools.strip() else None
-    except json.JSONDecodeError as error:
-        raise DataError(f"field tools is text, but not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"field tools is text, but not JSON: {json_problem(error)}") from error
 
 
 def _conversation(tokenizer: Any, messages: list[Any], first: int, thinking: bool | None, tools: Any) -> TrainSequence:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.data.row_schema import Row, RowKind, Rows, describe_value
+from areno.data.row_schema import Row, RowKind, Rows, describe_value, json_problem, listed
 from areno.errors import DataError
 
 _QUESTIONS = ("question", "problem", "query", "instruction")
@@ -61,7 +61,7 @@ def renamed(rows: Rows, columns: Mapping[str, str]) -> Converted:
     """Rows whose fields have other names. columns: our field -> the column. DataError if no row has a column."""
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
-        has = ", ".join(there) or "none"
+        has = listed(there) or "none"
         raise DataError(f"there is no column {', '.join(map(repr, missing))}; the data has {has}")
     return Converted(rows, lambda row: {field: row.get(column) for field, column in columns.items()})
 
@@ -152,7 +152,10 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
         if not row.get("system") and not row.get("history"):
             return {"prompt": asked, answer: row.get("output")}
         earlier = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        for question, reply in row.get("history") or ():
+        for turn in _listed(row, "history") if row.get("history") else ():
+            if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
+                raise DataError(f"field history has {describe_value(turn)}, not a pair [instruction, output]")
+            question, reply = turn
             earlier += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
         return {"prompt": [*earlier, {"role": "user", "content": asked}], answer: row.get("output")}
 
@@ -193,13 +196,14 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
     if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
         return dict(turn)
-    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+    speaker = turn.get("from") if isinstance(turn, Mapping) else None
+    if not isinstance(turn, Mapping) or not isinstance(speaker, str) or speaker not in _ROLES:
         known = ", ".join(_ROLES)
         raise DataError(
             f"field {where} is {describe_value(turn)}, not a turn {{from, value}} whose from is one of {known}"
         )
-    role, value = _ROLES[turn["from"]], turn.get("value")
-    if turn["from"] in _CALLS:
+    role, value = _ROLES[speaker], turn.get("value")
+    if speaker in _CALLS:
         return {"role": role, "content": "", "tool_calls": tool_calls(value, where)}
     return {"role": role, "content": value}
 
@@ -208,8 +212,8 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """JSON text of one call {name, arguments}, or of several, in the form of OpenAI's messages."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise DataError(f"field {where} is a tool call, but not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"field {where} is a tool call, but not JSON: {json_problem(error)}") from error
     calls = calls if isinstance(calls, list) else [calls]
     if any(not isinstance(call, Mapping) or not isinstance(call.get("name"), str) for call in calls):
         raise DataError(f"field {where} is {describe_value(value)}, not a tool call {{name, arguments}}")

@@ -9,11 +9,12 @@ dpo     {prompt: text or messages, chosen, rejected}                          pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from areno.config.schema.values import text_problem
-from areno.errors import DataError
+from areno.errors import DataError, printable
 
 Row = Mapping[str, Any]
 RowKind = Literal["prompt", "sft", "dpo"]
@@ -33,6 +34,7 @@ EXPECTED = {
 }
 FIELDS = {"prompt": ("prompt",), "sft": ("prompt", "response", "messages"), "dpo": ("prompt", "chosen", "rejected")}
 SHARED_FIELDS = ("solutions", "tools")  # optional ones
+MOST_LEVELS = 100  # of lists and objects in a field; copying, pickling and printing a value take a call for each
 
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
@@ -42,13 +44,17 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
     return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
 
 
-def bad_text(value: Any) -> str | None:
-    """What is wrong with a text in `value`, however deep; None if nothing is."""
+def bad_text(value: Any, levels: int = MOST_LEVELS) -> str | None:
+    """Return what is wrong with a text in `value`, or with its depth, or None. levels: how deep it may be nested."""
     if isinstance(value, str):
         return text_problem(value)
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
-    return next(filter(None, map(bad_text, value)), None) if isinstance(value, list | tuple) else None
+    if not isinstance(value, list | tuple):
+        return None
+    if levels == 0:
+        return f"is nested more than {MOST_LEVELS} levels deep"
+    return next(filter(None, (bad_text(item, levels - 1) for item in value)), None)
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
@@ -172,9 +178,24 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
+def listed(names: Iterable[Any]) -> str:
+    """Return the names of fields, for a message."""
+    return ", ".join(printable(str(name)) for name in names)
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Say in a few words why json.loads raised the error."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at character {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
 def describe_value(value: Any, present: bool = True) -> str:
-    """A value in a few words, for a message that expected another. present: whether the row has the field at all."""
+    """Describe a value in a few words, for a message that expected another. present: whether the row has the field."""
     if value is None:
         return "null" if present else "missing"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, or lists within lists
+        return type(value).__name__
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"

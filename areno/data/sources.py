@@ -10,12 +10,12 @@ a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every row is 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import threading
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,14 +25,15 @@ from typing import Any, NamedTuple
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.config.experiments import ExperimentConfig
 from areno.config.rollout.agent import VERIFIERS
-from areno.data.checked import SHOWN, fitting
+from areno.data.checked import fitting
 from areno.data.environments import environment_rows
-from areno.data.row_schema import FIELDS, SHARED_FIELDS, Row, RowKind, Rows, describe_value, rows_problem
+from areno.data.formats.json_rows import read_json, read_jsonl
+from areno.data.formats.opened import COMPRESSED, FORMATS, format_of
+from areno.data.formats.tables import read_table
+from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import describe_error, found_file, load_function, split_spec
-
-_FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 
 
 def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") -> Rows:
@@ -120,16 +121,16 @@ def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
 def read_rows(
     path: str, split: str = "train", key: str = "train_dataset", kwargs: Mapping[str, Any] | None = None
 ) -> Rows:
-    """Read a json, jsonl, parquet, csv, tsv or arrow file, a folder, or a hub reference repo[:config[:split]].
+    """Read the rows of a data file, a folder, or a hub reference repo[:config[:split]].
 
     Args:
-        path: the file, folder or reference.
+        path: the source. Files of the formats in COMPRESSED may have .gz behind their name.
         split: the split to read, if the source has several.
         key: the section of the settings, for messages.
         kwargs: more arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
 
     Raises:
-        DataError: the source cannot be read.
+        DataError: the source is not there or cannot be read in full; with the line or row at fault.
     """
     file, setting = _find(path, key), f"{key}.path"
     if file is None:
@@ -139,14 +140,15 @@ def read_rows(
         raise DataError(Problem(f"{key}.dataset_kwargs", text, path, Key(f"{key}.loader")))
     if file.is_dir():
         return _read_folder(file, path, split, key, kwargs or {})
-    if file.suffix not in _FORMATS:
-        expected = f"expected one of {' '.join(_FORMATS)} or a folder"
+    form = format_of(file)
+    if form is None:
+        expected = f"expected one of {' '.join(FORMATS)}, {' '.join(f'{name}.gz' for name in COMPRESSED)} or a folder"
         raise DataError(Problem(setting, f"{path} has no known format; {expected}"))
     try:
-        if file.suffix == ".jsonl":
-            return _read_jsonl(file, path)
-        return _read_json(file, path, split) if file.suffix == ".json" else _read_table(file, path)
-    except (DataError, OSError, UnicodeDecodeError) as error:
+        if form == ".jsonl":
+            return read_jsonl(file, path)
+        return read_json(file, path, split) if form == ".json" else read_table(file, form, path)
+    except (DataError, OSError, EOFError, zlib.error) as error:
         said = str(error) if isinstance(error, DataError) else f"cannot read {path}: {error}"
         raise DataError(Problem(setting, said)) from error
 
@@ -165,7 +167,7 @@ def _find(path: str, key: str) -> Path | None:
     """The file or folder of a path; None for a hub reference. DataError where it is neither."""
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
-    if file is None and (not is_reference or Path(path).suffix in _FORMATS):
+    if file is None and (not is_reference or format_of(path) is not None):
         place = Path(os.path.expanduser(path)).absolute()
         raise DataError(Problem(f"{key}.path", "there is no file or folder {} (looked for {})", path, place))
     return file
@@ -175,7 +177,7 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
     """DataError for a split that is set but would not be read."""
     file = existing_path(path)
     own = file is None and path.count(":") == 2
-    if not config.is_default("split") and (own or (file is not None and file.is_file() and file.suffix != ".json")):
+    if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
         why = "names one itself" if own else "has no splits"
         raise DataError(Problem(f"{key}.split", "is {!r}, but {} {}; leave it out", config.split, path, why))
 
@@ -232,68 +234,6 @@ def _as_rows(found: Any, split: str) -> Any:
         return None
     # Whatever code of the user makes the rows, it runs here and not in the middle of a run.
     return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
-
-
-def told_json(error: json.JSONDecodeError) -> str:
-    """What is wrong, and where in its line."""
-    return f"{error.msg.removesuffix(' at')} at character {error.colno}"
-
-
-def _read_json(file: Path, shown: str, split: str) -> list[Row]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one JSON value on each line, under the wrong name
-            return _read_jsonl(file, shown)
-        raise DataError(f"{shown} line {error.lineno}: not JSON: {told_json(error)}") from error
-    if isinstance(content, dict):
-        for name in ("data", split):
-            if isinstance(content.get(name), list):
-                return content[name]
-    if not isinstance(content, list):
-        raise DataError(f'{shown}: holds {describe_value(content)}; expected a list of rows, or {{"data": [rows]}}')
-    return content
-
-
-def _read_jsonl(file: Path, shown: str) -> list[Row]:
-    rows = []
-    faults = []
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip():
-                    rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                faults.append(f"line {number}: not JSON: {told_json(error)}")
-    if faults:
-        more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
-        raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)
-    return rows
-
-
-def _read_table(file: Path, shown: str) -> Rows:
-    import pyarrow as pa
-    from datasets import Dataset
-    from pyarrow import csv, parquet
-
-    try:
-        if file.suffix == ".parquet":
-            return Dataset(parquet.read_table(file))
-        if file.suffix == ".arrow":
-            # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
-            with pa.memory_map(str(file)) as source:
-                is_file = source.read(6) == b"ARROW1"
-            with pa.memory_map(str(file)) as source:
-                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-                return Dataset(reader.read_all())
-        parse = csv.ParseOptions(delimiter="\t" if file.suffix == ".tsv" else ",", newlines_in_values=True)
-        with csv.open_csv(file, parse_options=parse) as reader:
-            names = reader.schema.names
-        # Cells are text, as they stand in the file: a solution "10" must not become the number 10.
-        convert = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-        return Dataset(csv.read_csv(file, parse_options=parse, convert_options=convert))
-    except pa.ArrowException as error:
-        raise DataError(f"{shown}: not a readable {file.suffix[1:]} file: {error}") from error
 
 
 def _is_saved(folder: Path) -> bool:

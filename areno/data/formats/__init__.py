@@ -1,0 +1,1 @@
+"""Data files: their bytes, and the rows in them."""
