@@ -6,8 +6,11 @@ import argparse
 import importlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -195,6 +198,99 @@ def test_check_goes_on_after_what_fails_and_its_exit_code_says_so(
     assert "FAIL  optimizer step     log-probabilities of rollout and training differ by" in told
     assert "ok    checkpoint" in told
     assert not list(tmp_path.iterdir())
+
+
+def index_of(folder: Path, *files: str) -> None:
+    """Write an index that names these files, in place of the one file of weights."""
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    weight_map = {f"tensor.{number}": file for number, file in enumerate(files)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def cut_off(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def other_config(folder: Path, **changes: object) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+def remove(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "nothing": (
+        lambda folder: None,
+        [
+            "ok    model  *qwen3, 3 layers",
+            "ok    weights  *35 tensors in 1 file, 1.2 MiB",
+            "ok    tokenizer  *16 tokens",
+        ],
+    ),
+    "no weights, no tokenizer": (
+        lambda folder: remove(folder, "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        ["ok    model", "FAIL  weights  .*has no weights", "FAIL  tokenizer  .*has no tokenizer"],
+    ),
+    "cut off": (
+        lambda folder: [cut_off(folder / "model.safetensors", 300_000), cut_off(folder / "tokenizer.json", 500)],
+        [
+            "ok",
+            "FAIL  weights  .*model.safetensors is truncated",
+            "FAIL  tokenizer  *tokenizer_path: no tokenizer can be",
+        ],
+    ),
+    "absent files": (
+        lambda folder: [index_of(folder, "a.safetensors", "weights.safetensors", "b.safetensors")],
+        [
+            "ok",
+            "FAIL  weights  .*a.safetensors is missing",
+            "FAIL  weights  .*b.safetensors is missing",
+            "ok    tokenizer",
+        ],
+    ),
+    "files elsewhere": (
+        lambda folder: index_of(folder, "weights.safetensors", "../x.safetensors", "/x.safetensors", "config.json"),
+        [
+            "ok",
+            r"FAIL  weights  .*weight_map names '../x.safetensors', '/x.safetensors', 'config.json'; expected pl",
+            "ok",
+        ],
+    ),
+    "other shape": (
+        lambda folder: other_config(folder, intermediate_size=128),
+        [
+            "ok",
+            *[r"FAIL  weights  .* has shape \(.*256.*\), expected"] * 5,
+            "FAIL  weights  .*and 4 more tensors",
+            "ok",
+        ],
+    ),
+    "other tensors": (
+        lambda folder: other_config(folder, tie_word_embeddings=False, attention_bias=True),
+        ["ok", r"FAIL  weights  .*lack .*q_proj.bias", "ok"],
+    ),
+    "no config": (
+        lambda folder: [remove(folder, "config.json"), cut_off(folder / "model.safetensors", 9)],
+        ["FAIL  model  .*has no config.json", "FAIL  weights  .*truncated", "ok    tokenizer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_says_all_that_a_model_folder_lacks(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(ROOT / "examples/quickstart/model", tmp_path / "model"))
+    break_it, expected = DAMAGES[damage]
+    break_it(folder)
+    assert main(["check", str(folder)]) == (damage != "nothing")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(expected), lines
+    for line, pattern in zip(lines, expected, strict=True):
+        assert re.match(pattern, line), line
 
 
 # -- completion

@@ -37,7 +37,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         elif kind == "text":
             assert text == said
             n_shown += 1
-    assert n_shown == 4
+    assert n_shown == 5
 
 
 def test_the_diff_is_what_the_files_have() -> None:
@@ -68,8 +68,9 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_known_architecture_says_what_it_would_need(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(f'{{"architectures": ["{name}"]}}')
-    assert main(["check", str(tmp_path)]) == 1
+    config = tmp_path / "config.json"
+    config.write_text(f'{{"architectures": ["{name}"]}}')
+    assert main(["check", str(config)]) == 1
     told = capsys.readouterr().out
     assert told.count("\n") == 1
     assert f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected one of" in told

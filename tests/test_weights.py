@@ -248,6 +248,10 @@ def test_an_index_that_lists_an_absent_file_or_is_broken(tmp_path: Path) -> None
         (tmp_path / "out/model.safetensors.index.json").write_text(broken)
         with pytest.raises(CheckpointError, match=r"index\.json is not a safetensors index"):
             load(tmp_path / "out")
+    for name in ("../in/model.safetensors", str(tmp_path / "in/model.safetensors"), "..\\a.safetensors", "config.json"):
+        (tmp_path / "out/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match=r"index\.json: weight_map names .*; expected plain names of"):
+            load(tmp_path / "out")
     (tmp_path / "out/model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read as JSON"):
         load(tmp_path / "out")

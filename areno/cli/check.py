@@ -1,6 +1,6 @@
 """areno check: tries what a run needs, on this machine, with the tiny model that comes with areno.
 
-With a model folder it says whether areno can run this model, from its config.json.
+With a model folder it says whether areno can run this model, and what the folder lacks. No weights are read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError, CheckpointError, ConfigError, Key
+
+if TYPE_CHECKING:
+    from areno.models.config import TransformerConfig
+
+T = TypeVar("T")
 
 _MODEL = "examples/quickstart/model"
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
@@ -29,10 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tries what a run needs: packages, devices, kernels, the reward processes, and a rollout, an optimizer step "
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
-        "where something does not work. With FOLDER it only says whether areno supports the model there, and if not, "
-        "which fields of its config.json are why; no weights are read."
+        "where something does not work. With FOLDER it only says whether areno supports the model there, and what is "
+        "wrong or missing: fields of its config.json, weight files and their tensors, the tokenizer. No weights are "
+        "read. With FOLDER/config.json it looks at this file alone."
     )
-    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="a model folder in the Hugging Face format")
+    parser.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help="a model folder in the Hugging Face format, or its config.json"
+    )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: cuda if there is one"
     )
@@ -49,6 +57,18 @@ class _Report:
 
     def line(self, mark: str, name: str, text: object) -> None:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
+
+    def each(self, name: str, work: Callable[[], T], text: Callable[[T], object] = str) -> T | None:
+        """Look at a part of a model folder. Prints a line for each problem, and returns None where there is one."""
+        try:
+            found = work()
+        except ArenoError as error:
+            for problem in error.renamed({"actor.path": "FOLDER"}.get).problems:
+                self.line("FAIL", name, problem)
+            self.failed.append(name)
+            return None
+        self.line("ok", name, text(found))
+        return found
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
         """Do something that tells how it went; whether it worked."""
@@ -71,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = _Report(arguments.debug)
     if arguments.folder is not None:
         if arguments.device != "auto" or arguments.world_size is not None:
-            raise ConfigError("--device and --world-size are not for FOLDER, of which only config.json is read")
+            raise ConfigError("--device and --world-size are not for FOLDER, which is not run")
         return _check_folder(report, Path(arguments.folder))
     with RunLog(own_process=True, console="quiet"):
         _try_all(report, arguments)
@@ -79,38 +99,80 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-def _check_folder(report: _Report, folder: Path) -> int:
-    """A line for each field that is why the model cannot run; 1 where there is one."""
-    from areno.errors import CheckpointError
-    from areno.models.adapters.folder import base_of, is_adapter
-    from areno.models.cost.memory import parameters, state_bytes
-    from areno.models.registry import has_value_head, load_config
+def _check_folder(report: _Report, path: Path) -> int:
+    """Print a line for each thing that is right, wrong or missing in a model folder. Returns the exit code.
 
+    path: the folder, or its config.json to look at this alone.
+    """
+    from areno.models.adapters.folder import is_adapter
+
+    folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
         report.line("FAIL", "model", f"{folder} is no folder; expected a model folder in the Hugging Face format")
         return 1
-    try:
-        if is_adapter(folder):
-            raise CheckpointError(
-                "{} holds adapters and no model; check the one they are for: {}", folder, base_of(folder)
-            )
-        config = load_config(folder, "value" if has_value_head(folder) else "lm")
-    except CheckpointError as error:
-        for line in map(str, error.renamed({"actor.path": "FOLDER"}.get).problems):
-            report.line("FAIL", "model", line)
-        return 1
-    windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
+    config = report.each("model", lambda: _read_config(folder), _about)
+    for name, text in _special_layers(config) if config is not None else ():
+        report.line("ok", name, text)
+    if path is folder and not is_adapter(folder):
+        report.each("weights", lambda: _weights(folder, config))
+        report.each("tokenizer", lambda: _tokenizer(folder))
+    return 1 if report.failed else 0
+
+
+def _read_config(folder: Path) -> TransformerConfig:
+    from areno.models.adapters.folder import base_of, is_adapter
+    from areno.models.registry import has_value_head, load_config
+
+    if is_adapter(folder):
+        base = base_of(folder)
+        raise CheckpointError("{} holds adapters and no model; check the one they are for: {}", folder, base)
+    return load_config(folder, "value" if has_value_head(folder) else "lm")
+
+
+def _about(config: TransformerConfig) -> str:
+    from areno.models.cost.memory import parameters
+
     about = f"{config.family}, {config.num_layers} layers, {parameters(config) / 1e6:.1f}M parameters"
-    report.line("ok", "model", f"{about}, {config.max_position_embeddings} tokens of context")
+    return f"{about}, {config.max_position_embeddings} tokens of context"
+
+
+def _weights(folder: Path, config: TransformerConfig | None) -> str:
+    """Compare the headers of the weight files with the model. config: None where it cannot be read."""
+    import torch
+
+    from areno.models.folder.weight_files import tensor_files
+    from areno.models.registry import build_model
+    from areno.models.weights import check_weights
+
+    if config is None:
+        return f"{len(tensor_files(folder))} tensors, which were not compared with config.json"
+    return check_weights(build_model(config, dtype=torch.float32, device="meta"), folder)
+
+
+def _tokenizer(folder: Path) -> str:
+    from areno.api.inputs.plan import load_tokenizer
+    from areno.files.companions import TOKENIZER
+
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        text = "{} has no tokenizer; download the model again, or set {} to a folder that has one"
+        raise CheckpointError(text, folder, Key("tokenizer_path"))
+    found = load_tokenizer(str(folder))
+    return f"{len(found)} tokens, with{'' if found.chat_template else 'out'} a chat template"
+
+
+def _special_layers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
+    """Yield a name and a text for each kind of layer that is not plain attention."""
+    from areno.models.cost.memory import state_bytes
+
+    windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
     if windows:
         sliding = [kind.window is not None for kind in config.kinds]
         text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
-        report.line("ok", "sliding window", f"{text}, which free the KV cache behind it")
+        yield "sliding window", f"{text}, which free the KV cache behind it"
     if config.delta is not None:
         text = f"in {len(config.delta.layers)} of {config.num_layers} layers"
         size = f"{state_bytes(config, 2) / 2**20:.1f} MiB of a sequence in bfloat16, whatever its length"
-        report.line("ok", "recurrent state", f"{text}; {size}")
-    return 0
+        yield "recurrent state", f"{text}; {size}"
 
 
 def _try_all(report: _Report, arguments: argparse.Namespace) -> None:

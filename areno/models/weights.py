@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from areno import heartbeat
-from areno.errors import CheckpointError, Key
+from areno.errors import CheckpointError, Key, Problem
 from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
@@ -29,11 +28,10 @@ from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
 from areno.models.families.table import FAMILIES
 from areno.models.folder.hub import resolve
-from areno.models.folder.raw_config import read_json
+from areno.models.folder.weight_files import INDEX, opened, tensor_files
 from areno.models.names import module_names, stored_names
 from areno.models.transformer import Transformer
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SHOWN = 5  # names listed in an error
@@ -108,6 +106,57 @@ def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
 
+class _Matched(NamedTuple):
+    """The tensors of weight files and of a model. stored_as: our name of a tensor -> its name in the file."""
+
+    table: dict[str, Stored]
+    stored_as: dict[str, str]
+    file_of: dict[str, Path]
+
+
+def _matched(model: Transformer, folder: Path) -> _Matched:
+    """Match the tensors of a folder with those of the model. Raises CheckpointError with all names that differ."""
+    found, family = tensor_files(folder), FAMILIES[model.config.family]
+    stored_as = {_own_name(name, family): name for name in found}
+    file_of = {name: found[stored] for name, stored in stored_as.items()}
+    if problem := _layers_problem(file_of, model.config.num_layers):
+        raise CheckpointError(f"{folder}: {problem}")
+    table = stored_tensors(model)
+    if not model.config.has_head:
+        del table["score.weight"]
+    problems = []
+    if missing := [name for name in table if name not in file_of]:
+        problems.append(f"the weights lack {listing(missing)}, which its config.json asks for")
+    if extra := [name for name in file_of if name not in table and not _is_harmless(name, model)]:
+        problems.append(f"the weights hold {listing(extra)}, which its config.json has no place for")
+    if problems:
+        raise CheckpointError([Problem("", f"{folder}: {text}") for text in problems])
+    return _Matched(table, stored_as, file_of)
+
+
+def check_weights(model: Transformer, folder: Path) -> str:
+    """Compare the headers of weight files with a model, which may be on the device `meta`. Reads no weights.
+
+    Returns:
+        How much the files hold, in words.
+
+    Raises:
+        CheckpointError: with all problems: files that are absent or cut off, and names, shapes and types of tensors.
+    """
+    table, stored_as, file_of = _matched(model, folder)
+    problems, files = [], sorted(set(file_of.values()))
+    for file in files:
+        with opened(file) as tensors:
+            for name in (name for name in table if file_of[name] == file):
+                if wrong := _header_problem(name, table[name], tensors.get_slice(stored_as[name]), "config.json"):
+                    problems.append(Problem("", f"{file}: {wrong}"))
+    if problems:
+        more = [Problem("", f"{folder}: and {len(problems) - SHOWN} more tensors")] if len(problems) > SHOWN else []
+        raise CheckpointError([*problems[:SHOWN], *more])
+    size = sum(file.stat().st_size for file in files) / 2**20
+    return f"{len(table)} tensors in {len(files)} file{'s' * (len(files) > 1)}, {size:,.1f} MiB"
+
+
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Fill the model from a folder or hub id, one tensor at a time, reading only this rank's pieces.
 
@@ -115,21 +164,10 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     config.json says.
     """
     folder = resolve(folder)
-    found, family = _tensor_files(folder), FAMILIES[model.config.family]
-    stored_as = {_own_name(name, family): name for name in found}
-    file_of = {name: found[stored] for name, stored in stored_as.items()}
-    _check_layers(file_of, model.config.num_layers, folder)
-    table = stored_tensors(model)
+    table, stored_as, file_of = _matched(model, folder)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
         model.score.weight.detach().zero_()
-        del table["score.weight"]
-    missing = [name for name in table if name not in file_of]
-    if missing:
-        raise CheckpointError(f"{folder}: the weights lack {listing(missing)}, which its config.json asks for")
-    extra = [name for name in file_of if name not in table and not _is_harmless(name, model)]
-    if extra:
-        raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which its config.json has no place for")
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.clear_padding()
@@ -315,67 +353,21 @@ def _write_companions(
     sync(folder)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    if (folder / SINGLE).is_file():
-        files = [folder / SINGLE]
-    elif (folder / INDEX).is_file():
-        files = [folder / name for name in _indexed_files(folder / INDEX)]
-    elif any(folder.glob("pytorch_model*.bin")):
-        advice = "convert them to safetensors, for example by loading and saving the model once with transformers"
-        raise CheckpointError(f"{folder} has its weights in pytorch_model.bin only; {advice}")
-    else:
-        wrong = f"has no weights: looked for {SINGLE} and {INDEX}; download the model again "
-        advice = "(actor and critic can start from random weights in the shape of config.json: {}=true, {}=true)"
-        keys = (Key("actor.init_from_scratch"), Key("critic.init_from_scratch"))
-        raise CheckpointError("{} " + wrong + advice, folder, *keys)
-    file_of: dict[str, Path] = {}
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, though {INDEX} lists it; download the model again")
-        with opened(file) as tensors:
-            file_of.update(dict.fromkeys(tensors.keys(), file))
-    return file_of
-
-
-def _indexed_files(index: Path) -> list[str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
-    return sorted(set(weight_map.values()))
-
-
-def _check_layers(names: Iterable[str], num_layers: int, folder: Path) -> None:
-    """The weight files hold as many layers as config.json says."""
+def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
+    """Return what is wrong with the number of layers in the weight files."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
-    if found not in (0, num_layers):
-        wrong = f"{folder}: config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
-        raise CheckpointError(wrong + "set num_hidden_layers to that, or download the model again")
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """The safetensors file; what is wrong with it names it."""
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if found in (0, num_layers):
+        return None
+    wrong = f"config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
+    return wrong + "set num_hidden_layers to that, or download the model again"
 
 
 def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
     """Copy this rank's piece. Whether all of it is finite. shaped_by: what tells the shape, for the message."""
-    shape = tuple(source.get_shape())
-    if shape != target.shape:
-        raise CheckpointError(f"{file}: {name} has shape {shape}, expected {target.shape} from {shaped_by}")
-    if source.get_dtype() not in FLOATS:
-        raise CheckpointError(f"{file}: {name} is {source.get_dtype()}, expected one of {sorted(FLOATS)}")
-    is_finite, row = True, 0
+    if wrong := _header_problem(name, target, source, shaped_by):
+        raise CheckpointError(f"{file}: {wrong}")
+    shape, is_finite, row = target.shape, True, 0
     for entry, order in zip(*target, strict=True):
         n_rows = entry.part.full_shape[0]
         piece = entry.part.cut(source if n_rows == shape[0] else source[row : row + n_rows])
@@ -386,6 +378,15 @@ def fill(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "c
         # The smallest and the largest number are nan where any number is; unlike a mask, they take no memory.
         is_finite &= region.numel() == 0 or bool(torch.stack(region.aminmax()).isfinite().all())
     return is_finite
+
+
+def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> str | None:
+    shape = tuple(source.get_shape())
+    if shape != target.shape:
+        return f"{name} has shape {shape}, expected {target.shape} from {shaped_by}"
+    if source.get_dtype() not in FLOATS:
+        return f"{name} is {source.get_dtype()}, expected one of {sorted(FLOATS)}"
+    return None
 
 
 def _own_name(name: str, family: Family) -> str:

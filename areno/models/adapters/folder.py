@@ -19,8 +19,9 @@ from areno.models.adapters.shapes import linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder.hub import resolve
 from areno.models.folder.raw_config import RawConfig, read_json
+from areno.models.folder.weight_files import opened
 from areno.models.transformer import Transformer
-from areno.models.weights import fill, gathered, listing, opened, reached, write_json, write_tensors
+from areno.models.weights import fill, gathered, listing, reached, write_json, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 _A, _B = ".lora_A.weight", ".lora_B.weight"

@@ -1,1 +1,1 @@
-"""A model folder: where it is, and what its config.json says."""
+"""A model folder: where it is, what its config.json says, and which weight files it has."""
