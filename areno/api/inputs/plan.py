@@ -24,7 +24,7 @@ from areno.config.run import DecoderConfig, EngineConfig, layout_problems
 from areno.config.schema.fields import settings
 from areno.data.tokens.shield import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
-from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of
+from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
 from areno.files.paths import existing_path, model_of
 from areno.models.config import TransformerConfig
 from areno.models.folder.hub import resolve
@@ -203,7 +203,7 @@ def load_tokenizer(folder: str) -> Any:
         if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises whatever its parsers do
-        said = " ".join(str(error).split())[:300] or type(error).__name__
+        said = printable(" ".join(str(error).split()))[:300] or type(error).__name__
         if (Path(folder) / "config.json").is_file():  # read on the way
             try:
                 AutoConfig.from_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from areno.errors import CheckpointError, Key, Problem
+from areno.errors import CheckpointError, Key, Problem, printable
 from areno.models.folder.raw_config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -67,7 +67,8 @@ def opened(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
+        said = printable(str(error))
+        raise CheckpointError(f"{file} is truncated or not a safetensors file ({said}); download it again") from error
     except CheckpointError:
         raise
     except OSError as error:
