@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import math
 import os
@@ -16,7 +17,8 @@ import pytest
 
 from areno.api.rollout.score import add_scores
 from areno.config.rollout.reward import RewardConfig
-from areno.errors import ArenoError, ConfigError, EngineError
+from areno.errors import ArenoError, ConfigError, EngineError, printable
+from areno.rewards.output import Output
 from areno.rewards.pool import RewardPool
 from areno.types import RewardOutcome, RewardRecord
 
@@ -173,6 +175,7 @@ def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_fi
     script = f"""
 import time
 from areno.config.rollout.reward import RewardConfig
+from areno.rewards.output import Output
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))
@@ -208,6 +211,43 @@ def test_what_a_function_prints_is_logged_line_by_line(reward_file, caplog, capf
     lines = {record.getMessage() for record in caplog.records}
     assert lines >= {f"reward: scored {'x' * n}" for n in range(1, 9)}
     assert capfd.readouterr().out == ""
+
+
+NOISY = """
+import sys
+
+def reward_fn(record):
+    if record.completion == "raise":
+        raise ValueError("\\x1b[2J\\nlast")
+    print("\\x1b[2J\\x07\\rclear\\u202e\\ttab é")
+    for _ in range(300):
+        print("x" * 1000)
+    return 1.0
+"""
+
+
+def test_what_a_function_prints_is_limited_for_each_step_and_cannot_move_the_terminal(reward_file, caplog):
+    with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(NOISY), workers=2) as pool:
+        pool.score(records("a", "b", "raise"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert "reward: \\x1b[2J\\x07\\rclear\\u202e\ttab é" in lines
+    assert [line for line in lines if "more than" in line] == [
+        "reward: more than 256 KiB printed in this step; the rest is left out"
+    ]
+    assert 2**18 < sum(len(line) for line in lines) < 2**18 + 20_000
+    assert any("ValueError: \\x1b[2J last" in line for line in lines)
+    assert all(printable(line) == line for line in lines)
+
+
+def test_each_step_may_print_again(caplog):
+    output = Output("reward")
+    with caplog.at_level(logging.INFO, logger="areno"):
+        output.log(io.BytesIO(b"x" * 2**18 + b"\nlast\n"))
+        output.begin_step()
+        output.log(io.BytesIO(b"again\n"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert "reward: last" not in lines
+    assert lines[-1] == "reward: again"
 
 
 @reads_proc

@@ -15,14 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from areno.errors import ArenoError, CheckpointError, ConfigError, Key
-
-if TYPE_CHECKING:
-    from areno.models.config import TransformerConfig
-
-T = TypeVar("T")
+from areno.errors import ArenoError, ConfigError
 
 _MODEL = "examples/quickstart/model"
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
@@ -58,18 +53,6 @@ class _Report:
     def line(self, mark: str, name: str, text: object) -> None:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
-    def each(self, name: str, work: Callable[[], T], text: Callable[[T], object] = str) -> T | None:
-        """Look at a part of a model folder. Prints a line for each problem, and returns None where there is one."""
-        try:
-            found = work()
-        except ArenoError as error:
-            for problem in error.renamed({"actor.path": "FOLDER"}.get).problems:
-                self.line("FAIL", name, problem)
-            self.failed.append(name)
-            return None
-        self.line("ok", name, text(found))
-        return found
-
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
         """Do something that tells how it went; whether it worked."""
         try:
@@ -100,79 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(report: _Report, path: Path) -> int:
-    """Print a line for each thing that is right, wrong or missing in a model folder. Returns the exit code.
+    """Print a line for each finding in a model folder, or in its config.json alone. Returns the exit code."""
+    from areno.api.inputs.model_folder import findings
 
-    path: the folder, or its config.json to look at this alone.
-    """
-    from areno.models.adapters.folder import is_adapter
-
-    folder = path.parent if path.name == "config.json" else path
-    if not folder.is_dir():
-        report.line("FAIL", "model", f"{folder} is no folder; expected a model folder in the Hugging Face format")
-        return 1
-    config = report.each("model", lambda: _read_config(folder), _about)
-    for name, text in _special_layers(config) if config is not None else ():
-        report.line("ok", name, text)
-    if path is folder and not is_adapter(folder):
-        report.each("weights", lambda: _weights(folder, config))
-        report.each("tokenizer", lambda: _tokenizer(folder))
+    for part, text, is_wrong in findings(path):
+        report.line("FAIL" if is_wrong else "ok", part, text)
+        report.failed += [part] * is_wrong
     return 1 if report.failed else 0
-
-
-def _read_config(folder: Path) -> TransformerConfig:
-    from areno.models.adapters.folder import base_of, is_adapter
-    from areno.models.registry import has_value_head, load_config
-
-    if is_adapter(folder):
-        base = base_of(folder)
-        raise CheckpointError("{} holds adapters and no model; check the one they are for: {}", folder, base)
-    return load_config(folder, "value" if has_value_head(folder) else "lm")
-
-
-def _about(config: TransformerConfig) -> str:
-    from areno.models.cost.memory import parameters
-
-    about = f"{config.family}, {config.num_layers} layers, {parameters(config) / 1e6:.1f}M parameters"
-    return f"{about}, {config.max_position_embeddings} tokens of context"
-
-
-def _weights(folder: Path, config: TransformerConfig | None) -> str:
-    """Compare the headers of the weight files with the model. config: None where it cannot be read."""
-    import torch
-
-    from areno.models.folder.weight_files import tensor_files
-    from areno.models.registry import build_model
-    from areno.models.weights import check_weights
-
-    if config is None:
-        return f"{len(tensor_files(folder))} tensors, which were not compared with config.json"
-    return check_weights(build_model(config, dtype=torch.float32, device="meta"), folder)
-
-
-def _tokenizer(folder: Path) -> str:
-    from areno.api.inputs.plan import load_tokenizer
-    from areno.files.companions import TOKENIZER
-
-    if not any((folder / name).is_file() for name in TOKENIZER):
-        text = "{} has no tokenizer; download the model again, or set {} to a folder that has one"
-        raise CheckpointError(text, folder, Key("tokenizer_path"))
-    found = load_tokenizer(str(folder))
-    return f"{len(found)} tokens, with{'' if found.chat_template else 'out'} a chat template"
-
-
-def _special_layers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield a name and a text for each kind of layer that is not plain attention."""
-    from areno.models.cost.memory import state_bytes
-
-    windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
-    if windows:
-        sliding = [kind.window is not None for kind in config.kinds]
-        text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
-        yield "sliding window", f"{text}, which free the KV cache behind it"
-    if config.delta is not None:
-        text = f"in {len(config.delta.layers)} of {config.num_layers} layers"
-        size = f"{state_bytes(config, 2) / 2**20:.1f} MiB of a sequence in bfloat16, whatever its length"
-        yield "recurrent state", f"{text}; {size}"
 
 
 def _try_all(report: _Report, arguments: argparse.Namespace) -> None:

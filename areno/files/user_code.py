@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, printable
 from areno.files.paths import find_file
 
 
@@ -94,13 +94,13 @@ def _check_file(path: Path, shown: str, key: str) -> None:
 
 
 def describe_error(error: BaseException, path: Path | None = None) -> str:
-    """An error in one line: `ValueError: text (reward.py:12)`, with the last line of `path` that it passed through."""
+    """Describe an error in a printable line: `ValueError: text (reward.py:12)`, with the last line of `path` in it."""
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:
         frames = [frame for frame in frames if frame.filename == str(path)] or frames
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     try:
-        text = " ".join(str(error).split())
+        text = printable(" ".join(str(error).split()))
     except Exception:  # that of a user's class
         text = ""
     return f"{type(error).__name__}{': ' + text if text else ''}{where}"

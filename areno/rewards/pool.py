@@ -80,6 +80,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         """For samples that come one after another. One at a time may be open."""
         if not self._workers:
             raise EngineError("the reward processes are not running; call start() first")
+        self.output.begin_step()
         return Scoring(self)
 
     def look(self, calls: _Calls) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from areno.errors import ArenoError, ConfigError, Problem
+from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
 from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, is_async, unpickle
 from areno.rewards.verdict import Answer, verdict
@@ -204,8 +204,9 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python prints it, without the frames of this file."""
+    """Return the traceback as Python prints it, without the frames of this file and with control characters escaped."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
         at = at.tb_next
-    return "".join(traceback.format_exception(type(error), error, at)).rstrip()
+    lines = "".join(traceback.format_exception(type(error), error, at)).rstrip().split("\n")
+    return "\n".join(map(printable, lines))

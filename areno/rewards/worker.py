@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import pickle
@@ -14,25 +13,25 @@ import threading
 import time
 from collections import deque
 from multiprocessing.connection import Pipe
-from typing import IO, Any
+from typing import Any
 
 from areno.rewards.keeper import exit_text
+from areno.rewards.output import Output
 
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time
 _CODE_S = 5.0  # and tells its exit code, when the process has closed its connection
 _LAST_LINES_S = 1.0  # then for what was printed last; longer where a process that nobody could end holds its output
 _HELD_BYTES = 1 << 16 if sys.platform == "linux" else 0  # kept for a socket whose other end does not read
-_LINE_BYTES = 4096  # a longer line that a function prints is cut into several
 
 
 class Worker:
     """One process as the driver sees it: starting, idle (no chunk), or busy with `chunk` until `deadline`.
 
-    serves: the module whose `serve` runs in it. name: what its output is logged as.
+    serves: the module whose `serve` runs in it. output: logs what it prints.
     """
 
-    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, serves: str, name: str):
+    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, serves: str, output: Output):
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         fd = theirs.fileno()
@@ -48,7 +47,7 @@ class Worker:
                 pass_fds=[fd],
                 start_new_session=True,
             )
-        self._printed = threading.Thread(target=_log_output, args=(self.process.stdout, name), daemon=True)
+        self._printed = threading.Thread(target=output.log, args=(self.process.stdout,), daemon=True)
         self._printed.start()
         self.chunk: deque[int] = deque()
         self.sent = 0
@@ -111,11 +110,3 @@ class Worker:
             self._sender.join(1.0)  # it ends with the process
         self._printed.join(_LAST_LINES_S)
         self.connection.close()
-
-
-def _log_output(output: IO[bytes], name: str) -> None:
-    """Log what a process prints, until it and all that it started are gone."""
-    logger = logging.getLogger(f"areno.{name}s")
-    with output:
-        while line := output.readline(_LINE_BYTES):
-            logger.info("%s: %s", name, line.decode(errors="replace").rstrip())

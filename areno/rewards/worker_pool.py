@@ -14,6 +14,7 @@ from areno import heartbeat
 from areno.config.rollout.agent import AgentConfig
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ConfigError, EngineError, Key, Problem
+from areno.rewards.output import Output
 from areno.rewards.worker import Worker
 
 Config = TypeVar("Config", RewardConfig, AgentConfig)
@@ -48,7 +49,8 @@ class WorkerPool(Generic[Config]):
 
     noun: what its settings and its logger are called after. serves: the module that the processes run. ended, late,
     importing: how messages say that a process ended, that it gave no answer in time, and that it ended while it
-    started. name: of the functions, for messages. n_workers: how many processes; None is config.workers.
+    started. name: of the functions, for messages. n_workers: how many processes; None is config.workers. output: logs
+    what they print.
     """
 
     noun: ClassVar[str]
@@ -61,6 +63,7 @@ class WorkerPool(Generic[Config]):
         self.config, self.name = config, name
         self.n_workers: int = n_workers or config.workers or 1
         self._key = f"{self.noun}.fn"
+        self.output = Output(self.noun)
         self._logger = logging.getLogger(f"areno.{self.noun}s")
         self._first_message: tuple[Any, ...] = ()
         self._workers: list[Worker] = []
@@ -109,7 +112,7 @@ class WorkerPool(Generic[Config]):
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
-        return Worker(self._first_message, _IMPORT_LIMIT_S, self.serves, self.noun)
+        return Worker(self._first_message, _IMPORT_LIMIT_S, self.serves, self.output)
 
     def _do(self, work: Work, look: Callable[[], object]) -> None:
         """Deal the calls out until each has an outcome. look: called meanwhile, at least every half second."""

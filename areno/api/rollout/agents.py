@@ -81,6 +81,7 @@ def sample_with_agents(
         )
         every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
         found: dict[int, ScoredSample] = {}
+        agents.output.begin_step()
 
         def done(first: int, place: int, outcome: AgentOutcome) -> None:
             item = every[first + place]
