@@ -108,7 +108,9 @@ def test_what_an_agent_prints_is_logged(session: RolloutSession, caplog: pytest.
 def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutSession, tmp_path: Path) -> None:
     outcomes = run(session, f"sleep {tmp_path}/over", "ok", "ok again", on_done=after(2, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["timeout", "ok", "ok"]
-    assert "agent.timeout_s" in outcomes[0].message
+    assert re.fullmatch(r"not done within 60 s \(agent.timeout_s\); it waits at faulty.py:\d+", outcomes[0].message)
+    line = int(outcomes[0].message.rpartition(":")[2])
+    assert "asyncio.sleep(1_000_000)" in FILE.read_text().splitlines()[line - 1]
 
 
 def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
@@ -161,6 +163,14 @@ def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: Rol
     raise AssertionError("it runs on")
 
 
+def test_a_forked_copy_that_awaits_takes_no_answers(session: RolloutSession, caplog: pytest.LogCaptureFixture) -> None:
+    """It would close connections of the agents and, by the epoll that both share, deafen this process."""
+    with caplog.at_level(logging.INFO, "areno.agents"):
+        outcomes = run(session, "copy", *["ok"] * 10, "copy", timeout_s=10.0)
+    assert [(outcome.status, outcome.message) for outcome in outcomes] == [("ok", "")] * 12
+    assert caplog.text.count("a process that the agent forked returned or awaited, and was ended") == 2
+
+
 def test_an_agent_has_sent_its_request_before_the_next_one_begins(session: RolloutSession) -> None:
     [outcome, *_] = run(session, "a", "b", "c", function="in_turns")
     assert "a begins, a sends, b begins, b sends, c begins, c sends" in outcome.message
@@ -170,6 +180,7 @@ def test_a_plain_function_runs_in_threads(session: RolloutSession, tmp_path: Pat
     prompts = [*(f"ok {number}" for number in range(20)), f"sleep {tmp_path}/over"]
     outcomes = run(session, *prompts, function="run_plain", on_done=after(20, tmp_path / "over"))
     assert [outcome.status for outcome in outcomes] == ["ok"] * 20 + ["timeout"]
+    assert re.search(r"not done within 60 s .*; it waits at faulty.py:\d+$", outcomes[-1].message)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,6 @@ def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_fi
     script = f"""
 import time
 from areno.config.rollout.reward import RewardConfig
-from areno.rewards.output import Output
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
-from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, is_async, unpickle
+from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
 from areno.rewards.verdict import Answer, verdict
 
 if TYPE_CHECKING:
@@ -130,9 +130,7 @@ class _Scorer:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        import asyncio
-
-        return asyncio.new_event_loop()
+        return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
         """Score the records of a chunk one after another, or all at once if a function is async."""

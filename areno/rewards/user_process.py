@@ -14,13 +14,19 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.user_code import describe_error
 
+if TYPE_CHECKING:
+    import asyncio
+
 MOST_TEXT = 500  # characters of a message
 
+_ENDED = (
+    "a process that the agent forked returned or awaited, and was ended; end it with os._exit(), or start a program"
+)
 _COPY_LIMIT_S = 0.2  # so long is waited for copies of this process to come back
 
 
@@ -53,6 +59,32 @@ def unpickle(data: bytes, key: str) -> Callable[..., Any]:
         raise ConfigError(Problem(key, text)) from error
 
 
+def event_loop(end_copy: Callable[[], object]) -> asyncio.AbstractEventLoop:
+    """Make an event loop that forked copies of this process cannot run.
+
+    A copy shares the connections of the loop and, on Linux, the list of those that it waits for (epoll). If it ran the
+    loop, or only closed a connection, this process would wait for answers in vain.
+
+    Args:
+        end_copy: ends the copy, in which it is called as soon as that awaits.
+    """
+    import asyncio
+    import selectors
+
+    selector = selectors.DefaultSelector()
+    loop = asyncio.SelectorEventLoop(selector)
+
+    def leave() -> None:
+        selector.close()
+        # The copy awaits within a turn of the loop, in which other tasks may be next, or at the end of it.
+        loop._ready.clear()  # type: ignore[attr-defined]
+        loop.call_soon(end_copy)
+        selector.select = lambda timeout=None: end_copy()  # type: ignore[method-assign]
+
+    os.register_at_fork(after_in_child=leave)
+    return loop
+
+
 class CameBack(Exception):
     """The user's code forked, and the copy of this process came out of it, too."""
 
@@ -61,11 +93,12 @@ class Copies:
     """Copies of this process that the user's code makes by a fork. They must not answer: they share the connection.
 
     A copy that comes out of the user's code ends there. With `tells` it says so through a pipe, which every copy holds
-    open until it ends or becomes another program; where calls run beside each other, nobody could say whose copy it is.
+    open until it ends or becomes another program. Without, it prints so: where calls run beside each other, nobody
+    could say whose copy it is.
     """
 
     def __init__(self, connection: Connection, tells: bool = True):
-        self._original = os.getpid()
+        self._original, self._tells = os.getpid(), tells
         self._pipe: tuple[int, int] | None = None
         os.register_at_fork(before=self._open if tells else lambda: None, after_in_child=connection.close)
 
@@ -76,7 +109,7 @@ class Copies:
     @contextlib.contextmanager
     def stay_inside(self) -> Iterator[None]:
         """Around the user's code. Raises CameBack, in place of what the code returned or raised, if a copy left it."""
-        self._end_copy()
+        self.end_copy()
         try:
             yield
         except SystemExit:
@@ -84,13 +117,16 @@ class Copies:
                 os._exit(0)  # a proper end of a copy
             raise
         finally:
-            self._end_copy()
+            self.end_copy()
             if self._pipe is not None and self._told():
                 raise CameBack("forked, and the forked process returned too; end it with os._exit()")
 
-    def _end_copy(self) -> None:
+    def end_copy(self) -> None:
+        """End this process if it is a copy, and tell the original."""
         if os.getpid() != self._original:
-            if self._pipe is not None:
+            if not self._tells:
+                print(_ENDED, flush=True)
+            elif self._pipe is not None:
                 with contextlib.suppress(OSError):  # nobody listens any more
                     os.write(self._pipe[1], b".")
             os._exit(0)

@@ -38,6 +38,20 @@ async def ask(ctx, item):
     return AgentTrajectoryTurn(item=item, messages=messages, response=response)
 
 
+async def ask_often(ctx, item):
+    """Asks several times over one connection. After the first answer it forks, and the copy only sleeps."""
+    messages = [{"role": "user", "content": item.prompt}]
+    url, headers = f"{ctx.get_base_url()}/chat/completions", {"Authorization": f"Bearer {ctx.api_key}"}
+    given = {"model": "policy", "messages": messages, "max_tokens": 4}
+    async with aiohttp.ClientSession(raise_for_status=True) as client:
+        for number in range(8):
+            async with client.post(url, json=given, headers=headers) as got:
+                response = await got.json()
+            if number == 0 and os.fork() == 0:
+                await asyncio.sleep(1_000_000)
+    return AgentTrajectory([AgentTrajectoryTurn(item=item, messages=messages, response=response)])
+
+
 async def run_agent(ctx, batch):
     [item] = batch.iter_samples()
     what = item.prompt.split()[0]
@@ -67,6 +81,8 @@ async def run_agent(ctx, batch):
             os.write(writes, str(os.getpid()).encode())
             time.sleep(1000)
         Path(item.prompt.split()[1]).write_bytes(os.read(reads, 20))
+    if what == "copy":
+        return await ask_often(ctx, item)
     if what == "thread":
         threading.Thread(target=time.sleep, args=(1000,)).start()
     if what == "print":

@@ -35,7 +35,7 @@ from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plai
 from areno.agents.verifiers_agent import load_agent
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
-from areno.rewards.user_process import MOST_TEXT, Copies, is_async
+from areno.rewards.user_process import MOST_TEXT, Copies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
 _THREADS = 64  # agents at once, where run_agent is no coroutine function
@@ -98,11 +98,12 @@ class _Runner:
         self._connection, self._function, self._path = connection, function, path
         self._timeout_s, self._copies = timeout_s, copies
         self._is_async = is_async(function)
-        self._loop = asyncio.new_event_loop()
+        self._loop = event_loop(copies.end_copy)
         # To tell which item holds the loop, when one does.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._loop.set_task_factory(self._new_task)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
+        self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
         self._open: set[int] = set()
         self._sending = threading.Lock()
         self._stuck_threads = False
@@ -137,7 +138,8 @@ class _Runner:
             else:
                 task.cancel()
                 self._stuck_threads = self._stuck_threads or not self._is_async
-                answer = "timeout", None, f"not done within {self._timeout_s:g} s (agent.timeout_s)"
+                place = self._place_of(task, position)
+                answer = "timeout", None, f"not done within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
             answer = self._failure(error)
         self._answer(position, answer)
@@ -150,7 +152,7 @@ class _Runner:
                 if self._is_async:
                     returned = await self._function(context, batch)
                 else:
-                    here, call = contextvars.copy_context(), partial(self._function, context, batch)
+                    here, call = contextvars.copy_context(), partial(self._in_thread, context, batch)
                     returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
                     if inspect.isawaitable(returned):
                         returned = await returned
@@ -162,6 +164,29 @@ class _Runner:
             raise
         except BaseException as error:  # a SystemExit would leave the event loop
             return self._failure(error)
+
+    def _in_thread(self, *given: Any) -> Any:
+        position = _position.get()
+        assert position is not None
+        self._thread_of[position] = threading.get_ident()
+        try:
+            return self._function(*given)
+        finally:
+            del self._thread_of[position]
+
+    def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
+        """Say in which line of its file an agent waits; "" if that is not known."""
+        lines = []
+        at: Any = task.get_coro()
+        while at is not None:  # from the coroutine of the task to the one that it waits for
+            frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
+            lines += [frame.f_lineno] if frame is not None and frame.f_code.co_filename == str(self._path) else []
+            at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
+        frame = sys._current_frames().get(self._thread_of.get(position, 0))
+        if frame is not None:
+            stack = traceback.extract_stack(frame)
+            lines = [line.lineno for line in stack if line.filename == str(self._path)]
+        return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
     def _failure(self, error: BaseException) -> Answer:
         # An agent that does not catch it has filled the context with its conversation.
