@@ -212,6 +212,14 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         load_environment("verifiers:wordle", "agent.fn")
 
 
+def test_an_agent_without_the_package_is_told_by_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(
+        ConfigError, match=r"^agent\.fn: verifiers:toy needs the verifiers package: pip install 'areno\["
+    ):
+        run(tmp_path, "toy")
+
+
 def test_what_the_settings_need() -> None:
     given = ["actor.path=folder", "agent.fn=verifiers:wordle", "train_dataset.path=null", "reward.fn=null"]
     config = load(GSPOConfig, "prompts", given)

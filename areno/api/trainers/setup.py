@@ -26,7 +26,7 @@ from areno.data.loader import BatchLoader, row_loader
 from areno.data.row_schema import RowKind
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
 from areno.engine.spec import RoleSpec
-from areno.errors import ConfigError, WorkerLost, all_of
+from areno.errors import ConfigError, WorkerLost, all_of, keys_renamed
 from areno.rewards.pool import RewardPool
 from areno.tracking.run_log import RunLog
 from areno.tracking.services.tracker import check_services
@@ -154,10 +154,15 @@ class Setup(Generic[Config]):
         return self._open_loader(plan, self.config.train_dataset, given, "train_dataset")
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-        """The rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
-        config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
+        """Return the rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
+        config = self.config
         if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
-            section = replace(section, loader=config.agent.fn)
+            with keys_renamed({f"{key}.loader": "agent.fn"}.get):
+                return self._batches(plan, replace(section, loader=config.agent.fn), given, key)
+        return self._batches(plan, section, given, key)
+
+    def _batches(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
+        config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
         rows, section = open_rows(section, given, self._kind, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
