@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from areno.layers.attention import PackedAttend
 from areno.models.folder import hub
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, save_weights
+from areno.models.weights import load_weights, save_weights, write_tensors
 
 SHAPE = {**tiny_shape.SHAPE, "vocab_size": 64, "head_dim": 16}
 KINDS = {
@@ -306,6 +307,19 @@ def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=r"owner/never-downloaded .*ConnectionError.*actor\.path"):
         hub.resolve("owner/never-downloaded")
     assert time.monotonic() - start < 5
+
+
+def test_weights_are_written_without_a_copy(tmp_path: Path) -> None:
+    """Before safetensors 0.8, a file took its size in host memory once more."""
+    tensors = {"one": torch.ones(4_000_000), "two": torch.ones(4_000_000)}
+    tracemalloc.start()
+    try:
+        write_tensors(tensors, {}, tmp_path / "model.safetensors", None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "model.safetensors").stat().st_size > 32_000_000
+    assert peak < 1_000_000
 
 
 def test_saved_files_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
