@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import children, is_running
+from processes import children, until_ended
 from warm_python import said_by
 
 from areno.launch import command
@@ -123,9 +123,7 @@ class Driver:
         """Exit code and last line, which must come within this time; its processes must be gone then, too."""
         deadline = time.monotonic() + seconds
         code = self.process.wait(seconds)
-        while left := [pid for pid in self.children if is_running(pid)]:
-            assert time.monotonic() < deadline, f"still there: {left}"
-            time.sleep(0.05)
+        until_ended(self.children, deadline - time.monotonic())
         self.reader.join(60)
         assert "Traceback" not in "".join(self.lines), "".join(self.lines)
         return code, self.lines[-1]

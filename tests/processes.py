@@ -6,12 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm
+from waiting import until
 
 reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 
@@ -47,5 +48,16 @@ def is_running(pid: int) -> bool:
     """Whether a process is there and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def until_ended(pids: Iterable[int], seconds: float = 60.0) -> None:
+    """Wait for processes that end by themselves. Fails with those that do not."""
+    left = list(pids)
+
+    def look() -> bool:
+        left[:] = filter(is_running, left)
+        return not left
+
+    until(look, seconds, pause_s=0.05, found=lambda: f"{left} go on")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import children
+from waiting import until
 
 from areno.engine.processes.on_ray.cluster import QUIET
 
@@ -56,10 +56,7 @@ class TwoNodes:
 
     def wait_without_workers(self, within_s: float = 20.0) -> None:
         """Return when the last of them has ended. Ray says that it has killed one before it is gone."""
-        end = time.monotonic() + within_s
-        while left := self.workers():
-            assert time.monotonic() < end, f"{left} go on"
-            time.sleep(0.1)
+        until(lambda: not self.workers(), within_s, pause_s=0.1, found=self.workers)
 
 
 def _runs(pid: int, *words: bytes) -> bool:

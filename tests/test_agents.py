@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import re
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_model import VOCAB, made
+from processes import until_ended
 from waiting import until
 
 from areno import SamplingParams, Trainer, heartbeat
@@ -153,14 +152,7 @@ def test_an_agent_that_ends_its_process_costs_only_its_own_sample(session: Rollo
 def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: RolloutSession, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     assert [outcome.status for outcome in run(session, f"stray {file}", "ok")] == ["ok", "ok"]
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            os.kill(int(file.read_text()), 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("it runs on")
+    until_ended([int(file.read_text())])
 
 
 def test_a_forked_copy_that_awaits_takes_no_answers(session: RolloutSession, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,6 +21,7 @@ import pytest
 import warm_python
 from rich.cells import cell_len
 from terminal import Terminal
+from waiting import until
 
 from areno.tracking import run_log
 from areno.tracking.display import display as displays
@@ -387,10 +388,7 @@ def termios_of(terminal):
 
 
 def wait_for(terminal, text):
-    limit = time.monotonic() + 100
-    while not re.search(text, terminal.written):
-        assert time.monotonic() < limit, terminal.written[-3000:]
-        time.sleep(0.1)
+    until(lambda: re.search(text, terminal.written), 100, found=lambda: terminal.written[-3000:])
 
 
 @pytest.mark.parametrize(

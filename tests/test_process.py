@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from processes import started
+from processes import is_running, started, until_ended
 from tiny_engine import model_folder
+from waiting import until
 from warm_python import Started
 
 from areno.engine.processes.child import dumps, without_main_module
@@ -106,29 +107,14 @@ def busy_driver(folder: Path, work: str, tmp_path: Path) -> Iterator[tuple[Start
     out, err = tmp_path / "out", tmp_path / "err"
     process = warm_python.commands().start([str(path), str(folder), work], tmp_path, environment(), out, err)
     try:
-        while not out.exists() or "\n" not in out.read_text():
-            assert process.poll() is None, err.read_text()
-            time.sleep(0.05)
+        until(lambda: process.poll() is not None or (out.exists() and "\n" in out.read_text()))
+        assert process.poll() is None, err.read_text()
         time.sleep(0.3)  # into the middle of the work
         yield process, int(out.read_text())
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process that is not ours ends (a zombie whose parent is slow to notice has ended, too)."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-            os.kill(pid, 0)
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_a_script_without_a_guard_runs_once_and_its_functions_travel(folder: Path) -> None:
@@ -147,14 +133,14 @@ def test_ctrl_c_reaches_the_driver_alone(folder: Path, work: str, tmp_path: Path
         assert (tmp_path / "out").read_text() == f"{pid}\nclosed in time\n", err
         assert code == 0
         assert "Traceback" not in err
-        assert ends_within(pid, 0.1)
+        assert not is_running(pid)
 
 
 @pytest.mark.parametrize("work", ["train", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_a_killed_driver_leaves_nobody(folder: Path, work: str, tmp_path: Path) -> None:
     with busy_driver(folder, work, tmp_path) as (process, pid):
         process.send_signal(signal.SIGKILL)
-        assert ends_within(pid, 30)
+        until_ended([pid], 30)
 
 
 def test_main_is_hidden_and_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:

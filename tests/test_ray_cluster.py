@@ -16,10 +16,11 @@ from typing import Any
 
 import kill_runs
 import pytest
-from processes import is_running, reads_proc, started
+from processes import reads_proc, started, until_ended
 from ray_cluster import TwoNodes, needs_ray, two_nodes
 from resumed import folder_of, go, log, whole
 from tiny_engine import MIXED, ROLLOUT, finish, logprobs_of, model_folder, rollout, scored, spec, train_rows
+from waiting import until
 
 from areno.engine.engine import Engine
 from areno.engine.processes.on_ray import cluster as of_ray
@@ -283,26 +284,16 @@ def driver(folder: Path, n_nodes: int, **environment: str) -> Iterator[subproces
         yield process
 
 
-def all_end(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.1)
-
-
 def test_a_killed_driver_leaves_no_actor(nodes: TwoNodes, tmp_path: Path) -> None:
     with driver(tmp_path, 2) as process:
         workers = nodes.workers()
         assert len(workers) == 4, "an actor and a worker for each node"
         process.kill()
-        all_end(workers, 15)
+        until_ended(workers, 15)
     of_ray.connect(2)
     import ray
 
-    deadline = time.monotonic() + 15
-    while ray.available_resources().get("CPU") != 2:
-        assert time.monotonic() < deadline, "the devices are free again"
-        time.sleep(0.2)
+    until(lambda: ray.available_resources().get("CPU") == 2, 15, pause_s=0.2, found=lambda: "the devices are taken")
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -320,7 +311,7 @@ def test_ctrl_c_with_a_cluster_of_its_own_which_nobody_else_can_reach(twice: boo
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (0, "" if twice else "closed\n", "")
-        all_end(below, 10)
+        until_ended(below, 10)
 
 
 def children_of(pid: int) -> list[int]:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from areno.api.rollout.score import add_scores
 from areno.config.rollout.reward import RewardConfig
@@ -114,21 +115,17 @@ def command_of(pid: int) -> str:
 
 def started_below(pid: int, n_sleeping: int) -> dict[int, str]:
     """`below`, once so many of them sleep: a shell starts its commands in its own time."""
-    end = time.monotonic() + 60.0
-    while True:
-        found = below(pid)
-        if sum(command.startswith("sleep 7") for command in found.values()) == n_sleeping or time.monotonic() > end:
-            return found
-        time.sleep(0.05)
+
+    def sleeping() -> list[str]:
+        return [command for command in below(pid).values() if command.startswith("sleep 7")]
+
+    until(lambda: len(sleeping()) == n_sleeping, pause_s=0.05, found=sleeping)
+    return below(pid)
 
 
-def gone_within(commands: dict[int, str], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while any(command and command_of(pid) == command for pid, command in commands.items()):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
+def until_gone(commands: dict[int, str]) -> None:
+    """Wait until none of the processes runs its command any more: another may have got the number of one."""
+    until(lambda: not any(command and command_of(pid) == command for pid, command in commands.items()), pause_s=0.05)
 
 
 @pytest.mark.parametrize("function", ["reward_fn", "judge"])
@@ -167,7 +164,7 @@ def test_what_a_function_starts_ends_with_the_pool(reward_file, action):
     assert [outcome.value for outcome in outcomes][::2] == [1.0, 2.0]
     assert any("keeper" in command for command in started.values())
     assert sum(command.startswith("sleep 7") for command in started.values()) == n_sleeping
-    assert gone_within(started, 30.0)
+    until_gone(started)
 
 
 @reads_proc
@@ -201,7 +198,7 @@ time.sleep(60)
     start = time.monotonic()
     assert driver.stdout.read() == ""
     assert time.monotonic() - start < 30.0
-    assert gone_within(started, 30.0)
+    until_gone(started)
 
 
 def test_what_a_function_prints_is_logged_line_by_line(reward_file, caplog, capfd):
@@ -266,7 +263,7 @@ def test_a_stopped_process_is_ended_by_the_timeout(reward_file, which):
         outcomes = pool.score([large, large, large, large])
         assert time.monotonic() - start < 9.0, "its keeper is not waited for"
     assert sorted(outcome.status for outcome in outcomes) == ["ok", "ok", "ok", "timeout"]
-    assert gone_within(stopped, 30.0)
+    until_gone(stopped)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import children, is_running, started
+from processes import children, is_running, started, until_ended
 
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
@@ -92,15 +92,6 @@ def pids_of(pool):
 
 def records(*completions):
     return [RewardRecord(prompt="p", completion=text) for text in completions]
-
-
-def gone_within(pids, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while any(is_running(pid) for pid in pids):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_each_bad_sample_costs_only_itself(reward_file, caplog):
@@ -278,7 +269,7 @@ pool.score([RewardRecord(completion={action!r})] * 2)
         time.sleep(0.3)
         driver.kill()
         driver.wait()
-        assert gone_within([int(pid) for pid in line.split()[1:]], 50.0)
+        until_ended(map(int, line.split()[1:]))
 
 
 def test_built_in_math_reward():

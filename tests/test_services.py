@@ -11,11 +11,11 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import types
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 import areno
 from areno.errors import ConfigError
@@ -125,9 +125,8 @@ def test_wandb_offline(tmp_path):
     folder = session(tmp_path, given, *second)
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{ids(folder)['wandb']}"] * 2, "one run, of two sessions"
-    deadline = time.monotonic() + 60  # the process of wandb that writes may be behind on a busy machine
-    while len(rows := wandb_rows(files)) < 11 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    until(lambda: len(wandb_rows(files)) >= 11)  # the process of wandb that writes may be behind on a busy machine
+    rows = wandb_rows(files)
     about = next(record.run for record in wandb_records(files[0]) if record.HasField("run"))
     assert (about.project, about.display_name, about.run_group, about.notes) == ("mine", "first", "some", "why")
     assert list(about.tags) == ["a", "b"]

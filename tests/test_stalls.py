@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from command_runs import ROOT, Driver, run
-from processes import children, is_running, reads_proc, started
+from processes import children, reads_proc, started, until_ended
 
 from areno.recipes.gspo import GSPOConfig
 
@@ -110,7 +110,4 @@ def test_a_driver_that_cannot_be_interrupted_ends(tmp_path: Path) -> None:
         assert "error: worker 0, which lives in the driver (train), made no progress" in error.splitlines()[-1]
         assert error.rstrip().endswith("; the process ends")
         assert below, "the reward process and its keeper"
-        deadline = time.monotonic() + 5
-        while any(is_running(pid) for pid in below):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_ended(below, 5)

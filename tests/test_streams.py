@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import warm_python
 from tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, spec, tokens_of
+from waiting import until
 
 from areno.engine.engine import Engine
 from areno.engine.requests.streams import FairLock, joined
@@ -360,8 +361,7 @@ def test_a_fair_lock_serves_in_the_order_of_arrival() -> None:
     with lock:
         for n, thread in enumerate(threads, 2):
             thread.start()
-            while len(lock._arrivals) < n:
-                time.sleep(0.001)
+            until(lambda n=n: len(lock._arrivals) >= n)
     for thread in threads:
         thread.join()
     assert order == list(range(5))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+from waiting import until
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -61,8 +61,7 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
 
 def wait_saved(engine: Engine) -> None:
     """Until what is saved in the background is on the disk."""
-    while not engine.saved():
-        time.sleep(0.01)
+    until(engine.saved)
 
 
 def spec(folder: Path, devices: int = 1, **settings: Any) -> EngineSpec:

@@ -6,9 +6,14 @@ import time
 from collections.abc import Callable
 
 
-def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Return as soon as something holds. AssertionError where it does not after so long."""
+def until(
+    what: Callable[[], object], seconds: float = 60.0, *, pause_s: float = 0.005, found: Callable[[], object] = str
+) -> None:
+    """Return as soon as something holds. Fails where it does not after so long, with what is `found` instead.
+
+    pause_s: between two looks, for those that take long.
+    """
     ends_at = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < ends_at, f"not within {seconds:.0f} s"
-        time.sleep(0.005)
+        assert time.monotonic() < ends_at, f"not within {seconds:.0f} s: {found()}"
+        time.sleep(pause_s)

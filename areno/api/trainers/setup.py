@@ -155,15 +155,12 @@ class Setup(Generic[Config]):
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         """Return the rows of a section, or those `given` by a script, as batches. key: the section, for messages."""
-        config = self.config
-        if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
-            with keys_renamed({f"{key}.loader": "agent.fn"}.get):
-                return self._batches(plan, replace(section, loader=config.agent.fn), given, key)
-        return self._batches(plan, section, given, key)
-
-    def _batches(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         config, limit, limit_key, thinking = self.config, plan.spec.context_len, "the model's context", None
-        rows, section = open_rows(section, given, self._kind, key)
+        names: dict[str, str] = {}
+        if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
+            section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
+        with keys_renamed(names.get):
+            rows, section = open_rows(section, given, self._kind, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
             if key != "train_dataset" and config.eval_gconfig is not None:
