@@ -16,8 +16,7 @@ class Output:
     """The printed lines of all processes of a pool. name: of the pool, which begins each line."""
 
     def __init__(self, name: str):
-        self._name = name
-        self._lock, self._left = threading.Lock(), _MOST_BYTES
+        self._name, self._lock, self._left = name, threading.Lock(), _MOST_BYTES
 
     def begin_step(self) -> None:
         """Log lines again, if too many were printed before."""
@@ -25,10 +24,7 @@ class Output:
             self._left = _MOST_BYTES
 
     def log(self, printed: IO[bytes]) -> None:
-        """Log what a process prints, until it and all that it started are gone.
-
-        What is over the limit is read too: the process would hang if nobody read it.
-        """
+        """Log what a process prints, until it and all that it started are gone; over the limit, only read it."""
         logger = logging.getLogger(f"areno.{self._name}s")
         with printed:
             while line := printed.readline(_LINE_BYTES):
@@ -39,5 +35,4 @@ class Output:
                 if is_shown:
                     logger.info("%s: %s", self._name, printable(line.decode(errors="replace").rstrip()))
                 if is_last:
-                    text = "%s: more than %d KiB printed in this step; the rest is left out"
-                    logger.warning(text, self._name, _MOST_BYTES >> 10)
+                    logger.warning("%s: more than 256 KiB printed in this step; the rest is left out", self._name)

@@ -14,19 +14,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.user_code import describe_error
 
-if TYPE_CHECKING:
-    import asyncio
-
 MOST_TEXT = 500  # characters of a message
 
-_ENDED = (
-    "a process that the agent forked returned or awaited, and was ended; end it with os._exit(), or start a program"
-)
+_ENDED = "a process that the agent forked returned or awaited, and was ended; end it yourself with os._exit()"
 _COPY_LIMIT_S = 0.2  # so long is waited for copies of this process to come back
 
 
@@ -59,20 +54,17 @@ def unpickle(data: bytes, key: str) -> Callable[..., Any]:
         raise ConfigError(Problem(key, text)) from error
 
 
-def event_loop(end_copy: Callable[[], object]) -> asyncio.AbstractEventLoop:
+def event_loop(end_copy: Callable[[], object]) -> Any:
     """Make an event loop that forked copies of this process cannot run.
 
     A copy shares the connections of the loop and, on Linux, the list of those that it waits for (epoll). If it ran the
-    loop, or only closed a connection, this process would wait for answers in vain.
-
-    Args:
-        end_copy: ends the copy, in which it is called as soon as that awaits.
+    loop, or only closed a connection, this process would wait for answers in vain. end_copy: ends a copy that awaits.
     """
-    import asyncio
-    import selectors
+    from asyncio import SelectorEventLoop
+    from selectors import DefaultSelector
 
-    selector = selectors.DefaultSelector()
-    loop = asyncio.SelectorEventLoop(selector)
+    selector = DefaultSelector()
+    loop = SelectorEventLoop(selector)
 
     def leave() -> None:
         selector.close()
