@@ -15,7 +15,7 @@ from tiny_engine import model_folder, spec
 
 from areno.engine.engine import Engine
 from areno.engine.layout.fitting import check_fits, ways_to_fit
-from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model
+from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model, footprint_of
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.adapters.config import AdapterSpec
@@ -63,6 +63,9 @@ def test_adapters_worked_by_hand() -> None:
     assert of(actor).resident == 2 * (n + adapters) + (4 + 4 + 8) * adapters
     assert of(actor, world_size=2, zero_stage=1).resident == 2 * (n + adapters) + (4 + 2 + 4) * adapters
     assert of(replace(actor, optimizer=None)).resident == 2 * (n + adapters)
+    copies = 2 * 36 * 32 * (4096 + 4096 + 12288)  # of each A, below the weights
+    assert of(actor, copies_a=True).resident == of(actor).resident + copies
+    assert of(copies_a=True).resident == of().resident
     on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
     assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, 2) + 18 * on_two
     large = replace(actor, config=QWEN3_32B)
@@ -85,6 +88,13 @@ def test_activations_are_divided_by_tokens() -> None:
     assert shared.training_bytes(ACTOR, 8192) == of().training_bytes(ACTOR, 4096) < alone
     assert shared.batch_tokens == 8192  # the budget is that of one device
     assert shared.layout() == "tp_size=1, 2 copies, zero_stage=0, 2 of them to a row"
+
+
+def test_copies_of_a_are_where_triton_runs(tmp_path: Path) -> None:
+    """Sampling reads them. With exact it computes each product by itself, as it does without Triton."""
+    for exact, uses_triton in ((False, False), (False, True), (True, True)):
+        built = footprint_of(spec(model_folder(tmp_path), exact=exact), {}, {}, 4, uses_triton)
+        assert built.copies_a == (uses_triton and not exact)
 
 
 def refused(footprint: Footprint, gib: float) -> str:

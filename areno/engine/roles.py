@@ -24,6 +24,7 @@ from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
+from areno.kernels.backend import runs_triton
 from areno.models.adapters.folder import load_adapters
 from areno.models.adapters.model import add_adapters, init_adapters, make_room, without_adapters
 from areno.models.registry import build_model, load_config, tp_problems
@@ -102,7 +103,7 @@ class Roles:
             with model_of(role.key):
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
-        footprint = footprint_of(self.spec, configs, roles, itemsize)
+        footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
         check_fits(footprint, self._device_bytes)
         return footprint
 

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -15,7 +16,12 @@ def use_triton(x: Tensor) -> bool:
 
     Every operation in `areno.kernels` asks here. Where the answer is no, its torch reference runs.
     """
-    return (x.is_cuda or _interprets()) and _is_installed()
+    return runs_triton(x.device)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether operations on tensors of a device run as Triton kernels. See `use_triton`."""
+    return (device.type == "cuda" or _interprets()) and _is_installed()
 
 
 def form(x: Tensor, package: str) -> Any:

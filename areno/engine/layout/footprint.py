@@ -57,6 +57,7 @@ class Footprint:
 
     itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
     budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
+    copies_a: whether the weights of adapted layers have copies of A below them (Adapter.make_room).
     """
 
     models: tuple[Model, ...]
@@ -67,14 +68,15 @@ class Footprint:
     split: bool = False
     zero_stage: int = 0
     budget: int | None = None
+    copies_a: bool = False
 
     @staticmethod
-    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model]) -> Footprint:
-        """Of these models on the layout of an engine."""
+    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
+        """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
         return Footprint(
             models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
             cp_size=spec.cp_size, split=spec.sequence_parallel is not False and not spec.exact,
-            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb,
+            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not spec.exact,
         )  # fmt: skip
 
     @property
@@ -89,7 +91,9 @@ class Footprint:
     def of_model(self, model: Model) -> ModelBytes:
         """While it is on the device."""
         layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
-        return model_bytes(model.config, self.itemsize, model.optimizer, adapters=model.adapters, **layout)
+        return model_bytes(
+            model.config, self.itemsize, model.optimizer, adapters=model.adapters, copies_a=self.copies_a, **layout
+        )
 
     @property
     def resident(self) -> int:
@@ -175,11 +179,16 @@ class Footprint:
 
 
 def footprint_of(
-    spec: EngineSpec, configs: Mapping[str, TransformerConfig], roles: Mapping[str, RoleSpec], itemsize: int
+    spec: EngineSpec,
+    configs: Mapping[str, TransformerConfig],
+    roles: Mapping[str, RoleSpec],
+    itemsize: int,
+    uses_triton: bool,
 ) -> Footprint:
-    """Of these roles, whose configs are given by name."""
+    """Return the footprint of these roles, whose configs are given by name."""
     on_cuda = spec.devices[0].startswith("cuda")
-    return Footprint.of(spec, itemsize, [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()])
+    models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
+    return Footprint.of(spec, itemsize, models, uses_triton)
 
 
 def gib(n_bytes: float) -> str:
