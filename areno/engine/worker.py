@@ -28,6 +28,7 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare, TrainResult
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
+from areno.kernels.backend import check_dtype
 from areno.models.adapters.folder import adapter_writes
 from areno.models.adapters.model import adapter_table, refresh_adapters
 from areno.models.cost.arithmetic import Cost
@@ -49,6 +50,7 @@ class Worker:
         if context.device.type == "cuda":
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
+        check_dtype(self.dtype, [context.device])
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
         self._block_size = SPANS_KV_BLOCK if self.attn_backend == "spans" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend)

@@ -115,7 +115,10 @@ def open_actor(
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
     """
-    from areno.models.registry import tp_problems  # imports torch, which building a Trainer does not need
+    # These import torch, which building a Trainer does not need.
+    from areno.kernels.backend import check_dtype, default_dtype
+    from areno.models.registry import tp_problems
+    from areno.models.weights import DTYPE_NAMES
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
@@ -133,12 +136,14 @@ def open_actor(
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
-    lora, *_ = all_of(lambda: lora_of(actor, model), lambda: _raise(problems))
+    lora, *_ = all_of(
+        lambda: lora_of(actor, model), lambda: _raise(problems), lambda: check_dtype(actor.dtype, devices)
+    )
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     spec = EngineSpec(
         model_path=path,
         devices=devices,
-        dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
+        dtype=DTYPE_NAMES[default_dtype(devices)] if actor.dtype == "auto" else actor.dtype,
         random_init=actor.init_from_scratch,
         seed=seed,
         gradient_checkpointing=actor.gradient_checkpointing,
@@ -153,10 +158,6 @@ def open_actor(
         **{name: vars(engine)[name] for name in _SAME},
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
-
-
-def _dtype_on(device: str) -> str:
-    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def _raise(problems: list[Problem]) -> None:
