@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +27,7 @@ from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
 from areno.errors import ConfigError
 from areno.kernels import backend
-from areno.kernels.attention import _flash_goes_back, choose_backend
+from areno.kernels.attention import _flash_goes_back, choose_backend, varlen_attention
 from areno.layers.parallel import ParallelGroup
 
 pytest.importorskip("triton")
@@ -40,7 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
             return found[torch.device(device).index or 0]
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {torch.device(device).index}")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {torch.device(device).index}")
         forget()
 
     def forget() -> None:
@@ -160,3 +164,31 @@ def test_sdpa_on_a_gpu_never_holds_all_scores(monkeypatch: pytest.MonkeyPatch, c
     run_and_compare(case, (4, 2), 8, "sdpa", torch.float32, "cpu", window)
     assert calls
     assert not any(how["enable_gqa"] for how in calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_attention_in_float32_holds_no_scores() -> None:
+    """Of a row of 8,192 tokens and eight heads they would take 2 GiB."""
+    q, k, v = (torch.randn(8192, heads, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2))
+    rows = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    varlen_attention(q, k, v, rows, rows, 8192, 8192, "sdpa").sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe", "tiny-qwen3.5"])
+def test_a_step_as_on_a_t4(shape: str, tmp_path: Path) -> None:
+    """With the kernels that a T4 gets, rollout and training agree."""
+    sizes = "--prompts 2 --samples 4 --prompt-len 200 --new-tokens 20 --repeats 1 --json"
+    command = [sys.executable, "-m", "tests.as_turing", "step", "--shape", shape, *sizes.split()]
+    command += ["--profile", str(tmp_path / "trace.json")]  # in this one process
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, cwd=MODEL.parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["dtype"], found["areno"]["attention"]) == ("float32", "sdpa")
+    assert found["areno"]["logp_abs_diff_max"] < 1e-3
