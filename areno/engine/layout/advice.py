@@ -5,11 +5,13 @@ Each function yields options for `out_of_memory_hint`. This module imports no to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
+from areno.engine.memory import out_of_memory_hint
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import Key
 
@@ -42,6 +44,26 @@ def in_loading(
     if role.key == spec.actor.key and may_have_adapters(spec):
         yield ("train adapters alone with {}=true", Key("actor.use_lora"))
     yield ("choose a smaller model ({})", Key(role.key))
+
+
+def training_hint(
+    section: str,
+    mb_spec: MicroBatchSpec,
+    fitting: Callable[[], str],
+    beside: Callable[[], Iterable[Option]],
+    *,
+    recomputes: bool,
+    in_adam: bool,
+) -> AbstractContextManager[None]:
+    """Return the `out_of_memory_hint` of forward and backward passes. fitting: says which micro-batches would fit."""
+    return out_of_memory_hint(
+        "in training, with {}={} and mini_bs={}{}",
+        lambda: in_training(section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam),
+        Key(f"{section}.mb_spec.max_tokens_per_mb"),
+        mb_spec.max_tokens_per_mb,
+        mb_spec.mini_bs,
+        fitting,
+    )
 
 
 def in_training(

@@ -16,8 +16,8 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
-from areno.engine.layout.advice import Option, in_training
-from areno.engine.memory import is_out_of_memory, out_of_memory_hint
+from areno.engine.layout.advice import Option, training_hint
+from areno.engine.memory import is_out_of_memory
 from areno.engine.routing.trained import StepRouting
 from areno.engine.spec import UpdateSpec
 from areno.engine.step_stats import StepStats, over_steps
@@ -321,16 +321,14 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Around forward and backward passes of these micro-batches."""
-        budget = Key(f"{self.section}.mb_spec.max_tokens_per_mb")
-        in_adam = self.optimizer is not None and not self.optimizer.in_8_bits
-        return out_of_memory_hint(
-            "in training, with {}={} and mini_bs={}{}",
-            lambda: in_training(
-                self.section, mb_spec, recomputes=self.recompute or not torch.is_grad_enabled(), beside=self._beside(),
-                in_adam=in_adam,
-            ),
-            budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs, self._kept_layers.fitting,
-        )  # fmt: skip
+        return training_hint(
+            self.section,
+            mb_spec,
+            self._kept_layers.fitting,
+            self._beside,
+            recomputes=self.recompute or not torch.is_grad_enabled(),
+            in_adam=self.optimizer is not None and not self.optimizer.in_8_bits,
+        )
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
