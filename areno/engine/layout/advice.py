@@ -55,7 +55,11 @@ def training_hint(
     recomputes: bool,
     in_adam: bool,
 ) -> AbstractContextManager[None]:
-    """Return the `out_of_memory_hint` of forward and backward passes. fitting: says which micro-batches would fit."""
+    """Return the `out_of_memory_hint` of forward and backward passes.
+
+    fitting: says which micro-batches would fit. beside: gives what lowers the memory of the KV cache; see `in_training`
+    for the rest.
+    """
     return out_of_memory_hint(
         "in training, with {}={} and mini_bs={}{}",
         lambda: in_training(section, mb_spec, recomputes=recomputes, beside=beside(), in_adam=in_adam),

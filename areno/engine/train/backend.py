@@ -49,8 +49,7 @@ class TrainBackend:
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
     router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
-    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are. beside: gives the changes
-    of settings that lower the memory of the KV cache, if there is one.
+    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are. beside: see training_hint.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -321,14 +320,10 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Around forward and backward passes of these micro-batches."""
-        return training_hint(
-            self.section,
-            mb_spec,
-            self._kept_layers.fitting,
-            self._beside,
-            recomputes=self.recompute or not torch.is_grad_enabled(),
-            in_adam=self.optimizer is not None and not self.optimizer.in_8_bits,
-        )
+        recomputes = self.recompute or not torch.is_grad_enabled()
+        in_adam = self.optimizer is not None and not self.optimizer.in_8_bits
+        fitting = self._kept_layers.fitting
+        return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
