@@ -1,6 +1,7 @@
-"""Compiles the kernels of areno for an H200 without one: as they are launched by commands that run here on the CPU.
+"""Compiles the kernels of areno for a GPU without one: as they are launched by commands that run here on the CPU.
 
-    python -m tests.compiled ["step --shape tiny --dtype bfloat16" ...]
+    python -m tests.compiled 90 bfloat16                                      # an H200
+    python -m tests.compiled 75 float32 "step --shape tiny --dtype float32"   # one command for a T4
 
 The interpreter of Triton shows what kernels compute. It does not show whether they compile: it takes variables that
 change their type, and tests give it float32 where a GPU has bfloat16. Here a launch compiles its kernel and computes
@@ -12,13 +13,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 KERNELS = Path(__file__).parents[1] / "areno" / "kernels"
+SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""Compute capability -> KiB of shared memory that a program may have, of the CUDA programming guide."""
 SIZES = "--prompts 2 --samples 4 --prompt-len 200 --new-tokens 6 --repeats 1"
 COMMANDS = [
     f"step --shape tiny --dtype bfloat16 {SIZES}",
@@ -32,13 +35,16 @@ COMMANDS = [
 ]
 
 
-class Hopper:
+class Gpu:
     """What Triton asks a driver for before it compiles."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -47,15 +53,18 @@ class Hopper:
         return 0
 
 
-def compile_launches() -> tuple[dict[str, int], list[str]]:
-    """From here on launches compile for an H200. Returns what grows: how often each kernel was compiled, and errors."""
+def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
+    """Make launches compile for a GPU from here on. Returns what grows: how often each kernel was compiled, and errors.
+
+    A kernel that asks for more shared memory than the GPU has is an error, too.
+    """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
     from areno.engine.same_bits import exact
     from areno.kernels import backend
 
-    driver.set_active(Hopper())  # type: ignore[arg-type]
+    driver.set_active(Gpu(capability))  # type: ignore[arg-type]
     backend._interprets = lambda: True  # Triton itself must not
     compile_, seen, counts, errors = JITFunction.run, set(), dict[str, int](), list[str]()
 
@@ -67,7 +76,10 @@ def compile_launches() -> tuple[dict[str, int], list[str]]:
         seen.add(key)
         counts[self.fn.__name__] = counts.get(self.fn.__name__, 0) + 1
         try:
-            compile_(self, *map(_without_data, args), grid=grid, warmup=True, **kwargs)
+            made = compile_(self, *map(_without_data, args), grid=grid, warmup=True, **kwargs)
+            kib = made.metadata.shared / 1024
+            if kib > SHARED[capability]:
+                raise MemoryError(f"{kib:.0f} KiB of shared memory, and there are {SHARED[capability]}: {kwargs}")
         except Exception as error:
             errors.append(f"{self.fn.__module__}.{self.fn.__name__}: {error}")
 
@@ -93,7 +105,7 @@ def _fill_new_tensors() -> None:
     torch.Tensor.new_empty = with_zeros(torch.Tensor.new_zeros)
 
 
-def launch_alone() -> None:
+def launch_alone(dtype: torch.dtype) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels.paged import decode_attention
     from areno.kernels.peers import triton as peers
@@ -101,35 +113,35 @@ def launch_alone() -> None:
     from tests.test_paged import SHAPES, make_case
 
     for heads, kv_heads, dim, block_size in SHAPES:
-        *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, torch.bfloat16)
+        *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)
-    halves = torch.zeros(16, 128, dtype=torch.bfloat16)
-    unsplit_product(halves, halves, torch.bfloat16)
+    some = torch.zeros(16, 128, dtype=dtype)
+    unsplit_product(some, some, dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = peers.Shared(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, shown=1 << 40, signals=1 << 40, counts=numbers
     )
-    peers.add(halves, shared)
-    peers.add(halves.float(), shared)
-    peers.add_and_norm(halves, halves, halves[0], 1e-6, False, shared)
+    peers.add(some, shared)
+    peers.add(some.float(), shared)
+    peers.add_and_norm(some, some, some[0], 1e-6, False, shared)
     peers.gather(numbers, shared)
 
 
 def kernels_of(folder: Path) -> Iterator[str]:
     """The names of the kernels in the files of a folder."""
     for path in sorted(folder.rglob("*.py")):
-        yield from re.findall(r"^@triton\.jit.*?^def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
+        yield from re.findall(r"^@kernel.*?^def (_\w+_kernel)\(", path.read_text(), re.M | re.S)
 
 
-def main(commands: Sequence[str]) -> int:
+def main(capability: str, dtype: str, *commands: str) -> int:
     assert os.environ.get("TRITON_INTERPRET") != "1"
-    counts, errors = compile_launches()
+    counts, errors = compile_launches(int(capability))
     from areno.bench.__main__ import main as bench
 
-    for command in commands or COMMANDS:
+    for command in commands or [command.replace("bfloat16", dtype) for command in COMMANDS]:
         print(f"python -m areno.bench {command}", flush=True)
         bench(command.split())
-    launch_alone()
+    launch_alone(getattr(torch, dtype))
     print(f"{sum(counts.values())} launches of {len(counts)} kernels compiled")
     print("not launched:", " ".join(sorted(set(kernels_of(KERNELS)) - set(counts))))
     for error in errors:
@@ -138,4 +150,4 @@ def main(commands: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

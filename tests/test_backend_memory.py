@@ -100,5 +100,5 @@ def test_out_of_memory_names_the_keys(monkeypatch):
     ):
         with pytest.raises(EngineError) as caught:
             call()
-        for key in ("max_tokens_per_mb", "mini_bs", "gradient_checkpointing", "rollout.mem_fraction"):
+        for key in ("max_tokens_per_mb", "lower actor.mb_spec.mini_bs", "adam_8bit", "engine.tp_size"):
             assert key in str(caught.value)

@@ -130,8 +130,11 @@ def test_folders_that_cannot_be_made(capsys, key, code, where):
         ("areno.engine.roles.build_model", ["engine.tp_size", "actor.dtype", "actor.path"]),
         ("areno.engine.train.backend.FlatParameters", ["engine.tp_size", "actor.dtype"]),
         ("areno.engine.decoder.runner.KVCache", ["rollout.mem_fraction", "rollout.max_kv_tokens"]),
-        ("areno.engine.decoder.runner.Runner.launch", ["rollout.max_prefill_tokens", "rollout.eager_decode"]),
-        ("areno.engine.train.backend.selected_logprobs", ["actor.mb_spec.max_tokens_per_mb"]),
+        (
+            "areno.engine.decoder.runner.Runner.launch",
+            ["rollout.max_prefill_tokens", "rollout.max_concurrent_rollouts"],
+        ),
+        ("areno.engine.train.backend.selected_logprobs", ["actor.mb_spec", "rollout.drop_rollout_state"]),
     ],
     ids=["load", "optimizer", "KV cache", "decode", "train"],
 )

@@ -24,6 +24,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.recurrent.config import Delta
 from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
+from areno.models.adapters.model import add_adapters, make_room
+from areno.models.adapters.shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost import arithmetic, memory
 from areno.models.transformer import Transformer
@@ -214,3 +216,27 @@ def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
         seen = [sum(min(t, kind.window or n) for t in range(1, n + 1)) for kind in kinds]
         found = arithmetic.mean_pairs(arithmetic.Cost.of(config, 2), [n, n])
         assert found == pytest.approx(2 * sum(seen) / CONFIG.num_layers)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "phi3"}, {"family": "qwen3_5_text", **RECURRENT}], ids=["llama", "phi3", "qwen3.5"]
+)
+def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], tp_size: int) -> None:
+    """As many bytes as the storages of a model take once A has room below its weights."""
+    monkeypatch.setattr("areno.layers.adapters.adapter.use_triton", lambda _: True)
+    config = replace(CONFIG, **{**BARE, **changes})
+    adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config))[::2])
+    model = build(config, tp_size)
+    add_adapters(model, adapters)
+    before = _held(model)
+    assert before == memory.model_bytes(config, 4, tp_size=tp_size, adapters=adapters).weights
+    make_room(model)
+    after = memory.model_bytes(config, 4, tp_size=tp_size, adapters=adapters, copies_a=True).weights
+    assert before < _held(model) == after
+
+
+def _held(model: Transformer) -> int:
+    """Bytes of the storages of all parameters."""
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
+    return sum(storages.values())

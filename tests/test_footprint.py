@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from tiny_engine import model_folder, spec
 
 from areno.engine.engine import Engine
 from areno.engine.layout.fitting import check_fits, ways_to_fit
-from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model
+from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model, footprint_of
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.adapters.config import AdapterSpec
 from areno.layers.rope_config import Rope
+from areno.models.adapters.shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost.memory import parameters
 
@@ -30,9 +32,11 @@ QWEN3_8B = TransformerConfig(
     initializer_range=0.02, hf={},
 )  # fmt: skip
 QWEN3_32B = replace(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64)
+ADAPTERS = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
 ACTOR = Model("actor", QWEN3_8B, "adam", "actor")
 REF = Model("ref", QWEN3_8B, None, "ref")
 CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")
+REWARD = replace(CRITIC, name="reward", key="reward", optimizer=None)
 
 
 def of(*models: Model, world_size: int = 1, **layout: Any) -> Footprint:
@@ -57,12 +61,14 @@ def test_bytes_worked_by_hand() -> None:
 
 def test_adapters_worked_by_hand() -> None:
     """What is trained is the adapters; a 32B model of 61 GiB then fits one device of 80."""
-    spec = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
     n, adapters = parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
-    actor = replace(ACTOR, adapters=spec)
+    actor = replace(ACTOR, adapters=ADAPTERS)
     assert of(actor).resident == 2 * (n + adapters) + (4 + 4 + 8) * adapters
     assert of(actor, world_size=2, zero_stage=1).resident == 2 * (n + adapters) + (4 + 2 + 4) * adapters
     assert of(replace(actor, optimizer=None)).resident == 2 * (n + adapters)
+    copies = 2 * 36 * 32 * (4096 + 4096 + 12288)  # of each A, below the weights
+    assert of(actor, copies_a=True).resident == of(actor).resident + copies
+    assert of(copies_a=True).resident == of().resident
     on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
     assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, 2) + 18 * on_two
     large = replace(actor, config=QWEN3_32B)
@@ -85,6 +91,13 @@ def test_activations_are_divided_by_tokens() -> None:
     assert shared.training_bytes(ACTOR, 8192) == of().training_bytes(ACTOR, 4096) < alone
     assert shared.batch_tokens == 8192  # the budget is that of one device
     assert shared.layout() == "tp_size=1, 2 copies, zero_stage=0, 2 of them to a row"
+
+
+def test_copies_of_a_are_where_triton_runs(tmp_path: Path) -> None:
+    """Sampling reads them. With exact it computes each product by itself, as it does without Triton."""
+    for exact, uses_triton in ((False, False), (False, True), (True, True)):
+        built = footprint_of(spec(model_folder(tmp_path), exact=exact), {}, {}, 4, uses_triton)
+        assert built.copies_a == (uses_triton and not exact)
 
 
 def refused(footprint: Footprint, gib: float) -> str:
@@ -125,14 +138,86 @@ def test_roles_that_rest_in_host_memory_are_a_way_out() -> None:
 
 def test_where_no_change_helps_more_devices_are_named() -> None:
     actor, device = Model("actor", QWEN3_32B, "adam", "actor"), int(130 * GIB / (1 - RESERVE))
-    found = re.search(
-        r"engine.world_size=(\d+) with engine.tp_size=(\d+) and engine.zero_stage=(\d)", refused(of(actor), 130)
-    )
-    assert found is not None
-    world_size, tp_size, zero_stage = map(int, found.groups())
+    named = dict(re.findall(r"engine\.(\w+)=(\d+)", refused(of(actor), 130)))
+    world_size, tp_size, zero_stage = (int(named.get(name, 0)) for name in ("world_size", "tp_size", "zero_stage"))
     assert of(actor, world_size=world_size, tp_size=tp_size, zero_stage=zero_stage).fits(device)
     assert not of(actor, world_size=world_size // 2, tp_size=world_size // 2).fits(device)
     assert refused(of(actor), 0.5).endswith("choose a smaller model (actor.path)")
+
+
+def test_adapters_are_a_way_out_of_full_training() -> None:
+    """With the reference of the same folder, which is then the actor without them."""
+    actor, ref = replace(ACTOR, path="/m"), replace(REF, path="/m")
+    alone = of(replace(actor, optimizer="adam_8bit"), may_adapt=True)
+    assert re.search(
+        r"; what fits is actor\.use_lora=true \(\d\d\.\d GiB\) or engine\.world_size=2 ", refused(alone, 60)
+    )
+    assert "adam_8bit" not in refused(alone, 60)
+    both = of(actor, ref, may_adapt=True)
+    assert "what fits is actor.use_lora=true (" in refused(both, 25)
+    other = of(actor, replace(ref, path="/other"), may_adapt=True)
+    assert "use_lora" not in refused(other, 25)
+    assert "what fits is actor.use_lora=true (" in refused(other, 40)
+    assert "use_lora" not in refused(replace(both, may_adapt=False), 25)
+    assert "use_lora" not in refused(of(replace(actor, adapters=ADAPTERS), may_adapt=False), 12)
+    assert "use_lora" not in refused(of(actor, world_size=4, zero_stage=0, may_adapt=True), 130)  # the rest suffices
+
+
+def applied(footprint: Footprint, text: str) -> Footprint:
+    """The footprint with the settings of a way that a message names."""
+    models = list(footprint.models)
+    for key, value in re.findall(r"([\w.]+)=(\w+)", text):
+        section, _, name = key.partition(".")
+        if section == "engine":
+            assert str(vars(footprint)[name]) != value, f"{key} is {value} already"
+            footprint = replace(footprint, **{name: int(value)})
+        for index, model in enumerate(models):
+            if model.key != section:
+                continue
+            if name == "offload":
+                assert not model.offload, f"{key} is set already"
+                models[index] = replace(model, offload=True)
+            elif name == "optimizer.type":
+                assert model.optimizer == "adam", f"{key} is set already, or means nothing"
+                models[index] = replace(model, optimizer=value)
+            elif name == "use_lora":
+                assert model.adapters is None, f"{key} is set already"
+                spec = AdapterSpec(32, 16.0, tuple(linear_shapes(model.config)))
+                models[index] = replace(model, adapters=spec)
+                models = [each for each in models if each.key != "ref"]
+            else:
+                raise AssertionError(key)
+    return replace(footprint, models=tuple(models))
+
+
+LAYOUTS: list[dict[str, int]] = [
+    {}, {"world_size": 4}, {"world_size": 4, "tp_size": 4}, {"world_size": 4, "zero_stage": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dict[str, int]) -> None:
+    told: set[str] = set()
+    beside: list[list[Model]] = [[], [REF], [CRITIC], [REF, CRITIC], [REF, REWARD]]
+    sizes = [1, 8, 12, 17, 25, 40, 60, 100, 130, 160]
+    choices = ["adam", "adam_8bit"], [False, True], [False, True], beside, sizes
+    for optimizer, adapters, offload, roles, gib in itertools.product(*choices):
+        actor = replace(ACTOR, optimizer=optimizer, adapters=ADAPTERS if adapters else None)
+        others = [replace(each, offload=offload and on_cuda) for each in roles if not (adapters and each is REF)]
+        footprint = of(actor, *others, on_cuda=on_cuda, may_adapt=not adapters, **layout)
+        device = int(gib * GIB / (1 - RESERVE))
+        if footprint.fits(device):
+            continue
+        _, _, found = refused(footprint, gib).partition("what fits is ")
+        ways, _, more = found.partition("; ")
+        for way in ways.split(" or ") if ways else ():
+            assert applied(footprint, way).fits(device), way
+        told.update(re.findall(r"[\w.]+(?==)", ways))
+        assert bool(more) == ("world_size" in ways and any(model.optimizer == "adam" for model in footprint.models))
+    assert {"actor.optimizer.type", "actor.use_lora"} <= told
+    assert on_cuda or not {"engine.world_size", "ref.offload", "reward.offload"} & told
+    assert not on_cuda or layout or {"engine.world_size", "ref.offload", "reward.offload"} <= told
 
 
 def test_the_table_says_it_all() -> None:

@@ -287,6 +287,22 @@ def test_addresses_that_ray_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster._given_address(2) is None
 
 
+def test_auto_without_a_cluster_is_told_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = pytest.importorskip("ray._private.services")
+
+    def finds_none(*_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify `--address` flag")
+
+    monkeypatch.setattr(services, "get_ray_address_from_environment", finds_none)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError) as caught:
+        cluster.connect(1)
+    assert str(caught.value) == (
+        "scheduler.type: is ray, but no Ray cluster runs on this machine, which RAY_ADDRESS=auto expects; start one "
+        "with `ray start --head`, set RAY_ADDRESS=HOST:PORT, or unset it for a run with cluster.n_nodes=1"
+    )
+
+
 DEAD = """The actor died unexpectedly before finishing this task.
 \tclass_name: NodeHost
 \tip: 127.0.0.1

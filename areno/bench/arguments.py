@@ -104,7 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp-size", type=_positive, default=1, help="as engine.tp_size")
     add("--cp-size", type=_positive, default=1, help="as engine.cp_size")
     add("--zero-stage", type=int, choices=[0, 1, 2], default=1, help="as engine.zero_stage")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: bfloat16 on a GPU that has it, else float32",
+    )
     add("--prompts", type=_positive, help="default 32; serve, or with --uniform: 256")
     add("--samples", type=_positive, help="completions of each prompt; default 8, with --uniform 1; serve: always 1")
     add("--prompt-len", type=_positive, default=256, help="tokens")
@@ -140,6 +144,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the arguments describe. ConfigError names the argument that is wrong."""
     import torch
+
+    from areno.kernels.backend import default_dtype
 
     kind, against = args.work, tuple(dict.fromkeys(args.against or ()))
     device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -189,7 +195,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     else:
         prompts, samples = (256, 1) if kind == "serve" else (32, 8)
         work = Work.fixed(args.prompts or prompts, args.samples or samples, args.prompt_len, args.new_tokens)
-    dtype = args.dtype or ("bfloat16" if cuda else "float32")
+    dtype = args.dtype or str(default_dtype([device])).removeprefix("torch.")
     values = vars(args) | {"kind": kind, "work": work, "device": device, "dtype": dtype, "against": against}
     values["copies"] = tuple(args.copies)
     return Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})

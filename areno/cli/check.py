@@ -151,11 +151,11 @@ def _kernels(kind: str) -> str:
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
-    from areno.kernels.backend import use_triton
+    from areno.kernels.backend import default_dtype, use_triton
     from areno.kernels.logprobs import selected_logprobs
 
     device = _devices(kind)[0]
-    dtype = torch.bfloat16 if device != "cpu" else torch.float32
+    dtype = default_dtype([device])
     hidden, head = torch.randn(8, 32, device=device).to(dtype), torch.randn(40, 32, device=device).to(dtype)
     targets = torch.arange(8, device=device)
     found, _ = selected_logprobs(hidden, head, targets, temperature=1.0)

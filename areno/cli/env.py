@@ -38,9 +38,10 @@ def environment() -> dict[str, Any]:
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
+    from areno.kernels.backend import default_dtype
     from areno.tracking.new_run import versions
 
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "versions": {**versions(), "cuda": torch.version.cuda},
         "extras": {name: {"installed": not missing, "missing": missing} for name, missing in extras().items()},
@@ -48,7 +49,7 @@ def environment() -> dict[str, Any]:
                 "torch_threads": torch.get_num_threads()},
         "devices": [_device(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())],
         "kernels": {
-            "attention": BACKENDS[choose_backend("auto", device, dtype)],
+            "attention": BACKENDS[choose_backend("auto", device, default_dtype([device]))],
             "flash_attn": find_spec("flash_attn") is not None,
             "triton": find_spec("triton") is not None,
         },

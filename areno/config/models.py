@@ -113,7 +113,9 @@ class UpdatedModelConfig(Section):
 
     path: str = setting(help="Hugging Face model folder or hub id", flag="--ckpt")
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
-        "auto", help="Type of weights and activations. auto: bfloat16 on CUDA, float32 on CPU. Masters are always fp32"
+        "auto",
+        help="Type of weights and activations. auto: bfloat16 on GPUs that have it (from compute capability 8.0 on), "
+        "float32 elsewhere. Masters are always fp32",
     )
     init_from_scratch: bool = setting(
         False,

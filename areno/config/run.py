@@ -226,7 +226,8 @@ class EngineConfig(Section):
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch",
+        help="Attention in training and prefill. flash uses the flash-attn package, native uses torch. GPUs below "
+        "compute capability 8.0 always run native",
         flag="--attn-backend",
     )
     exact: bool = setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def out_of_memory_hint(when: str, advice: str, *args: Any) -> Iterator[None]:
-    """Turns an out-of-memory error of the body into an EngineError that names the settings to change.
+def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]], *args: Any) -> Iterator[None]:
+    """Turn an out-of-memory error of the body into an EngineError that names the settings to change.
 
-    when: what the memory was for. advice: what to do. Both are texts with a {} for each of `args`: Keys, values, and
-    functions that give a value once the memory has run out.
+    when: what the memory was for, a text with a {} for each of `args`: Keys, values, and functions that give a value
+    once the memory has run out. advice: gives the changes that would help then; see `areno/engine/layout/advice.py`.
     """
     try:
         yield
@@ -66,5 +66,13 @@ def out_of_memory_hint(when: str, advice: str, *args: Any) -> Iterator[None]:
         said = str(error).partition("\n")[0]
         said = ". ".join(said.split(". ")[:2])  # how much was asked for; the rest helps few
         said = said.replace("{", "{{").replace("}", "}}")
-        values = [arg() if callable(arg) else arg for arg in args]
-        raise EngineError(f"out of device memory {when} ({said}): {advice}", *values) from error
+        options = list(advice())
+        values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
+        raise EngineError(
+            f"out of device memory {when} ({said}): {_either([o[0] for o in options])}", *values
+        ) from error
+
+
+def _either(texts: Sequence[str]) -> str:
+    """Join texts as `a, b or c`."""
+    return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])

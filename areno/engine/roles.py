@@ -6,7 +6,7 @@ Engine checks that a role can do what it is asked for, so nothing here does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from areno.engine.layout import advice
 from areno.engine.layout.fitting import check_fits
 from areno.engine.layout.footprint import Footprint, footprint_of
 from areno.engine.layout.offload import Offload
@@ -24,6 +25,7 @@ from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.engine.train.backend import TrainBackend
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
+from areno.kernels.backend import is_before_ampere, runs_triton
 from areno.models.adapters.folder import load_adapters
 from areno.models.adapters.model import add_adapters, init_adapters, make_room, without_adapters
 from areno.models.registry import build_model, load_config, tp_problems
@@ -54,10 +56,19 @@ class Role:
 
 
 class Roles:
-    """Role name -> model of this worker. Construction loads the actor."""
+    """Role name -> model of this worker. Construction loads the actor.
 
-    def __init__(self, spec: EngineSpec, context: ParallelContext, attn_backend: str):
-        self.spec, self.context, self.attn_backend = spec, context, attn_backend
+    beside: see TrainBackend.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        context: ParallelContext,
+        attn_backend: str,
+        beside: Callable[[], Iterable[advice.Option]],
+    ):
+        self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
         self._device_bytes = device_bytes(context.device, spec.world_size)
         self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
@@ -102,7 +113,7 @@ class Roles:
             with model_of(role.key):
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
-        footprint = footprint_of(self.spec, configs, roles, itemsize)
+        footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
         check_fits(footprint, self._device_bytes)
         return footprint
 
@@ -132,16 +143,14 @@ class Roles:
             return Role(spec, self._roles["actor"].backend, Offload([]), is_base=True)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
-        fewer = "" if is_actor else "keep roles in host memory while they are not used (offload), "
-        with (
-            model_of(spec.key),
-            out_of_memory_hint(
-                "loading the model of {}",
-                "raise {} to divide the model over more devices, set {}=bfloat16, " + fewer + "or choose a smaller "
-                "model ({})",
-                key, Key("engine.tp_size"), Key("actor.dtype"), key,
-            ),
-        ):  # fmt: skip
+        options = advice.in_loading(
+            self.spec,
+            spec,
+            [role.spec for role in self._roles.values()],
+            has_bf16=not is_before_ampere(context.device),
+            can_offload=context.device.type == "cuda",
+        )
+        with model_of(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             if not is_actor and config.vocab_size != self.actor.config.vocab_size:
                 raise EngineError(
@@ -164,7 +173,7 @@ class Roles:
                 dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
                 sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
                 router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
-                stays=stays,
+                stays=stays, beside=self._beside,
             )  # fmt: skip
             # A CPU has no other memory to move to.
             leaves = spec.offload and context.device.type == "cuda"

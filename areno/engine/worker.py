@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.kv.layout import KVLayout
+from areno.engine.layout import advice
 from areno.engine.limits import RequestLimits
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
@@ -28,6 +29,7 @@ from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare, TrainResult
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
+from areno.kernels.backend import check_dtype
 from areno.models.adapters.folder import adapter_writes
 from areno.models.adapters.model import adapter_table, refresh_adapters
 from areno.models.cost.arithmetic import Cost
@@ -49,9 +51,10 @@ class Worker:
         if context.device.type == "cuda":
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
+        check_dtype(self.dtype, [context.device])
         self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
         self._block_size = SPANS_KV_BLOCK if self.attn_backend == "spans" else KV_BLOCK
-        self.roles = Roles(spec, context, self.attn_backend)
+        self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
         self._most_threads = max(1, torch.get_num_threads() // spec.n_beside(context.rank))
         self._set_threads()
@@ -108,11 +111,8 @@ class Worker:
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
-        with out_of_memory_hint(
-            "making the KV cache",
-            "lower {} or {}, or {}",
-            Key("rollout.mem_fraction"), Key("rollout.max_kv_tokens"), Key("rollout.max_concurrent_rollouts"),
-        ):  # fmt: skip
+        options = [*advice.smaller_cache(spec.decoder), advice.FEWER_AT_ONCE]
+        with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
                 n_blocks=self._kv_blocks(spec, max_running),
@@ -229,13 +229,17 @@ class Worker:
     def step(self) -> list[GenerationOutput]:
         """One step of the decoder; the outputs that it gave."""
         assert self.decoder is not None
-        with out_of_memory_hint(
-            "in rollout",
-            "lower {} to leave more beside the KV cache, {} or {}, or set {}=true to do without CUDA graphs",
-            Key("rollout.mem_fraction"), Key("rollout.max_prefill_tokens"), Key("rollout.max_concurrent_rollouts"),
-            Key("rollout.eager_decode"),
-        ), places_of_their_own():  # fmt: skip
+        with out_of_memory_hint("in rollout", self._rollout_advice), places_of_their_own():
             return self.decoder.step()
+
+    def _rollout_advice(self) -> Iterator[advice.Option]:
+        """Return the changes that leave more memory beside the KV cache."""
+        assert self._decoder_spec is not None
+        return advice.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
+
+    def _kv_cache_advice(self) -> list[advice.Option]:
+        """Return the changes that leave more memory to training. None where it has no KV cache beside it."""
+        return [] if self._decoder_spec is None else [*advice.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
         """Counters of this rollout phase."""

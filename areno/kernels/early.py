@@ -20,27 +20,28 @@ seen. So
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 import triton
 import triton.language as tl
 
+from areno.kernels.backend import capability
+from areno.kernels.jit import has_option
+
 
 @functools.cache
 def is_possible(device: torch.device) -> bool:
     """Whether this device and this Triton can do it: an NVIDIA GPU of compute capability 9.0 or more."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+    if (capability(device) or (0, 0)) < (9, 0):
         return False
     if not isinstance(wait, triton.JITFunction):  # but interpreted
         return False
     try:
-        from triton.backends.nvidia.compiler import CUDAOptions
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # noqa: F401
     except ImportError:
         return False
-    return "launch_pdl" in {field.name for field in dataclasses.fields(CUDAOptions)}
+    return has_option("launch_pdl")
 
 
 def options(device: torch.device) -> dict[str, bool]:

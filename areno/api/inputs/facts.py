@@ -54,6 +54,10 @@ def tell_model(engine: Engine) -> None:
         "model: %.1fM parameters%s, %s on %s, attention by %s%s", info.n_params / 1e6, active, info.dtype,
         ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend], sums,
     )  # fmt: skip
+    if engine.spec.attn_backend == "flash" and info.attn_backend != "flash":
+        logger.warning(
+            "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
+        )
     if lora is not None:
         share = info.n_adapter_params / info.n_params
         logger.info(

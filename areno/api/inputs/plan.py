@@ -133,12 +133,12 @@ def open_actor(
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
-    lora, *_ = all_of(lambda: lora_of(actor, model), lambda: _raise(problems))
+    lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
     spec = EngineSpec(
         model_path=path,
         devices=devices,
-        dtype=_dtype_on(devices[0]) if actor.dtype == "auto" else actor.dtype,
+        dtype=dtype,
         random_init=actor.init_from_scratch,
         seed=seed,
         gradient_checkpointing=actor.gradient_checkpointing,
@@ -155,8 +155,15 @@ def open_actor(
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
 
 
-def _dtype_on(device: str) -> str:
-    return "bfloat16" if device.startswith("cuda") else "float32"
+def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
+    """Return the name of the type of the weights. ConfigError if a device does not have it."""
+    from areno.kernels.backend import check_dtype, default_dtype
+    from areno.models.weights import DTYPE_NAMES
+
+    if actor.dtype == "auto":
+        return DTYPE_NAMES[default_dtype(devices)]
+    check_dtype(actor.dtype, devices)
+    return actor.dtype
 
 
 def _raise(problems: list[Problem]) -> None:

@@ -98,7 +98,7 @@ class Runner:
         if use_graphs and on_cuda and self.uses_prefix_groups:
             self.graphs = DecodeGraphs(self._decode, max_running, self.device)
         elif use_graphs and on_cuda:  # the torch form of paged attention needs the longest length on the host
-            logger.warning("decode without CUDA graphs, since triton is not installed; pip install triton")
+            logger.warning("decode without CUDA graphs, which need triton, and a GPU of compute capability 7.0 or more")
 
     def _sample(
         self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, edits: LogitEdits | None

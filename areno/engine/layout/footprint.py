@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from areno.config.models import OptimizerType
+from areno.engine.layout.advice import may_have_adapters
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.layers.adapters.config import AdapterSpec
 from areno.models.config import TransformerConfig
@@ -40,6 +41,7 @@ class Model:
     offload: bool = False
     recompute: bool = True
     adapters: AdapterSpec | None = None  # all that is trained, where there are any
+    path: str = ""
 
     @staticmethod
     def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
@@ -48,7 +50,7 @@ class Model:
         section = role.key.removesuffix(".path")
         adapters = role.lora.adapters if role.lora else None
         away = role.offload and can_offload
-        return Model(name, config, kind, section, away, role.gradient_checkpointing, adapters)
+        return Model(name, config, kind, section, away, role.gradient_checkpointing, adapters, role.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Footprint:
 
     itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
     budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
+    copies_a: whether the weights of adapted layers have copies of A below them (Adapter.make_room).
+    on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
     """
 
     models: tuple[Model, ...]
@@ -67,14 +71,19 @@ class Footprint:
     split: bool = False
     zero_stage: int = 0
     budget: int | None = None
+    copies_a: bool = False
+    on_cuda: bool = True
+    may_adapt: bool = False
 
     @staticmethod
-    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model]) -> Footprint:
-        """Of these models on the layout of an engine."""
+    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
+        """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
+        within = models[0].config.within if models else ""
         return Footprint(
             models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
             cp_size=spec.cp_size, split=spec.sequence_parallel is not False and not spec.exact,
-            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb,
+            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not spec.exact,
+            on_cuda=spec.devices[0].startswith("cuda"), may_adapt=may_have_adapters(spec, within),
         )  # fmt: skip
 
     @property
@@ -89,7 +98,9 @@ class Footprint:
     def of_model(self, model: Model) -> ModelBytes:
         """While it is on the device."""
         layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
-        return model_bytes(model.config, self.itemsize, model.optimizer, adapters=model.adapters, **layout)
+        return model_bytes(
+            model.config, self.itemsize, model.optimizer, adapters=model.adapters, copies_a=self.copies_a, **layout
+        )
 
     @property
     def resident(self) -> int:
@@ -175,11 +186,16 @@ class Footprint:
 
 
 def footprint_of(
-    spec: EngineSpec, configs: Mapping[str, TransformerConfig], roles: Mapping[str, RoleSpec], itemsize: int
+    spec: EngineSpec,
+    configs: Mapping[str, TransformerConfig],
+    roles: Mapping[str, RoleSpec],
+    itemsize: int,
+    uses_triton: bool,
 ) -> Footprint:
-    """Of these roles, whose configs are given by name."""
+    """Return the footprint of these roles, whose configs are given by name."""
     on_cuda = spec.devices[0].startswith("cuda")
-    return Footprint.of(spec, itemsize, [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()])
+    models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
+    return Footprint.of(spec, itemsize, models, uses_triton)
 
 
 def gib(n_bytes: float) -> str:

@@ -25,9 +25,11 @@ from areno.errors import ArenoError, Key, WorkerLost
 _STATS_EVERY_S = 0.5
 # What to say where a command has no advice of its own.
 _LESS_MEMORY = (
-    "lower {}, {} or {}, or divide the model over more devices ({})", Key("rollout.mem_fraction"),
-    Key("rollout.max_prefill_tokens"), Key("actor.mb_spec.max_tokens_per_mb"), Key("engine.tp_size"),
-)  # fmt: skip
+    ("lower {}", Key("rollout.mem_fraction")),
+    ("lower {}", Key("rollout.max_prefill_tokens")),
+    ("lower {}", Key("actor.mb_spec.max_tokens_per_mb")),
+    ("divide the model over more devices ({})", Key("engine.tp_size")),
+)
 
 
 def worker_main(
@@ -98,7 +100,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             reply = Reply(command.id)
             try:
                 args = pickle.loads(command.arguments)
-                with out_of_memory_hint(f"in {command.method}", *_LESS_MEMORY):
+                with out_of_memory_hint(f"in {command.method}", lambda: _LESS_MEMORY):
                     value = obey(worker, command.method, args)
                 reply.value = value if context.leads else None
             except Exception as error:

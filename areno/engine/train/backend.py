@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from torch import Tensor
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
-from areno.engine.memory import is_out_of_memory, out_of_memory_hint
+from areno.engine.layout.advice import Option, training_hint
+from areno.engine.memory import is_out_of_memory
 from areno.engine.routing.trained import StepRouting
 from areno.engine.spec import UpdateSpec
 from areno.engine.step_stats import StepStats, over_steps
@@ -48,7 +49,7 @@ class TrainBackend:
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
     router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
-    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are.
+    fill: see FlatParameters. stays: the frozen parameters are set and stay where they are. beside: see training_hint.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
     """
@@ -70,10 +71,11 @@ class TrainBackend:
         router_aux_loss_coef: float = 0.0,
         fill: Callable[[], object] = lambda: None,
         stays: bool = False,
+        beside: Callable[[], Iterable[Option]] = tuple,
     ):
         self.model, self.attn_backend, self.recompute = model, attn_backend, recompute
         self.dp, self.context, self.data = dp, context, data or dp
-        self.section, self.device, self.exact = section, model.device, exact
+        self.section, self.device, self.exact, self._beside = section, model.device, exact, beside
         on_cuda = self.device.type == "cuda"
         self._split = sequence_parallel and model.tp.size > 1
         alone = model.tp.size == context.size == 1
@@ -318,15 +320,10 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Around forward and backward passes of these micro-batches."""
-        budget = Key(f"{self.section}.mb_spec.max_tokens_per_mb")
-        return out_of_memory_hint(
-            "in training, with {}={} and mini_bs={}{}",
-            "lower the former (or the latter where the former is null), set {}=true, or free memory of the KV cache "
-            "with {}=true or a lower {}",
-            budget, mb_spec.max_tokens_per_mb, mb_spec.mini_bs, self._kept_layers.fitting,
-            Key(f"{self.section}.gradient_checkpointing"), Key("rollout.drop_rollout_state"),
-            Key("rollout.mem_fraction"),
-        )  # fmt: skip
+        recomputes = self.recompute or not torch.is_grad_enabled()
+        in_adam = self.optimizer is not None and not self.optimizer.in_8_bits
+        fitting = self._kept_layers.fitting
+        return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
 
 
 def _checked(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, borders, codes
+from areno.kernels.jit import kernel
 
 _BLOCK = 1024
 _ROWS = 8  # quantised blocks of one program
@@ -66,7 +67,7 @@ def _numbers(update: Update) -> tuple[float, ...]:
     )
 
 
-@triton.jit
+@kernel
 def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     squares = tl.zeros([BLOCK], tl.float32)
     nonzeros = tl.zeros([BLOCK], tl.float32)
@@ -81,7 +82,7 @@ def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     tl.store(out + 1, tl.sum(nonzeros, axis=0))
 
 
-@triton.jit
+@kernel
 def _adam_kernel(
     grad_ptr,
     master_ptr,
@@ -110,7 +111,7 @@ def _adam_kernel(
     tl.store(param_ptr + place, master.to(param_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _adam_8bit_kernel(
     grad_ptr,
     master_ptr,

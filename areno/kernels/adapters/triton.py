@@ -13,6 +13,7 @@ from torch import Tensor
 from areno.kernels import early
 from areno.kernels.adapters.places import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import activated
+from areno.kernels.jit import kernel
 
 _MANY = 1024  # rows of y, above which a program takes more of them
 
@@ -118,7 +119,7 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["n_rows", "scaling"])
+@kernel(do_not_specialize=["n_rows", "scaling"])
 def _add_up_kernel(
     y_ptr,
     out_ptr,
@@ -155,7 +156,7 @@ def _add_up_kernel(
     tl.store(place, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_rows", "scaling", "gate_row", "up_row"])
+@kernel(do_not_specialize=["n_rows", "scaling", "gate_row", "up_row"])
 def _swiglu_below_kernel(
     both_ptr,
     out_ptr,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from areno.errors import ConfigError, Problem
 from areno.kernels.attention.sdpa import sdpa_attention
+from areno.kernels.backend import is_before_ampere
 from areno.kernels.spans import packed_attention
 
 BACKENDS = {
@@ -33,14 +34,18 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """The kernel for this device and dtype: one of BACKENDS.
+    """Return the kernel for this device and dtype: one of BACKENDS.
 
-    auto takes torch's: flash-attn is not faster in training (docs/performance.md). exact: a result may not depend on
-    what is computed beside it. ConfigError where engine.attn_backend asks for flash-attn and it cannot be used.
+    auto takes torch's: flash-attn is not faster in training (docs/performance.md). On a GPU that flash attention has no
+    kernels for, every choice is sdpa. exact: a result may not depend on what is computed beside it.
+
+    Raises ConfigError if engine.attn_backend asks for flash-attn where it is not installed or has no such dtype.
     """
     if exact:
         return "spans"
     device = torch.device(device)
+    if is_before_ampere(device):
+        return "sdpa"
     half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     has_flash = half_on_cuda and importlib.util.find_spec("flash_attn") is not None
     if requested == "flash" and not has_flash:
@@ -135,8 +140,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output; out_NHD and saved are what `varlen_forward` returned."""
     rows = cu_seqlens, cu_seqlens, max_len, max_len
-    # The kernel that spans take their gradient from knows half precision alone.
-    if backend == "varlen" or (backend == "spans" and q_NHD.is_cuda and q_NHD.dtype != torch.float32):
+    if backend == "varlen" or (backend == "spans" and _flash_goes_back(q_NHD)):
         log_sum, *states = saved
         states = states or _no_dropout(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
@@ -154,6 +158,11 @@ def varlen_backward(
         )  # fmt: skip
         return grads
     return _sdpa_backward(grad_NHD, q_NHD, k_NKD, v_NKD, cu_seqlens, cu_seqlens, window)
+
+
+def _flash_goes_back(q_NHD: Tensor) -> bool:
+    """Return whether torch's flash kernel, which knows half precision alone, gives the gradient of spans."""
+    return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
 def _left(window: int | None) -> int:

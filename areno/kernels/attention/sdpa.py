@@ -1,4 +1,6 @@
-"""Attention over packed rows by torch's scaled_dot_product_attention, which takes padded batches: the CPU's form.
+"""Attention over packed rows by torch's scaled_dot_product_attention, which takes padded batches.
+
+It is the form of the CPU, of float32, and of GPUs without flash attention.
 
 Shape letters as in `areno/kernels/padding.py`.
 """
@@ -36,6 +38,15 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, window: int | None) ->
         if window is not None:
             mask = mask.triu(n_k - n_q + 1 - window)
     enable_gqa = q_BHLD.shape[1] != k_BKLD.shape[1]
+    if enable_gqa and q_BHLD.is_cuda:
+        # Grouped heads would run the form that holds all scores at once. The memory-efficient kernel has no groups.
+        k_BKLD, v_BKLD = (_each_head(x, q_BHLD.shape[1]) for x in (k_BKLD, v_BKLD))
+        enable_gqa = False
     return F.scaled_dot_product_attention(
         q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=mask is None and n_q == n_k, enable_gqa=enable_gqa
     )
+
+
+def _each_head(x_BKLD: Tensor, n_heads: int) -> Tensor:
+    """Repeat each key head for the query heads that share it: (B, H, L, D)."""
+    return x_BKLD.repeat_interleave(n_heads // x_BKLD.shape[1], dim=1)

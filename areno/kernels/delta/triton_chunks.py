@@ -27,7 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.backend import is_before_ampere
 from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.jit import kernel
 
 # How products are made where q, k and v are bfloat16: "split", with operands as sums of two bfloat16, is faster on an
 # H200 than "tf32", and more precise. Only the kernel along rows lacks registers for the parts: 0.72 ms for 16,384
@@ -119,8 +121,10 @@ def chunks_forward(
 
 
 def products_of(v: Tensor, rounded: str) -> str:
-    """How operands of products are rounded: `rounded` in bf16. In fp32 three products of TF32 are as good on CUDA."""
-    return rounded if v.dtype == torch.bfloat16 else "tf32x3" if v.is_cuda else "ieee"
+    """Return how operands of products are rounded: `rounded` in bf16. In fp32 three products of TF32 are as good."""
+    if v.dtype == torch.bfloat16:
+        return rounded
+    return "tf32x3" if v.is_cuda and not is_before_ampere(v.device) else "ieee"
 
 
 def kernel_sizes(
@@ -295,7 +299,7 @@ def _inverse(system, turned, SIZE: tl.constexpr, PRODUCTS: tl.constexpr):
     return whole
 
 
-@triton.jit
+@kernel
 def _prepare_kernel(
     k_ptr,
     v_ptr,
@@ -350,7 +354,7 @@ def _prepare_kernel(
         store_rows(values_ptr, product(scaled, v, PRODUCTS), line, inside, HEADS, VALUE, VALUE_PART, start)
 
 
-@triton.jit
+@kernel
 def _states_kernel(
     k_ptr,
     sums_ptr,
@@ -397,7 +401,7 @@ def _states_kernel(
         store_rows(after_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
 
 
-@triton.jit
+@kernel
 def _out_kernel(
     q_ptr,
     k_ptr,

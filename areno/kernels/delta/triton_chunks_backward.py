@@ -40,6 +40,7 @@ from areno.kernels.delta.triton_chunks import (
     state_columns,
     store_rows,
 )
+from areno.kernels.jit import kernel
 
 PRODUCTS = "bf16"  # or "split"; see triton_chunks.py
 _ALL = 1 << 20
@@ -103,7 +104,7 @@ def chunks_backward(
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
-@triton.jit
+@kernel
 def _local_kernel(
     grad_ptr,
     q_ptr,
@@ -139,7 +140,7 @@ def _local_kernel(
         store_rows(grad_new_ptr, grad_new, line, inside, HEADS, VALUE, VALUE_PART, start)
 
 
-@triton.jit
+@kernel
 def _grad_states_kernel(
     grad_ptr,
     q_ptr,
@@ -189,7 +190,7 @@ def _grad_states_kernel(
         grad_state = grad_state * kept + product(q, grad, PRODUCTS) - product(held, grad_new, PRODUCTS)
 
 
-@triton.jit
+@kernel
 def _chunks_kernel(
     grad_ptr,
     q_ptr,
@@ -265,7 +266,7 @@ def _chunks_kernel(
         tl.store(grad_sums_ptr + at + each, grad_sums)
 
 
-@triton.jit
+@kernel
 def _systems_kernel(
     k_ptr,
     v_ptr,
@@ -340,7 +341,7 @@ def _systems_kernel(
     store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
 
 
-@triton.jit
+@kernel
 def _keys_kernel(
     k_ptr,
     grad_system_ptr,

@@ -16,6 +16,7 @@ from areno.kernels import early
 from areno.kernels.delta.around.triton_gated_norm import gated_norm
 from areno.kernels.delta.around.triton_parts import LENGTH_EPS, rounded, softplus
 from areno.kernels.delta.parts import DeltaStates, DeltaWeights
+from areno.kernels.jit import kernel
 
 _CHANNELS = 256  # of a program of the convolution
 # Columns of a state that a program takes, and its warps. An H200 does the states of 256 rows of 32 heads of 128 x 128
@@ -50,7 +51,7 @@ def delta_step(given_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slo
     return out_BI
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@kernel(do_not_specialize_on_alignment=["slots_ptr"])
 def _convolve_kernel(
     given_ptr,
     conv_ptr,
@@ -85,7 +86,7 @@ def _convolve_kernel(
     tl.store(mixed_ptr + row * n_channels + channel, total * tl.sigmoid(total), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@kernel(do_not_specialize_on_alignment=["slots_ptr"])
 def _head_kernel(
     given_ptr,
     mixed_ptr,

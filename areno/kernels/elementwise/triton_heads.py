@@ -13,6 +13,7 @@ from torch import Tensor
 
 from areno.kernels import early
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
+from areno.kernels.jit import kernel
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel, for each processor of the device; see `triton_norm.py`
 
@@ -114,7 +115,7 @@ def qk_norm_rope_backward(
     return grad_qkv_NX, grad_2C[0], grad_2C[1]
 
 
-@triton.jit
+@kernel
 def _qk_norm_rope_kernel(
     qkv_ptr,
     cos_ptr,
@@ -173,7 +174,7 @@ def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.const
     return weight
 
 
-@triton.jit
+@kernel
 def _qk_norm_rope_backward_kernel(
     grad_q_ptr,
     grad_k_ptr,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 # Backward kernels loop over tokens, since they sum weight gradients: elements worked on at once, programs for each
 # processor of the device, warps of a program. The fastest on an H200 at hidden sizes of 1024, 2560 and 4096.
 NORM_TILE, NORM_PROGRAMS, NORM_WARPS = 8192, 2, 4
@@ -98,7 +100,7 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-@triton.jit
+@kernel
 def _add_norm_kernel(
     x_ptr, delta_ptr, sum_ptr, weight_ptr, normed_ptr, size, eps, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr
 ):
@@ -118,7 +120,7 @@ def _add_norm_kernel(
     tl.store(normed_ptr + row * size + column, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _norm_backward_kernel(
     grad_ptr,
     grad_sum_ptr,
@@ -161,7 +163,7 @@ def _norm_backward_kernel(
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * size + column, weight_grad, mask=real)
 
 
-@triton.jit
+@kernel
 def _add_sums_kernel(partial_ptr, out_ptr, n_programs, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
     """silu(gate) * up, (N, I), of gate and up side by side. gelu: with the tanh form of GELU instead of SiLU."""
@@ -44,7 +46,7 @@ def activated(gate, up, out_ptr, GELU: tl.constexpr):
     return (silu * up).to(dtype)
 
 
-@triton.jit
+@kernel
 def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +57,7 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.co
     tl.store(out_ptr + row * inner + column, activated(gate, up, out_ptr, GELU), mask=inside)
 
 
-@triton.jit
+@kernel
 def _swiglu_backward_kernel(
     grad_ptr, gate_up_ptr, grad_gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr
 ):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.kernels.backend import capability
+
 logger = logging.getLogger("areno")
 
 _ALIGNMENT = 16  # bytes, of what it reads: rows, and the distance between the columns of a transposed matrix
@@ -44,7 +46,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 @functools.cache
 def _is_right(device: int) -> bool:
     """Tried once on each device, with groups of uneven sizes, an empty one, and rows that belong to none."""
-    if torch.cuda.get_device_capability(device)[0] != _MAJOR:
+    if (capability(f"cuda:{device}") or (0, 0))[0] != _MAJOR:
         return False
     sizes, n_inputs, n_outputs = _TRIED
     with torch.no_grad(), torch.cuda.device(device):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from areno.kernels.experts.library import library_product
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
+from areno.kernels.jit import kernel
 
 # Rows, columns and inputs of a tile; warps; stages. By how many rows an expert has at most on average: experts differ,
 # and one that needs a second tile reads its weights twice.
@@ -30,6 +31,11 @@ _LIBRARY_ROWS = 64  # of an expert, on average, from which on the library's prod
 
 def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
     return next(tile for most, tile in _TILES if n_rows <= most * n_experts)
+
+
+def _stages(x: Tensor, n_stages: int) -> int:
+    """Return how many tiles are loaded ahead. Of fp32 no more than two fit into the shared memory of every GPU."""
+    return n_stages if x.element_size() < 4 else 2
 
 
 def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, row_multiple: int) -> Tensor:
@@ -65,12 +71,12 @@ def grouped_product(x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bo
             COLUMNS=columns,
             INPUTS=inputs,
             num_warps=n_warps,
-            num_stages=n_stages,
+            num_stages=_stages(x_MI, n_stages),
         )
     return out_MO
 
 
-@triton.jit
+@kernel
 def _grouped_product_kernel(
     x_ptr,
     weight_ptr,
@@ -141,11 +147,11 @@ def add_grouped_product(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Ten
         INPUTS=inputs,
         ROWS=rows,
         num_warps=n_warps,
-        num_stages=3,
+        num_stages=_stages(a_MO, 3),
     )
 
 
-@triton.jit
+@kernel
 def _add_grouped_kernel(
     out_ptr,
     a_ptr,
@@ -206,7 +212,7 @@ def combine(y_MD: Tensor, places_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
     return out_ND
 
 
-@triton.jit
+@kernel
 def _combine_kernel(
     y_ptr,
     places_ptr,
@@ -256,7 +262,7 @@ def weighted_swiglu_backward(
     return grad_gate_up_M2I, act_MI, grad_weights_M
 
 
-@triton.jit
+@kernel
 def _weighted_swiglu_kernel(
     grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
 ):

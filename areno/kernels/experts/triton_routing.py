@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 MOST_COPIES = 8192  # each expert's program reads all of them; a sort is better for more
 _BLOCK = 1024
 
@@ -34,7 +36,7 @@ def choose_experts(logits_NE: Tensor, top_k: int, normalised: bool) -> tuple[Ten
     return chosen_Nk, weights_Nk
 
 
-@triton.jit
+@kernel
 def _choose_kernel(
     logits_ptr,
     chosen_ptr,
@@ -88,7 +90,7 @@ def _local(chosen_ptr, copy, n_copies, first, n_experts):
     return tl.where(copy < n_copies, expert, n_experts + 1)
 
 
-@triton.jit(do_not_specialize=["n_copies", "first"])
+@kernel(do_not_specialize=["n_copies", "first"])
 def _sort_kernel(
     chosen_ptr,
     tokens_ptr,

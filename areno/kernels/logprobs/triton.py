@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 _BLOCK = 4096
 
 
@@ -53,7 +55,7 @@ def _rate(temperature: float | Tensor) -> float | Tensor:
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
 
-@triton.jit
+@kernel
 def _softmax_statistics_kernel(
     logits_ptr, targets_ptr, out_ptr, stride, n_rows, first, rate, PER_ROW: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -84,7 +86,7 @@ def _softmax_statistics_kernel(
     tl.store(out + 3 * out_stride, chosen)
 
 
-@triton.jit
+@kernel
 def _logprob_gradient_kernel(
     logits_ptr, lse_ptr, targets_ptr, out_ptr, stride, out_stride, n_rows, first, scale, BLOCK: tl.constexpr
 ):

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import early
+from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.spans.triton import heads_together
 from areno.kernels.spans.triton_paged import paged_attention
@@ -160,7 +161,7 @@ def _attend(
     return best, total, acc
 
 
-@triton.jit(
+@kernel(
     do_not_specialize=["n_team_pieces", "own_splits", "shared_splits"], do_not_specialize_on_alignment=_ROW_POINTERS
 )
 def _piece_kernel(
@@ -327,7 +328,7 @@ def _piece_kernel(
                 tl.store(log_sum_ptr + part, best + tl.log2(total), mask=cell < GROUP)
 
 
-@triton.jit(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
+@kernel(do_not_specialize=["n_parts", "own_splits"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _join_kernel(
     partial_ptr,
     log_sum_ptr,

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 REGION = 16384  # bytes of a program's piece, at the most
 PROGRAMS = 512  # most of a call
 EMPTY = 0x8000  # of each 16 bits: -0 in bfloat16, for which 0 is written; in float32 twice, a number next to 0
@@ -152,7 +154,7 @@ def _sum_of_all(
     return total
 
 
-@triton.jit
+@kernel
 def _meet_add_kernel(
     x_ptr,
     out_ptr,
@@ -174,7 +176,7 @@ def _meet_add_kernel(
     tl.store(out_ptr + first + lane, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@kernel
 def _meet_add_norm_kernel(
     x_ptr,
     part_ptr,
@@ -226,7 +228,7 @@ def _meet_others(signals_ptr, program, count, rank, SIZE: tl.constexpr, N_PROGRA
     tl.debug_barrier()
 
 
-@triton.jit
+@kernel
 def _meet_gather_kernel(
     x_ptr,
     out_ptr,

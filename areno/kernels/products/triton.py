@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
+
 # Up to so many rows: rows, columns and inputs of a tile; warps; stages. The fastest on an H200.
 _TILES = ((16, (16, 32, 256, 4, 4)), (64, (64, 32, 128, 4, 4)), (sys.maxsize, (64, 64, 128, 4, 4)))
 
@@ -37,12 +39,12 @@ def unsplit_product(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tens
             COLUMNS=columns,
             INPUTS=inputs,
             num_warps=n_warps,
-            num_stages=n_stages,
+            num_stages=n_stages if x_NI.element_size() < 4 else 2,  # of fp32 no more fit into a GPU's shared memory
         )
     return out_NO
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@kernel(do_not_specialize=["n_rows"])
 def _product_kernel(
     x_ptr,
     weight_ptr,

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings
 from areno.kernels.sampling.triton_candidates import from_ordered, ordered
 from areno.kernels.sampling.triton_cut import cut
@@ -135,7 +136,7 @@ def _draw(
     return out_2B
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
+@kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _scan_kernel(
     logits_ptr,
     slots_ptr,
@@ -213,7 +214,7 @@ def _uniform(key, position):
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
+@kernel(do_not_specialize_on_alignment=_ROW_POINTERS)
 def _draw_kernel(
     logits_ptr,
     slots_ptr,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 
 ROOM = 1024  # candidates of one span
@@ -135,7 +136,7 @@ def _last_within(x, weights, limit, first, width, top, rate, STEPS: tl.constexpr
     return first
 
 
-@triton.jit
+@kernel
 def _bracket_kernel(
     logits_ptr,
     slots_ptr,
@@ -188,7 +189,7 @@ def _bracket_kernel(
     tl.store(bracket_ptr + tl.num_programs(0) + row, high)
 
 
-@triton.jit
+@kernel
 def _gather_kernel(
     logits_ptr,
     slots_ptr,

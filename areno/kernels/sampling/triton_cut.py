@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
 from areno.kernels.sampling.reference import SamplingSettings
 from areno.kernels.sampling.triton_candidates import find_candidates, from_ordered, mark_of, ordered, row_total
 
@@ -166,7 +167,7 @@ def _search(
     return is_found, least, n_equal
 
 
-@triton.jit
+@kernel
 def _cut_kernel(
     candidates_ptr,
     n_found_ptr,
@@ -217,7 +218,7 @@ def _cut_kernel(
                 tl.store(bounds_ptr + 2 * tl.num_programs(0) + row, 1)
 
 
-@triton.jit
+@kernel
 def _keep_kernel(
     candidates_ptr,
     n_found_ptr,
@@ -297,7 +298,7 @@ def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.co
     return tl.sum(sums.to(tl.float64), axis=0)
 
 
-@triton.jit
+@kernel
 def _cut_row_kernel(
     logits_ptr,
     row_stride,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
 from areno.kernels.spans.reference import SPAN
 
 LOG2_E = 1.4426950408889634
@@ -118,7 +119,7 @@ def join(best, total, span_best, span_total, rate):
     return new_best, tl.fma(total, decay, span_total * weight), decay, weight
 
 
-@triton.jit
+@kernel
 def _packed_kernel(
     q_ptr,
     k_ptr,

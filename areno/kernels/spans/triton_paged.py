@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.spans.reference import SPAN
 from areno.kernels.spans.triton import LOG2_E, TILE, border, heads_together, join, n_spans, rescale
@@ -91,7 +92,7 @@ def _lead_end(length, shared, team_lead):
     return tl.where(shared > 0, tl.minimum(shared, team_lead), tl.minimum(length, _OWN_LEAD))
 
 
-@triton.jit(do_not_specialize=["n_cells", "n_team_pieces", "own_splits", "shared_splits"])
+@kernel(do_not_specialize=["n_cells", "n_team_pieces", "own_splits", "shared_splits"])
 def _part_kernel(
     q_ptr,
     new_k_ptr,
@@ -337,7 +338,7 @@ def _load_tile(
     return k, v
 
 
-@triton.jit(do_not_specialize=["n_cells", "n_parts"])
+@kernel(do_not_specialize=["n_cells", "n_parts"])
 def _join_kernel(
     sums_ptr,
     stats_ptr,

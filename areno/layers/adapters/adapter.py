@@ -25,10 +25,9 @@ from torch.nn import functional as F
 from areno.kernels.adapters import Place, add_below, add_up, swiglu_below, tiles
 from areno.kernels.backend import use_triton
 from areno.kernels.products import add_product, unsplit_product
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.adapters.config import ROW_MULTIPLE, AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
-_MULTIPLE = 16  # of the columns of the product that gives both
 _is_sampling = False
 
 
@@ -109,7 +108,7 @@ class Adapter(nn.Module):
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
         n_out = len(weight_OI)
-        end = -(-(n_out + len(self.a)) // _MULTIPLE) * _MULTIPLE
+        end = -(-(n_out + len(self.a)) // ROW_MULTIPLE) * ROW_MULTIPLE
         weight = weight_OI.new_zeros((end, weight_OI.shape[1]))
         weight[:n_out] = weight_OI
         weight_OI.data, bias = weight[:n_out], None

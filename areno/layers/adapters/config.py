@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+ROW_MULTIPLE = 16  # of a weight with a copy of A below it, and so of the columns of the product that gives both
+
 
 @dataclass(frozen=True)
 class AdapterSpec:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.adapters.config import ROW_MULTIPLE, AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.names import stored_modules, stored_names
 
@@ -23,6 +24,12 @@ class _Linear(NamedTuple):
     n_layers: int
     divides_inputs: bool = False
     least: int = 0
+
+    def on_rank(self, tp_size: int) -> tuple[int, list[int]]:
+        """Return the inputs of one rank, and its outputs of each projection."""
+        if self.divides_inputs:
+            return self.n_in // tp_size, list(self.outputs)
+        return self.n_in, [max(size // tp_size, self.least) for size in self.outputs]
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
@@ -64,10 +71,26 @@ def kept_within(config: TransformerConfig) -> dict[str, str]:
 def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
     """Elements of all adapters on one rank."""
     total = 0
-    for module, linear in _linears(config).items():
-        over_in, over_out = (tp_size, 1) if linear.divides_inputs else (1, tp_size)
-        for name, group in stored_modules(module, config).items():
-            if name.rsplit(".", 1)[-1] in adapters.targets:
-                n_out = sum(max(linear.outputs[index] // over_out, linear.least) for index in group)
-                total += linear.n_layers * adapters.rank * (linear.n_in // over_in + n_out)
+    for linear, groups in _adapted(config, adapters):
+        n_in, outputs = linear.on_rank(tp_size)
+        n_out = sum(outputs[index] for group in groups for index in group)
+        total += linear.n_layers * adapters.rank * (len(groups) * n_in + n_out)
     return total
+
+
+def copied_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
+    """Elements of the copies of A below the layers' weights on one rank, with the rows that fill up a multiple."""
+    total = 0
+    for linear, groups in _adapted(config, adapters):
+        n_in, outputs = linear.on_rank(tp_size)
+        end = sum(outputs) + len(groups) * adapters.rank
+        total += linear.n_layers * (end + -end % ROW_MULTIPLE - sum(outputs)) * n_in
+    return total
+
+
+def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
+    """Yield each linear layer that has adapters, with the groups of its projections that share an A."""
+    for module, linear in _linears(config).items():
+        stored = stored_modules(module, config)
+        if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:
+            yield linear, groups

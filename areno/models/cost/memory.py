@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from areno.config.models import OptimizerType
 from areno.layers.adapters.config import AdapterSpec
 from areno.layers.recurrent.config import Delta
-from areno.models.adapters.shapes import adapter_parameters
+from areno.models.adapters.shapes import adapter_parameters, copied_parameters
 from areno.models.config import TransformerConfig
 
 BUCKET = 2**25  # parameters of layers whose gradients are reduced at once, at least: enough for the full speed of links
@@ -125,17 +125,20 @@ def model_bytes(
     dp_size: int = 1,
     zero_stage: int = 0,
     adapters: AdapterSpec | None = None,
+    copies_a: bool = False,
 ) -> ModelBytes:
     """Of a model that dp_size * tp_size devices train with this optimizer; None is a frozen one.
 
-    zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. Without the padding that
-    makes parameters start at multiples of some elements.
+    zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. copies_a: the weights have
+    copies of the adapters' A below them (Adapter.make_room). Without the padding that makes parameters start at
+    multiples of some elements.
     """
     n_weights = n = parameters(config, tp_size)
     layer, of_layers = layer_parameters(config, tp_size), body_parameters(config, tp_size) - config.hidden_size
     if adapters is not None:
         n = of_layers = adapter_parameters(config, adapters, tp_size)
         n_weights, layer = n_weights + n, n // config.num_layers
+        n_weights += copied_parameters(config, adapters, tp_size) if copies_a else 0
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
     divided = dp_size if zero_stage else 1

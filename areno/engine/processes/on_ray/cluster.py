@@ -85,8 +85,6 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
     if ray.is_initialized():
         return
-    from ray._private import services
-
     given = _given_address(n_nodes)
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
@@ -95,7 +93,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
             _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
             return
         try:
-            address = services.canonicalize_bootstrap_address(cast(str, None))  # None looks for one
+            address = _address_to_join(given)
             is_there = address is not None and _is_there(address)
             if given and not is_there:  # Ray would try for minutes
                 raise ConnectionError("nothing answers there")
@@ -106,6 +104,8 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 # Ray takes about a second to leave when Python ends. Ctrl-C would interrupt that with a traceback.
                 atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
                 return
+        except ConfigError:
+            raise
         except Exception as error:  # Ray raises what its transport does
             where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
             raise ConfigError(
@@ -135,6 +135,23 @@ def _given_address(n_nodes: int) -> str | None:
         text = "is ray, but RAY_ADDRESS={} is that of a Ray client server; start the run on a node of the cluster, {}"
         raise ConfigError(Problem(_KEY, text, given, f"with {expected}"))
     raise ConfigError(Problem(_KEY, "is ray, but RAY_ADDRESS={} is no address; start the run with {}", given, expected))
+
+
+def _address_to_join(given: str | None) -> str | None:
+    """Return HOST:PORT of the given cluster, or of the cluster on this machine. None if no cluster runs here.
+
+    ConfigError if RAY_ADDRESS=auto asks for the cluster on this machine and there is none.
+    """
+    from ray._private import services
+
+    try:
+        return services.canonicalize_bootstrap_address(cast(str, None))  # None: read RAY_ADDRESS, then look for one
+    except ConnectionError as error:
+        if given != _AUTO:
+            raise
+        text = "is ray, but no Ray cluster runs on this machine, which RAY_ADDRESS=auto expects; start one with "
+        text += "`ray start --head`, set RAY_ADDRESS=HOST:PORT, or unset it for a run with {}=1"
+        raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"))) from error
 
 
 def said(error: BaseException) -> str:

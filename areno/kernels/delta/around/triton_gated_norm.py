@@ -14,6 +14,7 @@ from torch import Tensor
 from areno.kernels import early
 from areno.kernels.delta.parts import DeltaWeights
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
+from areno.kernels.jit import kernel
 
 LINES, WARPS = 32, 8  # of a program, at once
 PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `triton_norm.py`
@@ -61,7 +62,7 @@ def gated_norm_backward(
     return grad_out_NHV, grad_norm_V
 
 
-@triton.jit(do_not_specialize=["n_lines"])
+@kernel(do_not_specialize=["n_lines"])
 def _gated_norm_kernel(
     out_ptr,
     given_ptr,
@@ -91,7 +92,7 @@ def _gated_norm_kernel(
     tl.store(normed_ptr + place, out.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_lines"])
+@kernel(do_not_specialize=["n_lines"])
 def _gated_norm_backward_kernel(
     grad_ptr,
     out_ptr,

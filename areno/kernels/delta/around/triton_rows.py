@@ -16,6 +16,7 @@ from torch import Tensor
 from areno.kernels.delta.around.triton_parts import LENGTH_EPS, convolved, sizes_of, softplus
 from areno.kernels.delta.parts import DeltaWeights
 from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.jit import kernel
 
 TOKENS, WARPS = 32, 4  # of a program: of five, the fastest on an H200
 _CHANNELS = 256  # of a program of `last_inputs`
@@ -55,7 +56,7 @@ def last_inputs(given_NP: Tensor, before_RXw: Tensor | None, weights: DeltaWeigh
     return kept_RXw
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _mix_kernel(
     given_ptr,
     conv_ptr,
@@ -124,7 +125,7 @@ def _mix_kernel(
         tl.store(beta_ptr + gate_place, tl.sigmoid(b), mask=is_head)
 
 
-@triton.jit
+@kernel
 def _last_inputs_kernel(
     given_ptr, before_ptr, borders_ptr, kept_ptr, n_given, n_channels, BEFORE: tl.constexpr, BLOCK: tl.constexpr
 ):

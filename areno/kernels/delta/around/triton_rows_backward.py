@@ -18,6 +18,7 @@ from areno.kernels.delta.around.triton_parts import LENGTH_EPS, convolved, sizes
 from areno.kernels.delta.parts import DeltaWeights
 from areno.kernels.delta.row_chunks import RowChunks
 from areno.kernels.elementwise.triton_norm import add_sums
+from areno.kernels.jit import kernel
 
 TOKENS, WARPS = 16, 2  # of a program of the first kernel; the fastest of four on an H200
 CONV_TOKENS, CONV_WARPS = 32, 4  # of the second
@@ -81,7 +82,7 @@ def _before_key(grad_ptr, place, inside, x, scale):
     tl.store(grad_ptr + place, grad.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _before_heads_kernel(
     given_ptr,
     conv_ptr,
@@ -159,7 +160,7 @@ def _before_convolution(
     tl.store(out_ptr + given, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n"])
 def _before_convolution_kernel(
     given_ptr,
     conv_ptr,

@@ -1,0 +1,124 @@
+"""What is said when memory has run out: a table of settings, and the settings that would help beside each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.run import DecoderConfig
+from areno.engine.layout import advice
+from areno.engine.memory import out_of_memory_hint
+from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
+from areno.errors import EngineError
+from areno.layers.adapters.config import AdapterSpec
+
+ADAM, IN_CODES = OptimizerConfig(), OptimizerConfig(type="adam_8bit")
+LORA = LoraSpec(adapters=AdapterSpec(8, 16.0, ("q_proj",)))
+
+
+def told(options: Iterable[advice.Option]) -> str:
+    """What a message says of these options, beginning with the first."""
+    given = list(options)
+    with pytest.raises(EngineError) as caught, out_of_memory_hint("here", lambda: given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return str(caught.value).partition("): ")[2]
+
+
+def spec(n_devices: int = 1, **settings: Any) -> EngineSpec:
+    return EngineSpec(model_path="/m", devices=["cuda:0"] * n_devices, dtype="bfloat16", **settings)
+
+
+OVER_MORE = "divide the model over more devices with engine.world_size and engine.tp_size"
+IN_8_BITS, ADAPT = "set actor.optimizer.type=adam_8bit", "train adapters alone with actor.use_lora=true"
+SMALLER = "choose a smaller model (actor.path)"
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (spec(), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (spec(2), f"raise engine.tp_size to divide the model over more devices, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (spec(2, tp_size=2), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
+        (spec(optimizer=IN_CODES), f"{OVER_MORE}, {ADAPT} or {SMALLER}"),
+        (spec(lora=LORA), f"{OVER_MORE}, {IN_8_BITS} or {SMALLER}"),
+        (spec(random_init=True, optimizer=IN_CODES), f"{OVER_MORE} or {SMALLER}"),
+        (spec(optimizer=None), f"{OVER_MORE} or {SMALLER}"),
+    ],
+    ids=["one", "two", "divided", "8 bits", "adapters", "random", "frozen"],
+)
+def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
+    assert told(advice.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_half_as_many_bytes(dtype: str, has_bf16: bool) -> None:
+    engine = EngineSpec(model_path="/m", devices=["cuda:0"], dtype=dtype)
+    text = told(advice.in_loading(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
+    assert ("set actor.dtype=bfloat16" in text) == (dtype == "float32" and has_bf16)
+
+
+@pytest.mark.parametrize(
+    ("can_offload", "offloaded", "keys"),
+    [
+        (True, (), {"ref", "critic"}),
+        (True, ("ref",), {"critic"}),
+        (True, ("ref", "critic"), set()),
+        (False, (), set()),  # a CPU has no other memory
+    ],
+)
+def test_a_role_does_not_fit_beside_others(can_offload: bool, offloaded: tuple[str, ...], keys: set[str]) -> None:
+    engine = spec()
+    ref = RoleSpec(path="/r", head="lm", key="ref.path", offload="ref" in offloaded)
+    critic = RoleSpec(path="/c", head="value", key="critic.path", optimizer=ADAM, offload="critic" in offloaded)
+    text = told(advice.in_loading(engine, critic, [engine.actor, ref], has_bf16=True, can_offload=can_offload))
+    assert set(re.findall(r"set (\w+)\.offload=true", text)) == keys
+    assert "set critic.optimizer.type=adam_8bit" in text
+    assert "use_lora" not in text
+    assert text.endswith("or choose a smaller model (critic.path)")
+
+
+CACHE = "free the KV cache between rollouts with rollout.drop_rollout_state=true, "
+BUDGET, FRACTION = "lower actor.mb_spec.max_tokens_per_mb", "lower rollout.mem_fraction, set rollout.max_kv_tokens"
+DIVIDE = "or divide the model over more devices (engine.tp_size)"
+
+
+@pytest.mark.parametrize(
+    ("section", "mb_spec", "recomputes", "decoder", "in_adam", "said"),
+    [
+        ("actor", {"max_tokens_per_mb": 8}, True, None, True, f"{BUDGET}, {IN_8_BITS} {DIVIDE}"),
+        ("critic", {"mini_bs": 4}, True, None, False, f"lower critic.mb_spec.mini_bs {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, False, None, False, f"set actor.gradient_checkpointing=true {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {}, False, f"{CACHE}{FRACTION} {DIVIDE}"),
+        ("actor", {"mini_bs": 1}, True, {"max_kv_tokens": 64}, False, f"{CACHE}lower rollout.max_kv_tokens {DIVIDE}"),
+    ],
+    ids=["budget", "rows", "recompute", "cache", "given cache"],
+)  # fmt: skip
+def test_training_runs_out(
+    section: str, mb_spec: Any, recomputes: bool, decoder: Any, in_adam: bool, said: str
+) -> None:
+    beside = [] if decoder is None else advice.beside_training(DecoderConfig(**decoder))
+    options = advice.in_training(
+        section, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, in_adam=in_adam
+    )
+    assert told(options) == said
+
+
+@pytest.mark.parametrize(
+    ("decoder", "on_cuda", "first", "graphs"),
+    [
+        ({}, True, FRACTION, True),
+        ({"max_kv_tokens": 64}, True, "lower rollout.max_kv_tokens", True),
+        ({"eager_decode": True}, True, FRACTION, False),
+        ({}, False, FRACTION, False),
+    ],
+)
+def test_rollout_runs_out(decoder: Any, on_cuda: bool, first: str, graphs: bool) -> None:
+    text = told(advice.in_rollout(DecoderConfig(**decoder), on_cuda=on_cuda))
+    assert text.startswith(f"{first}, lower rollout.max_prefill_tokens")
+    assert text.endswith("set rollout.eager_decode=true to do without CUDA graphs") == graphs
