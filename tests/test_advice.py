@@ -45,11 +45,12 @@ SMALLER = "choose a smaller model (actor.path)"
         (spec(2), f"raise engine.tp_size to divide the model over more devices, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
         (spec(2, tp_size=2), f"{OVER_MORE}, {IN_8_BITS}, {ADAPT} or {SMALLER}"),
         (spec(optimizer=IN_CODES), f"{OVER_MORE}, {ADAPT} or {SMALLER}"),
+        (spec(optimizer=OptimizerConfig(type="sgd")), f"{OVER_MORE}, {ADAPT} or {SMALLER}"),
         (spec(lora=LORA), f"{OVER_MORE}, {IN_8_BITS} or {SMALLER}"),
         (spec(random_init=True, optimizer=IN_CODES), f"{OVER_MORE} or {SMALLER}"),
         (spec(optimizer=None), f"{OVER_MORE} or {SMALLER}"),
     ],
-    ids=["one", "two", "divided", "8 bits", "adapters", "random", "frozen"],
+    ids=["one", "two", "divided", "8 bits", "sgd", "adapters", "random", "frozen"],
 )
 def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
     assert told(advice.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said

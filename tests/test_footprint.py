@@ -201,7 +201,7 @@ def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dic
     told: set[str] = set()
     beside: list[list[Model]] = [[], [REF], [CRITIC], [REF, CRITIC], [REF, REWARD]]
     sizes = [1, 8, 12, 17, 25, 40, 60, 100, 130, 160]
-    choices = ["adam", "adam_8bit"], [False, True], [False, True], beside, sizes
+    choices = ["adam", "adam_8bit", "sgd"], [False, True], [False, True], beside, sizes
     for optimizer, adapters, offload, roles, gib in itertools.product(*choices):
         actor = replace(ACTOR, optimizer=optimizer, adapters=ADAPTERS if adapters else None)
         others = [replace(each, offload=offload and on_cuda) for each in roles if not (adapters and each is REF)]

@@ -321,7 +321,7 @@ class TrainBackend:
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         """Around forward and backward passes of these micro-batches."""
         recomputes = self.recompute or not torch.is_grad_enabled()
-        in_adam = self.optimizer is not None and not self.optimizer.in_8_bits
+        in_adam = self.optimizer is not None and self.optimizer.config.type == "adam"
         fitting = self._kept_layers.fitting
         return training_hint(self.section, mb_spec, fitting, self._beside, recomputes=recomputes, in_adam=in_adam)
 
