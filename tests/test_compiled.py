@@ -14,6 +14,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # about a minute of computing
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [("90", "bfloat16"), ("70", "float32"), ("75", "float32"), ("86", "bfloat16"), ("86", "float32")],
