@@ -129,7 +129,7 @@ def test_rows_are_encoded_once(plain):
         chat_template = None
         calls = 0
 
-        def encode(self, text, add_special_tokens):
+        def encode(self, text):
             self.calls += 1
             return plain.encode(text)
 

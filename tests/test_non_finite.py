@@ -112,7 +112,8 @@ def test_extreme_settings_have_finite_log_probabilities(proxy: SessionProxy, fie
 def test_numbers_out_of_range_are_refused(proxy: SessionProxy, field: str, value: Any) -> None:
     answer = ask(proxy, **{field: value})
     assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == field
+    is_json = isinstance(value, int) or math.isfinite(value)
+    assert answer.json()["error"]["param"] == (field if is_json else None), "JSON has no such numbers"
     assert ask(proxy, logit_bias={"5": value}).status_code == (400 if value != -3 else 200)
 
 

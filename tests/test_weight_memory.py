@@ -15,7 +15,7 @@ from safetensors import safe_open
 from areno import heartbeat
 from areno.engine.train.backend import TrainBackend
 from areno.layers.parallel import ParallelGroup
-from areno.models import weights
+from areno.models.folder import weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
@@ -64,7 +64,7 @@ def test_a_rank_reads_its_own_pieces_and_nothing_else(
         with safe_open(*args, **how) as opened:
             yield Counted(opened)
 
-    monkeypatch.setattr(weights, "safe_open", counting)
+    monkeypatch.setattr(weight_files, "safe_open", counting)
     whole = sum(parameter.nbytes for parameter in model_of(folder).parameters())
     for rank in range(tp_size):
         taken.clear()
