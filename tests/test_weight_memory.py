@@ -87,7 +87,7 @@ def test_what_was_read_of_a_file_does_not_stay_in_memory(tmp_path: Path, monkeyp
     assert size > 40e6
     model = model_of(folder, ParallelGroup(0, 2))
     seen: list[int] = []
-    monkeypatch.setattr(weights, "MAPPED_BYTES", size // 10)
+    monkeypatch.setattr("areno.models.weights.MAPPED_BYTES", size // 10)
     monkeypatch.setattr(heartbeat, "beat", lambda: seen.append(mapped_bytes()))
     before = mapped_bytes()
     load_weights(model, folder)
