@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,16 @@ from areno.kernels.paged import decode_attention
 from tests.test_paged import LENGTHS, cut_into, make_case
 
 pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """LLVM takes over signals when it compiles. At the next of them it would take handlers of later tests away."""
+    yield
+    for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "XCPU", "XFSZ", "SYS"):
+        number = signal.Signals[f"SIG{name}"]
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
