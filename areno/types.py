@@ -192,8 +192,8 @@ class TrainSequence:
     logprobs: log-probability of `tokens[t]` given `tokens[:t]` under the policy that sampled it, as the rollout gives;
     0.0 on the prompt.
     old_logprobs: the same under the policy before its first update on this row, by the training pass: what importance
-    ratios divide by. `Trainer.train` sets it, so that later calls on the row compare with the same policy. None: the
-    policy as it is when training begins.
+    ratios divide by. `Trainer.train` sets it, so that later calls on the row compare with the same policy. None, or NaN
+    for a token: the policy as it is when training begins. Set it to None when you change tokens or temperature.
     advantages, returns, values, ref_logprobs: per token, None where the loss does not need them.
     reward: of the whole row. eos_token_id: for scripts that pad rows themselves; areno packs rows and does not read it.
     weights: factor on each token's policy loss, such as the importance weight of a stale sample; None is 1 everywhere.

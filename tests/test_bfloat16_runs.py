@@ -71,6 +71,24 @@ def test_a_ratio_to_the_rollout_clips_by_rounding(runs: dict[str, Variant], capl
     assert "clipped at 0.0003 (actor.eps_clip)" in told[0]
 
 
+def test_the_warning_names_what_would_help(runs: dict[str, Variant], caplog: pytest.LogCaptureFixture) -> None:
+    """Interpolated log-probabilities compare with the rollout in later updates, however the batch is cut into them."""
+    narrow = ["variant=decoupled", "actor.prox_logp_method=loglinear", "actor.eps_clip=1e-5", "actor.mb_spec.mini_bs=4"]
+    cut = ["actor.mb_spec.max_tokens_per_mb=null", "actor.gradient_accumulation_steps=2", "total_train_steps=1"]
+    runs["grpo"](BF16, *narrow, *cut)
+    [told] = [record.getMessage() for record in caplog.records if "before any update" in record.getMessage()]
+    assert "set actor.prox_logp_method=recompute, or engine.exact=true" in told
+
+
+def test_tokens_that_are_not_trained_have_no_training_log_probability(runs: dict[str, Variant]) -> None:
+    run = runs["grpo"](BF16, "gconfig.max_new_tokens=3", "actor.mask_no_eos_with_zero=true", "total_train_steps=1")
+    samples = run.samples(1)
+    cut = [sample for sample in samples if sample["finish_reason"] == "length"]
+    assert 0 < len(cut) < len(samples)
+    for sample in samples:
+        assert all((value is None) == (sample in cut) for value in sample["train_logprobs"])
+
+
 def test_exact_mode_needs_no_scoring_pass(runs: dict[str, Variant]) -> None:
     run = runs["gspo"](BF16, "engine.exact=true", *FROZEN)
     assert_no_ratio_from_rounding(run, rounds=False)

@@ -52,7 +52,7 @@ def told(steps, divergence=None):
 )
 def test_rounding_against_a_clip_range_that_compares_with_the_rollout(ratio, apart, is_told):
     divergence = Divergence()
-    divergence.ratio = ratio
+    divergence.ratio = (*ratio, "actor.recompute_logprob=true")
     found = told([apart, apart], divergence)
     assert found == ([(1, "rollout and training differ")] if is_told else [])
 

@@ -15,11 +15,13 @@ from areno.bench import shapes
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, UpdateSpec
+from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
 from areno.layers.adapters.config import AdapterSpec
-from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn
+from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
+from areno.models.registry import build_model
 
 FROZEN = dataclasses.replace(OPTIMIZER, lr=1e-30)
 CUT = MicroBatchSpec(max_tokens_per_mb=40)
@@ -100,7 +102,7 @@ def test_a_second_call_on_the_same_rows_compares_with_the_same_policy():
     second = call(backend, rows)
     assert (first["ratio_std"], first["ratio_max"]) == (0.0, 1.0)
     assert second["ratio_std"] > 1e-3
-    assert all(np.array_equal(one, row.old_logprobs) for one, row in zip(kept, rows, strict=True))
+    assert all(np.array_equal(one, row.old_logprobs, equal_nan=True) for one, row in zip(kept, rows, strict=True))
 
 
 def test_rows_of_an_earlier_call_may_be_trained_with_new_ones():
@@ -113,7 +115,39 @@ def test_rows_of_an_earlier_call_may_be_trained_with_new_ones():
     n_old, n_new = (sum(np.count_nonzero(~np.asarray(row.prompt_mask)) for row in part) for part in (old, new))
     mean = (n_old * np.exp(0.25) + n_new) / (n_old + n_new)
     assert stats["ratio_mean"] == pytest.approx(mean, rel=1e-5)
-    assert all(row.old_logprobs is not None and np.isfinite(row.old_logprobs).all() for row in new)
+    for row in new:
+        assert np.array_equal(
+            np.isnan(row.old_logprobs), np.asarray(row.prompt_mask) | (np.arange(len(row.tokens)) == 0)
+        )
+
+
+def test_tokens_that_were_not_trained_before_are_compared_with_the_policy_as_it_is():
+    """Their old log-probability is not known, which is not 0."""
+    backend, rows = make(FROZEN), fresh_rows(make())[4:8]
+    masks = [np.asarray(row.prompt_mask).copy() for row in rows]
+    for row, mask in zip(rows, masks, strict=True):
+        row.prompt_mask = mask | (np.arange(len(mask)) % 2 == 0)
+    call(backend, rows)
+    for row, mask in zip(rows, masks, strict=True):
+        assert np.isnan(row.old_logprobs[np.asarray(row.prompt_mask)]).all()
+        row.prompt_mask = mask
+    stats = call(backend, rows)
+    assert stats["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert stats["ratio_std"] < 1e-5
+    assert all(np.isfinite(row.old_logprobs[~mask]).all() for row, mask in zip(rows, masks, strict=True))
+
+
+def test_a_critic_leaves_the_rows_as_they_are():
+    backend = make(FROZEN)
+    rows = fresh_rows(backend)
+    call(backend, rows[:4])
+    config = dataclasses.replace(backend.model.config, head="value")
+    critic = TrainBackend(build_model(config, dtype=torch.float32, device="cpu"), FROZEN, attn_backend="sdpa")
+    for row in rows:
+        row.values, row.returns = [0.0] * len(row.tokens), [1.0] * len(row.tokens)
+    call(critic, rows, value_loss_fn)
+    assert all(row.old_logprobs is None for row in rows[4:])
+    assert call(backend, rows)["ratio_std"] < 1e-5
 
 
 def test_what_needs_no_ratio_is_not_scored(monkeypatch):
@@ -152,10 +186,10 @@ def test_loglinear_interpolates_after_the_first_update():
     assert later["ratio_std"] > 1e-3
 
 
-def call(backend, rows):
+def call(backend, rows, loss_fn=grpo_loss_fn):
     """Trainer.train on one rank."""
     checked, update = read_rows(rows, 61), UpdateSpec(CUT)
     shares = share_steps(checked, update)
-    result = backend.train(shares[0], grpo_loss_fn, update)
+    result = backend.train(shares[0], loss_fn, update)
     keep_old_logprobs(rows, checked, shares, [result])
     return result.stats

@@ -83,6 +83,19 @@ def test_under_the_weights_that_sampled_it_nothing_has_changed(run: Path, capsys
     assert found["loss"] == pytest.approx(-1.0, rel=1e-4)
 
 
+def test_rounding_of_the_rollout_is_no_ratio(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The weights before the update are at hand, so the ratio is 1 whatever the rollout's log-probabilities."""
+    shutil.copytree(run, tmp_path / "t", symlinks=True)
+    file = tmp_path / "t" / "rollouts" / "000002.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["logprobs"] = [value - 0.5 for value in line["logprobs"]]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = replayed(capsys, tmp_path / "t", "--step", "2", "--sample", "1")
+    assert found["loss"] == pytest.approx(-1.0, rel=1e-4)
+    assert all(token["gradient"] < 0 for token in found["tokens"] if token["trained"])
+
+
 def test_under_a_later_checkpoint_it_has_the_numbers_of_transformers_and_of_the_formula(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

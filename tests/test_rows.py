@@ -195,6 +195,7 @@ def test_gae_reaches_across_tool_spans_and_is_whitened_over_the_batch() -> None:
 def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_signal: bool) -> None:
     """Rewards that are all equal leave only the KL, here of policies that are equal but for rounding."""
     norm = NormConfig(mean_level=levels[0], std_level=levels[1])  # type: ignore[arg-type]
+    norm.std_unbiased, norm.eps = True, 1e-8
     config = actor(kl_ctl=0.1, use_kl_in_reward=True, kl_estimator="k1", adv_norm=norm)
     rows = [
         row(
@@ -206,6 +207,7 @@ def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_
     ]
     largest = max(np.abs(part).max() for part in outcome_advantages(rows, [0, 0, 1, 1], config))
     assert largest > 0.5 if has_signal else 0 < largest < 1e-3
+    assert outcome_advantages([], [], config) == []
 
 
 def test_only_weights_need_a_scoring_pass_before_the_update() -> None:

@@ -297,7 +297,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             temperature: Sampling temperature of the rows; None is the one of this Trainer's last rollout.
             rows_per_unit: Number of adjacent rows that are never separated.
             old_logprobs: "recompute" as above; steps after the first of a call cost a scoring pass. "loglinear": the
-                loss interpolates in these steps. "rollout": ratios compare with the log-probabilities of the rollout.
+                loss interpolates in these steps. "rollout": ratios compare with the rollout. Neither keeps any.
 
         Returns statistics by name (docs/sdk.md lists them). Raises DataError for rows of the wrong form.
         """

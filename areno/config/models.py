@@ -186,7 +186,8 @@ class PolicyConfig(ModelConfig):
     recompute_logprob: bool = setting(
         True,
         help="Take the old log-probabilities from the training pass. The first update of a batch has them anyway; "
-        "later ones cost a scoring pass. false: those of the rollout, which differ by rounding and may clip by it",
+        "later ones cost a scoring pass. false: use those of the rollout; they differ by rounding, which alone can "
+        "push ratios out of a narrow clip range",
     )
     routing_replay: bool = setting(
         False,
@@ -200,9 +201,9 @@ class PolicyConfig(ModelConfig):
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: those of the first update; in later "
-        "ones, interpolated between behaviour and current policy by the row's staleness. metrics: recompute, and log "
-        "the error of loglinear",
+        help="Proximal log-probabilities. recompute: by a forward pass. loglinear: no extra pass; the first update of "
+        "a batch uses its own, later ones interpolate between behaviour and current policy by the row's staleness. "
+        "metrics: recompute, and log the error of loglinear",
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither"
@@ -286,7 +287,8 @@ class PolicyConfig(ModelConfig):
     @property
     def clip_against_rollout(self) -> float | None:
         """The clip range of a ratio that compares with the rollout. None where ratios compare with training."""
-        interpolates = self.prox_logp_method == "loglinear" and self.ppo_n_minibatches > 1
+        updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
+        interpolates = self.prox_logp_method == "loglinear" and updates_again
         return self.eps_clip if interpolates or not self.recompute_logprob else None
 
     @property

@@ -21,7 +21,7 @@ class RejectionSamplingConfig(Section):
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
         "ratio",
         help="ratio: r = proximal / behaviour probability. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r - log r - 1. "
-        "binary_kl: the larger KL, of either direction, between drawing this token and any other",
+        "binary_kl: the larger of the two KL directions, where the only outcomes are this token and any other token",
     )
     agg: Literal["sum", "mean", "max"] = setting(
         "mean", help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric"

@@ -182,10 +182,10 @@ class UpdateSpec:
     n_minibatches=1 make one step of all rows. Set at most one of the two.
     temperature: the one that the rows were sampled at. Models with values have none.
     rows_per_unit: so many adjacent rows are never separated (2 for preference pairs).
-    old_logprobs: what importance ratios divide by, for rows of a rollout that bring no old_logprobs of their own.
-        recompute: the training pass before the first update. That update takes its own forward pass, so its ratios are
-        exactly 1; for the later ones a scoring pass over the same micro-batches comes first. loglinear: as recompute in
-        the first update; the loss interpolates in the later ones. rollout: the log-probabilities of the rollout.
+    old_logprobs: what importance ratios divide by. recompute: the old_logprobs of the rows; where rows have none, the
+        training pass before the first update. That update takes its own forward pass, so its ratios are exactly 1; for
+        the later ones a scoring pass over the same micro-batches comes first. loglinear: as recompute in the first
+        update; the loss interpolates in the later ones. rollout: the log-probabilities of the rollout.
     """
 
     mb_spec: MicroBatchSpec

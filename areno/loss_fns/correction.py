@@ -45,7 +45,7 @@ def behave_weights(
             of the training mask as well, so that means do not count them. "clamp" keeps everything and cuts weights
             outside of the bounds to [lower, upper]: truncated importance sampling.
         metric: Number to compare. ratio: r; kl_k1: log r; kl_k2: (log r)^2 / 2; kl_k3: r - log r - 1; binary_kl: the
-            larger of KL(p, q) and KL(q, p) between drawing this token and drawing any other.
+            larger of KL(p, q) and KL(q, p), where the only outcomes are this token and any other token.
         agg: Row value at level "sequence". Ratios are combined in log space, so mean is the geometric mean and sum the
             ratio of the whole row; the other metrics are combined plainly.
         upper: Largest metric that is accepted.

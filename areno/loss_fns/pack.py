@@ -52,7 +52,7 @@ class DataPack:
         """The per-token tensor `name`. DataError where the rows did not bring it."""
         value = vars(self)[name]
         if value is None:
-            field_name = {"old_logprobs": "logprobs", "rollout_logprobs": "logprobs"}.get(name, name)
+            field_name = {"old_logprobs": "logprobs or old_logprobs", "rollout_logprobs": "logprobs"}.get(name, name)
             raise DataError(f"this loss needs {name}, but the rows have none; set TrainSequence.{field_name}")
         return value
 

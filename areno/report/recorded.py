@@ -16,13 +16,15 @@ from areno.errors import ArenoError
 class RecordedRow:
     """The row of a recorded sample. Arrays have an entry for each token.
 
-    trained: bool. logprobs: of the policy that sampled it, NaN where nothing is recorded. advantages: NaN likewise.
+    trained: bool. logprobs: of the policy that sampled it, by the rollout; NaN where nothing is recorded, as in all of
+    these. train_logprobs: of the policy before the update, by the training pass. advantages: of the trained tokens.
     versions: of the weights that sampled the tokens, the oldest and the newest. missing: what is not known, in words.
     """
 
     tokens: list[int]
     trained: np.ndarray
     logprobs: np.ndarray
+    train_logprobs: np.ndarray
     advantages: np.ndarray
     versions: tuple[int, int] | None = None
     missing: list[str] = field(default_factory=list)
@@ -53,12 +55,13 @@ def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> 
         raise ArenoError("the sample has no tokens")
     trained = np.repeat([False, True], [len(prompt), len(response)])
     row = RecordedRow(
-        tokens=[*prompt, *response], trained=trained, logprobs=np.full(len(trained), np.nan),
-        advantages=np.full(len(trained), np.nan), missing=missing,
+        tokens=[*prompt, *response], trained=trained, missing=missing,
+        **{name: np.full(len(trained), np.nan) for name in ("logprobs", "train_logprobs", "advantages")},
     )  # fmt: skip
     if sample.get("loss_mask") is not None and len(sample["loss_mask"]) == len(response):
         row.trained = np.concatenate([np.zeros(len(prompt), dtype=bool), np.array(sample["loss_mask"], dtype=bool)])
     _fill(row, trained, "logprobs", sample.get("logprobs"))
+    _fill(row, trained, "train_logprobs", sample.get("train_logprobs"))
     _fill(row, trained, "advantages", sample.get("token_advantages"))
     if np.isnan(row.advantages[trained]).all() and sample.get("advantage") is not None:
         row.advantages[trained] = sample["advantage"]
@@ -74,7 +77,7 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
     sources, n_tokens = expand(given["sources"]), len(given["tokens"])
     row = RecordedRow(
         tokens=given["tokens"], trained=expand(given["trained"]).astype(bool),
-        logprobs=np.full(n_tokens, np.nan), advantages=np.full(n_tokens, np.nan),
+        **{name: np.full(n_tokens, np.nan) for name in ("logprobs", "train_logprobs", "advantages")},
     )  # fmt: skip
     # The tokens of a turn that began another row are the model's here, too, but were not sampled in this row.
     _fill(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))

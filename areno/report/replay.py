@@ -92,7 +92,7 @@ def replay(
     if np.isnan(recorded.logprobs[recorded.trained]).any():
         missing.append("the log-probabilities of the rollout, and so the loss")
     elif not np.isnan(recorded.advantages[recorded.trained]).any():
-        _add_loss(found, recorded, now, ref, config, algorithm)
+        _add_loss(found, step, recorded, now, ref, config, algorithm)
     return found
 
 
@@ -212,13 +212,14 @@ def _scored(sample: Mapping[str, Any]) -> ScoredSample:
 
 def _add_loss(
     found: Replay,
+    step: int,
     recorded: RecordedRow,
     now: np.ndarray,
     ref: np.ndarray | None,
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Loss and gradient of each token."""
+    """Add the loss and the gradient of each token. step: in which the sample was trained on."""
     from areno.report.attribution import attribute_loss
 
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
@@ -228,11 +229,15 @@ def _add_loss(
         staleness=0 if recorded.versions is None or not found.checkpoint_step else
         max(0, found.checkpoint_step - recorded.versions[0]),
     )  # fmt: skip
-    row.old_logprobs = row.logprobs  # near enough, and recorded of every token
     if needs_proximal(config.actor):
         correct_rows([row], [now.tolist()], config.actor)
-    if config.actor.use_decoupled_loss:
-        row.old_logprobs = now.tolist()
+    rollout = np.where(recorded.trained, recorded.logprobs, 0.0)
+    if not config.actor.recompute_logprob:
+        row.old_logprobs = rollout
+    elif found.checkpoint_step == step - 1:  # the weights before the update
+        row.old_logprobs = now
+    else:
+        row.old_logprobs = np.where(np.isnan(recorded.train_logprobs), rollout, recorded.train_logprobs)
     found.loss, contributions, gradient = attribute_loss(algorithm.make_loss(config), row, now.tolist())
     if contributions is None:
         found.missing.append("the parts of tokens in the loss: this loss does not weigh tokens")

@@ -100,18 +100,20 @@ def logprobs_apart(difference: History) -> str:
     )
 
 
-def rounding_clips(apart: float, clip: float | None) -> str:
+def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
     """Return a warning if rounding between rollout and training is not small against the clip range.
 
-    apart: absolute difference of the logarithms that the ratio is made of, mean over tokens or sequences. clip: the
-    clip range, None where ratios do not compare with the rollout.
+    Args:
+        apart: Absolute difference of the log-probabilities that a ratio is made of, mean over tokens or sequences.
+        clip: Clip range, None where ratios do not compare with the rollout.
+        remedy: Setting with which they do not.
     """
     if clip is None or not apart > clip / 4:
         return ""
     return (
         f"rollout and training differ by {apart:.2g} before any update, and ratios that compare with the rollout are "
-        f"clipped at {clip:g} (actor.eps_clip), so rounding takes part of the gradient; set "
-        "actor.recompute_logprob=true, or engine.exact=true"
+        f"clipped at {clip:g} (actor.eps_clip), so some tokens or sequences lose their gradient by rounding alone; set "
+        f"{remedy}, or engine.exact=true"
     )
 
 
@@ -134,13 +136,13 @@ class Divergence:
         unanswered: "no row of data.jsonl", where rows have no solutions.
 
     Attributes:
-        ratio: Clip range of importance ratios that compare with the rollout (None where ratios do not), and what has
-            a ratio of its own: "token" or "sequence".
+        ratio: Clip range of importance ratios that compare with the rollout (None where ratios do not), what has a
+            ratio of its own ("token" or "sequence"), and the setting with which ratios do not compare with the rollout.
     """
 
     def __init__(self, reward: str = "", unanswered: str = ""):
         self.reward, self.unanswered = reward, unanswered
-        self.ratio: tuple[float | None, str] = (None, "token")
+        self.ratio: tuple[float | None, str, str] = (None, "token", "")
         self._kept: dict[str, History] = {}
         self._told: list[str] = []
 
@@ -152,7 +154,7 @@ class Divergence:
         for name in (name for name in names if name in scalars):
             self._history(name).add(scalars[name])
         self._history("flat").add(float(is_flat(scalars)))
-        clip, level = self.ratio
+        clip, level, remedy = self.ratio
         apart = "logp_row_diff_mean" if level == "sequence" else "logp_abs_diff_mean"
         length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
@@ -160,7 +162,7 @@ class Divergence:
             "truncated": all_truncated(self._history("rollout/truncated"), length),
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
             "flat": nothing_to_learn(self._history("flat"), reward),
-            "rounding": rounding_clips(scalars.get(f"train/{apart}", 0.0), clip),
+            "rounding": rounding_clips(scalars.get(f"train/{apart}", 0.0), clip, remedy),
             "logprobs": logprobs_apart(self._history("train/logp_abs_diff_mean")),
             "not_finite": rewards_not_finite(
                 scalars.get("rollout/reward_not_finite", 0.0), scalars["rollout/num_sequences"], self.reward

@@ -38,7 +38,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         # The error of what prox_logp_method=loglinear would have taken for `prox`.
         errors = [np.abs(old - new) / (row.staleness + 1) for row, old, new in zip(rows, behave, prox, strict=True)]
         stats["prox_approx_abs_diff_mean"] = np.concatenate(errors).mean()
-    # Ratios compare with the proximal policy, so weights carry the rest of the way from the one that sampled.
+    # The weight is p_old / p_roll, so that weight times ratio is p / p_roll.
     limits = {} if actor.rejection_sampling is None else asdict(actor.rejection_sampling)
     weights, passed = behave_weights(prox, behave, **limits)
     if not actor.recompute_logprob:
@@ -49,8 +49,7 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
         keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
         stats["m2_masked_frac"] = _share_masked(keep)
         weights = [one * other for one, other in zip(weights, keep, strict=True)]
-    if actor.use_decoupled_loss or actor.m2_threshold is not None:
-        set_trained(rows, "weights", weights)
+    set_trained(rows, "weights", weights)
     if actor.use_decoupled_loss:
         for row, kept in zip(rows, passed, strict=True):
             places = places_of(row)

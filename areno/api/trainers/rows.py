@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -184,11 +184,14 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
         if norm is None:
             return returns
-        how = replace(norm, std_level=None) if _are_equal([row.reward for row in rows]) else norm
-        return normalize_tokens(returns, groups, **asdict(how))
+        how: dict[str, Any] = asdict(norm)
+        if _are_equal([row.reward for row in rows]):
+            how["std_level"] = None
+        return normalize_tokens(returns, groups, **how)
     earned_B = [rewards.sum() if rewards.size else row.reward for rewards, row in zip(per_token, rows, strict=True)]
-    divided_B = group_advantages(earned_B, groups, **asdict(norm))
-    centred_B = group_advantages(earned_B, groups, **asdict(replace(norm, std_level=None)))
+    how = asdict(norm)
+    divided_B = group_advantages(earned_B, groups, **how)
+    centred_B = group_advantages(earned_B, groups, **{**how, "std_level": None})
     sets = [0] * len(rows) if norm.std_level == "batch" else groups
     rewards_of = defaultdict(list)
     for row, of_set in zip(rows, sets, strict=True):
@@ -203,7 +206,7 @@ def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
 
 
 def _are_equal(rewards: Sequence[float]) -> bool:
-    return min(rewards) == max(rewards)
+    return len(set(rewards)) <= 1
 
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:

@@ -85,7 +85,9 @@ class Run:
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
         self.divergence = Divergence(reward, unanswered)
         if isinstance(config, PolicyExperimentConfig):
-            self.divergence.ratio = (config.actor.clip_against_rollout, config.actor.ratio_level)
+            actor = config.actor
+            remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
+            self.divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
         self._scalars: dict[str, float] = {}  # of the step under way
         self.stop = Stop() if self.display is None else Stop(self.display.tell)
         self.clock = Stopwatch(self._before_phase)  # of the step under way

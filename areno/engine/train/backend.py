@@ -124,13 +124,14 @@ class TrainBackend:
                 [pack_rows(rows, step, update.rows_per_unit, self.device) for rows in step.micro_batches]
                 for step in steps
             ]
-            if self.model.config.head == "lm":
+            is_policy = self.model.config.head == "lm"
+            if is_policy:
                 score = partial(self._scored_logprobs, temperature=update.temperature)
                 set_before_first_update(batches, update.old_logprobs, self.exact, score)
             stats, old = [], []
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
-                old.append(old_of_step(of_step) if update.old_logprobs == "recompute" else None)
+                old.append(old_of_step(of_step) if is_policy and update.old_logprobs == "recompute" else None)
             return TrainResult(over_steps(stats), old)
 
     def _scored_logprobs(self, packed: PackedTokens, trained_T: Tensor, temperature: float) -> Tensor:
@@ -253,8 +254,9 @@ class TrainBackend:
         if self.exact and is_first and apart:
             raise EngineError(
                 "{} is true, but the model disagrees by {:.3g} with a log-probability that a row of staleness 0 came "
-                "with, before any update; give such rows the rollout's own log-probabilities and temperature. If they "
-                "have them, this is a fault of areno: please report it with your model and device",
+                "with, before any update; give such rows the rollout's own log-probabilities and temperature, and set "
+                "TrainSequence.staleness where the weights were updated since. If they have them, this is a fault of "
+                "areno: please report it with your model and device",
                 Key("engine.exact"), apart,
             )  # fmt: skip
         gradient = self.optimizer.gradient_stats()

@@ -77,7 +77,8 @@ def keep_old_logprobs(
             start = 0
             for row in itertools.chain(*step.micro_batches):
                 if (index := index_of.get(id(row))) is not None:
-                    rows[index].old_logprobs = old_N[start : start + row.n_tokens]
+                    # NaN is "not known": tokens that are not trained have none, and may be trained in a later call.
+                    rows[index].old_logprobs = np.where(row.trained, old_N[start : start + row.n_tokens], np.nan)
                 start += row.n_tokens
 
 

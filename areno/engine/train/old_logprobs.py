@@ -26,11 +26,6 @@ def complete(given_N: Tensor | None, found_N: Tensor) -> Tensor:
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
-def is_known(pack: DataPack) -> bool:
-    """Return whether every row brought the old log-probabilities, or none needs them. Waits for the device."""
-    return pack.old_logprobs is None or not bool(pack.old_logprobs.isnan().any())
-
-
 def set_before_first_update(
     steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens, Tensor], Tensor]
 ) -> None:
@@ -53,7 +48,7 @@ def set_before_first_update(
                 continue
             elif source == "loglinear":
                 pack.old_logprobs = None  # the loss interpolates
-            elif given_N is None or not is_known(pack):
+            elif given_N is None or bool(pack.trained(given_N).isnan().any()):
                 found_N = rollout_N if exact and _is_on_policy(pack) else None
                 pack.old_logprobs = complete(given_N, score(packed, pack.trained_T) if found_N is None else found_N)
 
@@ -63,17 +58,16 @@ def _is_on_policy(pack: DataPack) -> bool:
 
 
 def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:
-    """Add the difference between rollout and training to the statistics, both under the weights of the rollout.
-
-    Later steps whose old log-probabilities do not come from a training pass have nothing to compare.
+    """Add the difference between the rollout and the training pass before the first update to the statistics.
 
     Args:
         stats: Receives train_logprobs_mean, rollout_logprobs_mean, logp_diff_mean (rollout minus training),
-            logp_abs_diff_mean, logp_abs_diff_max and logp_row_diff_mean, the mean over rows of the absolute mean
-            difference of a row, which is the logarithm of a sequence ratio.
+            logp_abs_diff_mean and logp_abs_diff_max; also logp_row_diff_mean, the mean over rows of the absolute
+            difference of a row's means: what rounding would add to the logarithm of the row's sequence ratio.
         pack: The micro-batch.
         logprobs_N: Log-probabilities of this step's forward pass, detached.
-        before_N: Log-probabilities by the training pass under the weights of the rollout; None where they are unknown.
+        before_N: Log-probabilities by the training pass before the first update. None where they are unknown, as in
+            the later steps of sources "rollout" and "loglinear": these add no differences.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:
@@ -94,7 +88,5 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
 
 def of_step(batches: Batches) -> np.ndarray | None:
     """Return the old log-probabilities of a step's tokens in the order of its micro-batches, float32 on the host."""
-    found = [pack.old_logprobs for _, pack in batches]
-    if any(old_N is None for old_N in found):
-        return None
-    return torch.cat([old_N for old_N in found if old_N is not None]).cpu().numpy()
+    found = [pack.old_logprobs for _, pack in batches if pack.old_logprobs is not None]
+    return torch.cat(found).cpu().numpy() if len(found) == len(batches) else None

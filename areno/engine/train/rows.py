@@ -12,7 +12,7 @@ from areno.errors import DataError
 from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
-OLD = "old_logprobs"  # some rows of a call may have been trained before, and others not: then theirs are NaN
+OLD = "old_logprobs"  # of rows and tokens that were trained before; NaN elsewhere
 _SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "weights")
 FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 
@@ -175,7 +175,7 @@ def _read_row(
             raise DataError(f"{called}: {name} holds something that is no number: {error}") from error
         if values.ndim != 1:
             raise DataError(f"{called}: {name} has {values.ndim} dimensions; one number for each token is expected")
-        bad = np.flatnonzero(trained & ~np.isfinite(values))
+        bad = np.flatnonzero(trained & (np.isinf(values) if name == OLD else ~np.isfinite(values)))
         if bad.size:
             raise DataError(f"{called}: {name} is {values[bad[0]]} at token {bad[0]}; trained tokens need a number")
         out.fields[FIELDS[name]] = values

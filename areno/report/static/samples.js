@@ -13,7 +13,7 @@ const COLUMNS = [
 const VALUES = { // what a token can be coloured by: the values of a sample, and the value that has the strongest colour
   "log-probability": [(sample) => sample.logprobs, -5],
   "advantage": [(sample) => sample.token_advantages || (isNumber(sample.advantage) ? sample.tokens.map(() => sample.advantage) : null), 2],
-  "rollout − training": [(sample) => sample.train_logprobs && sample.logprobs && sample.logprobs.map((value, at) => value - sample.train_logprobs[at]), 0.2],
+  "rollout − training": [(sample) => sample.train_logprobs && sample.logprobs && sample.logprobs.map((value, at) => isNumber(sample.train_logprobs[at]) ? value - sample.train_logprobs[at] : null), 0.2],
 };
 const RED = "220, 60, 50", GREEN = "20, 150, 90";
 const browser = { run: 0, lines: [], sort: 0, ascending: true, chosen: null, cache: new Map(), most: PAGE };

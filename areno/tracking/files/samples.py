@@ -203,7 +203,7 @@ class _Lines:
             "versions": _runs(np.asarray(sample.sequence.resp_versions)),
         }
         if sample.train_logprobs is not None:
-            found["train_logprobs"] = _rounded(sample.train_logprobs)
+            found["train_logprobs"] = [None if value != value else value for value in _rounded(sample.train_logprobs)]
         if sample.advantages is not None and np.ptp(sample.advantages) > 0:
             found["token_advantages"] = _rounded(sample.advantages)
         return found
