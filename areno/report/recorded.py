@@ -55,9 +55,13 @@ def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> 
         raise ArenoError("the sample has no tokens")
     trained = np.repeat([False, True], [len(prompt), len(response)])
     row = RecordedRow(
-        tokens=[*prompt, *response], trained=trained, missing=missing,
-        **{name: np.full(len(trained), np.nan) for name in ("logprobs", "train_logprobs", "advantages")},
-    )  # fmt: skip
+        tokens=[*prompt, *response],
+        trained=trained,
+        missing=missing,
+        logprobs=np.full(len(trained), np.nan),
+        train_logprobs=np.full(len(trained), np.nan),
+        advantages=np.full(len(trained), np.nan),
+    )
     if sample.get("loss_mask") is not None and len(sample["loss_mask"]) == len(response):
         row.trained = np.concatenate([np.zeros(len(prompt), dtype=bool), np.array(sample["loss_mask"], dtype=bool)])
     _fill(row, trained, "logprobs", sample.get("logprobs"))
@@ -76,9 +80,12 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
     given = rows[number]
     sources, n_tokens = expand(given["sources"]), len(given["tokens"])
     row = RecordedRow(
-        tokens=given["tokens"], trained=expand(given["trained"]).astype(bool),
-        **{name: np.full(n_tokens, np.nan) for name in ("logprobs", "train_logprobs", "advantages")},
-    )  # fmt: skip
+        tokens=given["tokens"],
+        trained=expand(given["trained"]).astype(bool),
+        logprobs=np.full(n_tokens, np.nan),
+        train_logprobs=np.full(n_tokens, np.nan),
+        advantages=np.full(n_tokens, np.nan),
+    )
     # The tokens of a turn that began another row are the model's here, too, but were not sampled in this row.
     _fill(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
     if sample.get("advantage") is not None:
