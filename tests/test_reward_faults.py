@@ -231,7 +231,7 @@ def test_what_a_function_prints_is_limited_for_each_step_and_cannot_move_the_ter
     assert [line for line in lines if "more than" in line] == [
         "reward: more than 256 KiB printed in this step; the rest is left out"
     ]
-    assert 2**18 < sum(len(line) for line in lines) < 2**18 + 20_000
+    assert 2**18 < sum(len(line) + 64 for line in lines) < 2**18 + 20_000  # 64 for what the log writes before a line
     assert any("ValueError: \\x1b[2J last" in line for line in lines)
     assert all(printable(line) == line for line in lines)
 

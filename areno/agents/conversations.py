@@ -216,7 +216,7 @@ class Conversations:
     def _keep(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Remember the prompt of a first turn if there is room for it, and return it."""
         if _is_first(messages) and (self._most_prompt is None or len(prompt.tokens) <= self._most_prompt):
-            self._remembered.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens))
+            self._remembered.put((prompt.form, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
     def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
@@ -266,7 +266,7 @@ class Conversations:
         """A turn that was sampled for a prompt. message: as clients send it back. end_ids: may be its last token."""
         key = prompt.form, _next_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids)
-        self._remembered.put(key, turn, len(prompt.tokens) + len(tokens))
+        self._remembered.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _continues(self, turn: _Turn, text: str) -> int | None:
         """Where in `text` what follows the turn begins, if all before it is as the model saw and said it."""

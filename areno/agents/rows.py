@@ -36,14 +36,18 @@ _SHOWN = 60  # characters on either side of a difference
 class RowBuilder:
     """Makes trajectories of turns.
 
-    vocab_size: token ids of the model. session: that the turns must come from; None takes those of any.
+    Args:
+        vocab_size: Token ids of the model.
+        session: Session that the turns must come from; None takes turns of any.
+        context: Most tokens of a row; None is no limit.
     """
 
     def __init__(
-        self, conversations: Conversations, policy: LossMaskPolicy, vocab_size: int, session: str | None = None
-    ):
+        self, conversations: Conversations, policy: LossMaskPolicy, vocab_size: int, session: str | None = None,
+        context: int | None = None,
+    ):  # fmt: skip
         self._conversations, self._policy, self._session = conversations, policy, session
-        self._vocab_size = vocab_size
+        self._vocab_size, self._context = vocab_size, context
         self._trained_sources = [
             int(source)
             for source, trained in (
@@ -65,6 +69,8 @@ class RowBuilder:
             if row is None:
                 rows.append(row := _Row())
             row.extend(tokens, self._trained_of(turn, tokens.sampled, is_last=number == len(turns) - 1))
+            if self._context is not None and len(row) > self._context:
+                raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
         last = turns[-1]
         messages = [*last["messages"], last["message"]]
         return Trajectory(

@@ -77,5 +77,6 @@ def score_missing(
 def _read(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
     tokenizer = trainer.get_tokenizer()
     conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
-    builder = RowBuilder(conversations, policy or trainer.loss_mask_policy, trainer.engine.info.vocab_size)
+    policy, info = policy or trainer.loss_mask_policy, trainer.engine.info
+    builder = RowBuilder(conversations, policy, info.vocab_size, context=info.context_len)
     return read_trajectories(trajectories, builder)

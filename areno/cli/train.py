@@ -125,10 +125,10 @@ def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
     """Return what is wrong with the settings, which are called by the flags that stand for them."""
-    from areno.launch.command import told_recipes
+    from areno.launch.command import absolute, told_recipes
     from areno.launch.compose import load
 
-    config_dir = arguments.config_dir
+    config_dir = absolute(arguments.config_dir)
     try:
         with keys_renamed(names.get), told_recipes(algorithm.name, arguments.config_name, config_dir):
             load(algorithm.config, arguments.config_name, settings, config_dir)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from areno.data.row_schema import shared_length
-from areno.data.tokens.shield import control_tokens
+from areno.data.tokens.shield import BREAK, control_tokens
 from areno.errors import DataError, Key
 from areno.types import Message
 
@@ -49,7 +49,8 @@ def render(
                 return apply(enable_thinking=thinking)
         return apply()
     except Exception as error:  # whatever the template's author raises
-        raise DataError(f"the chat template refuses these messages: {type(error).__name__}: {error}") from error
+        said = f"the chat template refuses these messages: {type(error).__name__}: {error}"
+        raise DataError(said.replace(BREAK, "")) from None  # whoever knows a break could make control tokens
 
 
 def assistant_spans(

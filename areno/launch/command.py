@@ -95,13 +95,18 @@ def run(
         return _report(told)
 
 
+def absolute(config_dir: str | None) -> Path | None:
+    """Return the folder of --config-dir as an absolute path, `~` expanded; None where none is given."""
+    return Path(os.path.expanduser(config_dir)).absolute() if config_dir else None
+
+
 def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
     """Do what the arguments ask for, and return the exit code."""
     named = {"--config-name": args.config_name, "--config-dir": args.config_dir, "--resume": args.resume}
     for option, value in named.items():
         if value is not None and not value.strip():
             raise ConfigError(Problem(option, "is empty; a name is expected"))
-    config_dir = Path(os.path.expanduser(args.config_dir)).absolute() if args.config_dir else None
+    config_dir = absolute(args.config_dir)
     if args.help:
         print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
         return 0

@@ -52,6 +52,7 @@ from areno.launch.sweeps.side_by_side import N_JOBS
 T = TypeVar("T", bound=Section)
 
 _RUN_DIR = "${areno.run_dir:${cluster.fileroot},${experiment_name},${trial_name}}"
+_SHOWN = 200  # characters of an override that cannot be read
 _MARK = "areno's recipes"
 _HYDRA = {
     "help": {"header": _MARK},  # whether this is in a composition tells if the recipe is
@@ -325,9 +326,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     line.problems.append(Problem(override.key_or_group, several))
                 else:
                     self._sort(override, text, line, groups)
-            except HydraException:
+            except (HydraException, ValueError, RecursionError):  # of its parser, for numbers and lists without end
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
-                line.problems.append(Problem("", f"cannot read {text!r}; key=value is expected{hint}"))
+                shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+                line.problems.append(Problem("", f"cannot read {shown!r}; key=value is expected{hint}"))
         return line
 
     def _look_up_defaults(self) -> None:

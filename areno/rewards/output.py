@@ -9,7 +9,7 @@ from typing import IO
 from areno.errors import printable
 
 _MOST_BYTES = 2**18  # of a step, of all processes of a pool
-_LINE_BYTES = 4096  # a longer line is cut into several
+_OF_A_LINE, _LINE_BYTES = 64, 4096  # what the log writes before each line; a longer line is cut into several
 
 
 class Output:
@@ -30,7 +30,7 @@ class Output:
             while line := printed.readline(_LINE_BYTES):
                 with self._lock:
                     is_shown = self._left > 0
-                    self._left -= len(line)
+                    self._left -= len(line) + _OF_A_LINE
                     is_last = is_shown and self._left <= 0
                 if is_shown:
                     logger.info("%s: %s", self._name, printable(line.decode(errors="replace").rstrip()))

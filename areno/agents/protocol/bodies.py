@@ -14,7 +14,7 @@ from areno.agents.protocol.errors import ApiError
 
 MOST_LEVELS = 128
 """Lists and objects in each other. All that reads a request afterwards may recurse."""
-_MOST_PARTS = 200_000  # lists, objects and strings that the scanner in C reads: it lets no other thread run meanwhile
+_MOST_PARTS = 200_000  # values but numbers that the scanner in C reads: it lets no other thread run meanwhile
 _MOST_OBJECTS = 200_000  # lists and objects: Python's garbage collector looks through all of them at once
 
 
@@ -55,10 +55,11 @@ def read_json(body: bytes) -> Any:
     """
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
-        n_parts = text.count('"') // 2 + text.count("[") + text.count("{")
+        n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))
         decoder: type[json.JSONDecoder] = _Interruptible if n_parts > _MOST_PARTS else json.JSONDecoder
         # Functions in Python let other threads run.
-        value = decoder(parse_int=lambda digits: int(digits), parse_constant=_refuse).decode(text)
+        numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda text: float(text)}
+        value = decoder(**numbers, parse_constant=_refuse).decode(text)
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:

@@ -16,6 +16,7 @@ from areno.agents.tokens import Runs, Source
 from areno.config.rollout.sampling import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from areno.config.schema.values import show
 
+_LEAST = -1e30  # training holds log-probabilities in float32
 _ROUNDING = 1e-3  # of the log-probability of a token that is nearly certain
 _MOST_VERSION = 2**31 - 1
 _LEAVES = {str, int, float, bool, type(None)}
@@ -88,7 +89,7 @@ def _whole_numbers(values: Mapping[str, Any], name: str, most: int, n: int | Non
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
     numbers = _numbers(choice, "logprobs", {int, float}, n)
-    if wrong := [number for number in numbers if not -1e300 < number <= _ROUNDING]:  # true for NaN, too
+    if wrong := [number for number in numbers if not _LEAST < number <= _ROUNDING]:  # true for NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
     return numbers
 

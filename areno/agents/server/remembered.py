@@ -34,12 +34,20 @@ class Remembered:
             self._entries.move_to_end(key)
             return self._entries[key][0]
 
-    def put(self, key: Key, entry: Any, n_tokens: int) -> None:
-        """Remember an entry in the place of an earlier one. n_tokens: that it keeps."""
+    def put(self, key: Key, entry: Any, n_tokens: int, text: str = "") -> None:
+        """Remember an entry in the place of an earlier one.
+
+        Args:
+            key: Of the entry.
+            entry: Any object.
+            n_tokens: Number of tokens that the entry keeps.
+            text: Text that the entry keeps. A long one may have few tokens, where unknown letters become one token.
+        """
+        size = n_tokens + len(text) // 8 + _OF_AN_ENTRY
         with self._lock:
             self._forget(key)
-            self._entries[key] = entry, n_tokens + _OF_AN_ENTRY
-            self.n_tokens += n_tokens + _OF_AN_ENTRY
+            self._entries[key] = entry, size
+            self.n_tokens += size
             while self.n_tokens > self._most:
                 self._forget(next(iter(self._entries)))
 

@@ -76,9 +76,9 @@ def sample_with_agents(
         sampling_params=params, loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
     ) as session:
         context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
-        rows = RowBuilder(
-            session.proxy.server.chat.conversations, policy, trainer.engine.info.vocab_size, context.session
-        )
+        info = trainer.engine.info
+        conversations = session.proxy.server.chat.conversations
+        rows = RowBuilder(conversations, policy, info.vocab_size, context.session, info.context_len)
         every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
         found: dict[int, ScoredSample] = {}
         agents.output.begin_step()

@@ -92,7 +92,7 @@ class SamplingConfig(Section):
 class GenerationConfig(SamplingConfig):
     """How completions are sampled."""
 
-    n_samples: int = setting(8, help="Completions per prompt", gt=0, flag="--n-samples")
+    n_samples: int = setting(8, help="Completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
     max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
     max_tokens: int | None = setting(
         None,

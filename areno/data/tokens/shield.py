@@ -19,6 +19,7 @@ from areno.data.tokens.control import added_tokens, control_names, first_charact
 BREAK = str(secrets.randbits(80) + 10**25)
 """Nobody can guess it. It has digits only, which templates neither trim nor escape nor write in upper case."""
 
+_ALIAS = str(secrets.randbits(80) + 10**25)  # another number, so that no text without breaks can make one
 _OF_ASSISTANT = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
 _SLICE = 50_000  # characters: to look through them takes some milliseconds at worst
 _KEPT = "_control_tokens"  # attribute of a tokenizer
@@ -101,7 +102,8 @@ class ControlTokens:
             origins.append(origin)
             pieces.append(aliases.get(piece, piece))
             size += len(pieces[-1])
-        found = tokenizer.encode("".join(pieces), add_special_tokens=False)
+        whole = "".join(pieces)
+        found = tokenizer.encode(whole, add_special_tokens=False)
 
         def place(at: int) -> int:
             number = bisect_right(starts, at) - 1
@@ -109,7 +111,9 @@ class ControlTokens:
 
         tokens, offsets = list[int](), Offsets()
         for token, (first, last) in zip(found.ids, found.offsets, strict=True):
-            own = ids.get(token, [token])
+            name, own = ids.get(token, ("", [token]))
+            if name and whole[first:last] != name:  # an unknown letter, which is no control token in words
+                own = [token]
             tokens += own
             offsets += [(place(first), place(last))] * len(own)
         return tokens, offsets
@@ -145,7 +149,7 @@ class ControlTokens:
         return whole_names([BREAK, *names])
 
     @cached_property
-    def _plain(self) -> tuple[Any, dict[str, str], dict[int, list[int]]]:
+    def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
         """Return a tokenizer to which control tokens are ordinary text, their aliases, and what its own ids stand for.
 
         It shares the vocabulary of the tokenizer, so it takes no memory.
@@ -159,16 +163,16 @@ class ControlTokens:
         if backend.pre_tokenizer is not None:
             plain.pre_tokenizer = backend.pre_tokenizer
         n_words, aliases, added = backend.get_vocab_size(with_added_tokens=False), dict[str, str](), dict[int, Any]()
-        ids: dict[int, list[int]] = {}
+        ids: dict[int, tuple[str, list[int]]] = {}
         for number, token in sorted(added_tokens(self._tokenizer).items()):
             added[number], name = token, str(token)
             if name in self.names:
-                aliases[name] = f"{BREAK}:{number};"
+                aliases[name] = f"{_ALIAS}:{number};"
                 added[number] = AddedToken(aliases[name], normalized=False, lstrip=token.lstrip, rstrip=token.rstrip)
                 if number < n_words:  # some kinds of vocabulary find it there: it is spelled then
-                    ids[number] = [part.id for letter in name for part in backend.model.tokenize(letter)]
+                    ids[number] = name, [part.id for letter in name for part in backend.model.tokenize(letter)]
         plain.add_tokens(list(added.values()))
-        return plain, aliases, ids | {plain.token_to_id(str(token)): [number] for number, token in added.items()}
+        return plain, aliases, ids | {plain.token_to_id(str(token)): ("", [number]) for number, token in added.items()}
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,10 +55,15 @@ def _indexed_files(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
     names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if not name.endswith(".safetensors") or set(name) & set("/\\:\0")]:
-        wrong = f"{index}: weight_map names {', '.join(map(repr, outside[:5]))}; "
+    if outside := [name for name in names if not _is_plain(name)]:
+        wrong = f"{index}: weight_map names {', '.join(repr(name[:80]) for name in outside[:5])}; "
         raise CheckpointError(wrong + "expected plain names of .safetensors files in this folder")
     return names
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name is one of a safetensors file in the same folder, which file systems can have."""
+    return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 
 
 @contextmanager
