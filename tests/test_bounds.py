@@ -66,7 +66,7 @@ def test_json_is_the_same_by_both_scanners(most: int, monkeypatch: pytest.Monkey
             read_json(text.encode())
         assert caught.value.status == 400
         assert len(caught.value.message) < 300
-    with pytest.raises(ApiError, match="no JSON"):
+    with pytest.raises(ApiError, match="not valid JSON"):
         read_json(b"\xff\xfe\xff")
     with pytest.raises(ApiError, match="nested more than 128 levels"):
         read_json(json.dumps(nested(129, "list")).encode())
@@ -90,7 +90,7 @@ def test_a_packed_body(wbits: int) -> None:
     encoding, data = "gzip" if wbits == 31 else "deflate", b'{"a": 1}' * 100
     assert unpacked(packed(data), encoding, 800) == data
     for damaged in (b"", packed(data)[:-9], packed(data)[:9] + b"\xff\xff", packed(data) + b"more"):
-        with pytest.raises(ApiError, match=f"the body is no {encoding}"):
+        with pytest.raises(ApiError, match=f"the body is not valid {encoding}"):
             unpacked(damaged, encoding, 800)
     with pytest.raises(ApiError, match="more than 799 bytes"):
         unpacked(packed(data), encoding, 799)

@@ -108,6 +108,13 @@ def test_errors_of_a_chat_speak_of_its_messages(proxy: SessionProxy) -> None:
     assert re.search(r"; shorten the prompt \(messages=3 assistant_turns=1 tool_results=0\)$", message)
 
 
+@pytest.mark.parametrize("name", ["self", "tools", "tokenize"])
+def test_arguments_of_the_template_that_are_the_servers(proxy: SessionProxy, name: str) -> None:
+    said = refused(proxy, "chat/completions", messages=HELLO, chat_template_kwargs={name: "a", "other": 1})
+    expected = f"chat_template_kwargs may not set {name}; it holds extra variables of the chat template"
+    assert said == ("chat_template_kwargs", expected)
+
+
 def test_what_the_cache_has_no_room_for(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = proxy.server.sampler
     monkeypatch.setattr(sampler, "room", replace(sampler.room, kv_tokens=64, vocab_size=12))

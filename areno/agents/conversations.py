@@ -154,7 +154,7 @@ class Conversations:
     async def prompt_beside(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
     ) -> Prompt:
-        """Return the same as `prompt`, in an event loop, which is not held up: threads make long prompts.
+        """Return the same as `prompt`, without blocking the event loop: long prompts are made in threads.
 
         Requests for a prompt that is being made share it. When all of them are cancelled, it is given up.
         """

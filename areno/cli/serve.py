@@ -59,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-running", type=_number(int, 1), default=256, help="answers that are sampled at the same time")
     add("--max-waiting", type=_number(int, 0), default=1024, help="answers that may wait; further requests get 429")
     add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="largest request in MB")
-    add("--max-messages", type=_number(int, 1), default=10_000, help="most messages of a chat")
+    add("--max-messages", type=_number(int, 1), default=10_000, help="maximum number of messages in a chat")
     add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request")
-    add("--shutdown-s", type=_number(float, 0), default=30.0, help="time for the answers under way, at the end")
+    add("--shutdown-s", type=_number(float, 0), default=30.0, help="seconds that answers in progress may take "
+        "after SIGTERM")  # fmt: skip
     add("--tp-size", type=_number(int, 1), default=1, help="devices that share one copy of the model")
     add("--world-size", type=_number(int, 1), help="devices in all; by default every visible one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="kind of device")

@@ -34,11 +34,11 @@ def unpacked(body: bytes, encoding: str, most: int) -> bytes:
     try:
         found = unpacking.decompress(body, most + 1)
     except zlib.error as error:
-        raise ApiError(400, f"the body is no {encoding}: {error}") from None
+        raise ApiError(400, f"the body is not valid {encoding}: {error}") from None
     if len(found) > most:
         raise too_large(most)
     if not unpacking.eof or unpacking.unused_data:
-        raise ApiError(400, f"the body is no {encoding}: it is cut off, or more follows it")
+        raise ApiError(400, f"the body is not valid {encoding}: it is truncated or has trailing data")
     return found
 
 
@@ -63,7 +63,7 @@ def read_json(body: bytes) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if is_deeper(value, MOST_LEVELS):
         raise _too_deep()
     return value

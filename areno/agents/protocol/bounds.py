@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PIECE = 1 << 16  # characters that become tokens at once
-_AT_CUTS = 8  # a count of tokens by pieces may exceed the true one by less than this fraction
+_AT_CUTS = 8  # counting in pieces may overestimate, by less than 1/8
 
 
 def is_deeper(value: Any, most: int) -> bool:

@@ -39,9 +39,9 @@ _UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "prediction
 
 # What `apply_chat_template` takes beside the variables of the template.
 _OF_THE_SERVER = {
-    "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template", "continue_final_message",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
+    "self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 
 
@@ -107,8 +107,11 @@ def read_chat(values: Any, defaults: SamplingParams, most_messages: int = MOST_M
     elif fields.integer("top_logprobs", 0, MOST_TOP):
         raise bad("top_logprobs", "needs logprobs=true")
     template = fields.take("chat_template_kwargs") or {}
-    if not isinstance(template, Mapping) or _OF_THE_SERVER & template.keys():
-        raise bad("chat_template_kwargs", f"is {show(template)}; further arguments of the chat template are expected")
+    if not isinstance(template, Mapping):
+        raise bad("chat_template_kwargs", f"is {show(template)}; an object is expected")
+    if reserved := sorted(_OF_THE_SERVER & template.keys()):
+        what = "it holds extra variables of the chat template"
+        raise bad("chat_template_kwargs", f"may not set {', '.join(reserved)}; {what}")
     request = ChatRequest(
         model=model,
         messages=messages,

@@ -15,7 +15,7 @@ class Remembered:
     """Entries by key. Those that were not used for the longest time are forgotten. Any thread may use it.
 
     Args:
-        most_tokens: Of all entries together. Each counts as 256 tokens more than it has.
+        most_tokens: Limit on the sum over all entries. Each entry counts its tokens plus 256 for its own overhead.
     """
 
     def __init__(self, most_tokens: int):

@@ -31,7 +31,7 @@ class ControlTokens:
     """The control tokens of a tokenizer and its chat template. `control_tokens` makes it.
 
     Attributes:
-        names: Their texts, none where messages may hold them.
+        names: Their texts; empty if messages may contain control tokens.
         made_of: The chat template and the size of the vocabulary.
     """
 
