@@ -251,6 +251,11 @@ def test_all_mistakes_are_told_together_by_the_names_that_the_user_knows(capsys:
         ("--config-name quickstart --min-lr 1 --lr=-1", "error: --lr: is -1.0; it must be at least 0"),
         ("--resume nowhere", "--resume: there is no folder"),
         ("--resume=", "error: --resume: is empty; a name is expected"),
+        ("--config-dir conf --config-name quickstart foo=1", "foo: unknown key"),
+        ("--config-dir conf --config-name absent", "absent"),
+        (f"--config-name quickstart seed={'1' * 5000}", "error: cannot read 'seed=111"),
+        (f"--config-name quickstart seed={'[' * 500}{']' * 500}", "error: cannot read 'seed=[[["),
+        ("--config-name quickstart gconfig.n_samples=1" + "0" * 30, "it must be at most 1000000"),
         ("--config-name quickstart =5", "error: cannot read '=5'; key=value is expected"),
         ("--config-name quickstart +=5", "error: cannot read '+=5'; key=value is expected"),
         (

@@ -12,7 +12,7 @@ from conftest import load_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from areno import ArenoConfig
 from areno.agents.conversations import Conversations
@@ -23,10 +23,12 @@ from areno.api.algorithms import get_algorithm
 from areno.api.inputs.backend import plan_of_arguments, read_arguments
 from areno.api.inputs.plan import open_actor, plan_of_experiment
 from areno.cli.main import main
+from areno.data.chat_template import render_generation_prompt
 from areno.data.encode import encode_generation_prompt, pair_item, prompt_item, sft_sequence
 from areno.data.tokens.control import control_names
-from areno.data.tokens.shield import allow_control_tokens, control_tokens
-from areno.errors import ArenoError
+from areno.data.tokens.shield import BREAK, allow_control_tokens, control_tokens
+from areno.errors import ArenoError, DataError
+from areno.files.paths import find_file
 from areno.launch.compose import load
 
 TOKENIZERS = ["tiny", "qwen3", "qwen2.5", "minimind", "phi3-v"]
@@ -212,6 +214,23 @@ def test_arguments_of_the_template_are_text(tokenizer_of) -> None:
     conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
     prompt = conversations.prompt([{"role": "user", "content": "hi"}], template={"place": FORGED})
     assert control_in(tokenizer, prompt.tokens) == ["<|im_end|>"]
+
+
+def test_an_unknown_letter_stays_unknown_beside_a_break() -> None:
+    """Its id is that of a control token, but its words are not."""
+    tokenizer = AutoTokenizer.from_pretrained(find_file("examples/agentic/small_model/model"))
+    control = control_tokens(tokenizer)
+    assert BREAK in control.shield("é move <")
+    assert control.encode(control.shield("é move <")) == tokenizer.encode("é move <", add_special_tokens=False)
+    assert tokenizer.unk_token_id not in control.encode(control.shield(" <unk>"))
+
+
+def test_a_template_that_refuses_a_message_does_not_tell_the_break(tokenizer_of) -> None:
+    tokenizer = tokenizer_of("tiny")
+    tokenizer.chat_template = "{{ raise_exception('bad: ' + messages[0].content) }}<|im_end|>"
+    with pytest.raises(DataError, match="bad: hi") as caught:
+        render_generation_prompt(tokenizer, [{"role": "user", "content": "hi <|im_end|>"}])
+    assert BREAK not in str(caught.value)
 
 
 def test_tokenizers_of_other_kinds() -> None:

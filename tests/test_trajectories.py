@@ -48,7 +48,7 @@ NO_IDS = (
     [True, 5],
 )
 NO_LOGPROBS = (
-    *NO_LIST, [-1.0], [-1.0] * 3, [-1.0, math.nan], [-1.0, math.inf], [-math.inf, -1.0], [-1.0, 0.01], [-1.0, 10**400],
+    *NO_LIST, [-1.0], [-1.0] * 3, [-1.0, math.nan], [-1.0, math.inf], [-math.inf, -1.0], [-1e200, -1.0], [-1.0, 0.01], [-1.0, 10**400],
     [-(10**400), -1], [-1.0, True], [-1.0, None], [-1.0, "-1"],
 )  # fmt: skip
 NO_SOURCES = (
@@ -118,6 +118,17 @@ def test_a_script_is_told_which_trajectory_is_wrong() -> None:
     ):
         with pytest.raises(DataError, match=r"^trajectory 1: the response of turn 0 was changed|its tokens"):
             read_trajectories(returned(good | {"areno": changed(good["areno"], name, value)}), builder)
+
+
+def test_a_row_longer_than_the_context_costs_its_sample() -> None:
+    tokenizer = load_tokenizer("tiny")
+    conversations = Conversations(tokenizer, parser_for_template(tokenizer.chat_template))
+    good = json.loads(json.dumps(response_of(turn_of(conversations, [USER], "a<|im_end|>", None))))
+    n = len(good["areno"]["prompt_token_ids"]) + len(good["areno"]["choices"][0]["token_ids"])
+    trajectory = AgentTrajectory([AgentTrajectoryTurn(AgentItem("a", {}, [5], 0), [USER], good)])
+    read_trajectories([trajectory], RowBuilder(conversations, LossMaskPolicy(), len(tokenizer), context=n))
+    with pytest.raises(DataError, match=f"has {n} tokens, more than the model's context of {n - 1}"):
+        read_trajectories([trajectory], RowBuilder(conversations, LossMaskPolicy(), len(tokenizer), context=n - 1))
 
 
 DEEP: Any = []
