@@ -144,7 +144,11 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
         ),
         ("gspo", "actor.fsdp.offload_params=true", "actor.fsdp: unknown key; areno has an engine of its own"),
         ("ppo", "critic.megatron.ddp.x=1", "critic.megatron: unknown key; areno has an engine of its own"),
-        ("gspo", "cluster.name_resolve.type=nfs", "cluster.name_resolve: unknown key; scheduler.type=ray finds"),
+        (
+            "gspo",
+            "cluster.name_resolve.type=nfs",
+            "cluster.name_resolve: unknown key; with scheduler.type=ray",
+        ),
         ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; rollout and training take turns"),
         ("ppo", "critic.dtype=bfloat16", "critic.dtype: unknown key; critic has none of its own, see actor.dtype"),
         (

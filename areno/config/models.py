@@ -264,8 +264,8 @@ class PolicyConfig(ModelConfig):
 
     @forbid(
         "prox_logp_method",
-        "is loglinear, which has no proximal log-probabilities before the update. rejection_sampling and m2_threshold "
-        "choose tokens by them; set it to recompute",
+        "is loglinear, but rejection_sampling and m2_threshold need proximal log-probabilities before the update; set "
+        "it to recompute",
     )
     def loglinear_decides_late(self) -> bool:
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
@@ -273,8 +273,8 @@ class PolicyConfig(ModelConfig):
 
     @forbid(
         "recompute_logprob",
-        "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave it "
-        "out",
+        "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave "
+        "recompute_logprob out",
     )
     def decoupled_from_the_rollout(self) -> bool:
         return self.use_decoupled_loss and not self.recompute_logprob

@@ -124,14 +124,14 @@ def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) 
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)
-    reason = "is within what it stands for" if within else "stands for nothing"
+    reason = "refers to a value that contains it" if within else "has no anchor before it"
     raise YamlFault(f"line {event.start_mark.line + 1}: the alias *{event.anchor} {reason}")
 
 
 def _check_size(event: Any, total: int, levels: int) -> None:
     line = event.start_mark.line + 1
     if total > MOST_VALUES:
-        raise YamlFault(f"line {line}: it has more than {MOST_VALUES} values, where an alias counts as all it repeats")
+        raise YamlFault(f"line {line}: it has more than {MOST_VALUES:,} values (each alias counts as a full copy)")
     if levels > MOST_LEVELS:
         raise YamlFault(f"line {line}: it has more than {MOST_LEVELS} levels of nesting")
 

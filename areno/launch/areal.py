@@ -27,7 +27,7 @@ _RUN = {
     "enable_offload": "each model has a setting of its own: ref.offload, critic.offload, reward.offload",
     **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
     **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
-    **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "scheduler.type=ray finds the machines"),
+    **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),
     **dict.fromkeys(("scheduler.endpoint", "scheduler.deploy_mode"), _OWN_PROCESSES),
     **dict.fromkeys(
         ("scheduler.functioncall_service_domain", "scheduler.reward_functioncall_config"),
@@ -59,7 +59,7 @@ _OF_MODELS = {
 
 _OF_MICRO_BATCHES = {
     "n_mbs": "set their size, not their number: mini_bs rows or max_tokens_per_mb tokens",
-    "n_mbs_divisor": "micro-batches need no common number",
+    "n_mbs_divisor": "ranks may have different numbers of micro-batches",
     "granularity": "rows are packed one by one; the two rows of a preference pair stay together",
     "packing_algorithm": "rows are dealt to the copies of the model by cost, and packed first-fit decreasing (ffd)",
 }

@@ -36,7 +36,7 @@ def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
 
 
 def check_references(raw: Mapping[Any, Any]) -> None:
-    """Raise ConfigError if interpolations that refer to each other repeat too many values, which has no end in sight.
+    """Raise ConfigError if interpolations that refer to each other expand to more values than can be made.
 
     raw: the composition with interpolations as they are written.
     """
@@ -59,7 +59,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
             return
     except RecursionError:
         pass
-    raise ConfigError(f"interpolations that refer to each other repeat more than {_MOST_VALUES} values")
+    raise ConfigError(f"interpolations (${{...}}) expand to more than {_MOST_VALUES:,} values")
 
 
 def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ArenoError("{} cannot be read: it holds a {}, where names with values are expected", path, _kind(found))
+        raise ArenoError("{} cannot be read: it holds a {}, where a mapping is expected", path, _kind(found))
     return {str(name): value for name, value in found.items()}
 
 

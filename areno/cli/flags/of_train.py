@@ -48,8 +48,8 @@ _HELP = {
     "--save-interval": "Save a checkpoint every this many steps, and at the end",
     "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
     "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
-    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1 (and so advantages that no group "
-    "makes, such as actor.adv_norm=null), as the samples of a prompt would be equal otherwise",
+    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, as the samples of a prompt "
+    "would be equal otherwise. With --n-samples 1 also set actor.adv_norm=null: a group of one has no advantage",
     "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
     "repo[:config[:split]]",
     "--dataset-loader-fn": "Your own loader, as file.py[:function], for rows of another form",
@@ -225,7 +225,7 @@ def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str]
         return [], []
     if least is None or not 0 <= least <= peak:
         of_lr = f"{lr}" if lr is not None else f"{peak:g} by default"
-        text = f"is {value}, and --lr is {of_lr}; a number from 0 to that is expected"
+        text = f"is {value}; expected a number from 0 to --lr ({of_lr})"
         return [], [Problem("--min-lr", text)]
     return [f"actor.optimizer.min_lr_ratio={least / peak:.12g}"] if peak else [], []
 
