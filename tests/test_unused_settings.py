@@ -149,6 +149,17 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
             "cluster.name_resolve.type=nfs",
             "cluster.name_resolve: unknown key; with scheduler.type=ray",
         ),
+        (
+            "gspo",
+            "actor.dtype=float16",
+            "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?; "
+            "float16 needs a loss scale",
+        ),
+        (
+            "gspo",
+            "scheduler.type=slurm",
+            "scheduler.type: is 'slurm'; expected one of 'local', 'ray'; start Ray on the nodes",
+        ),
         ("gspo", "rollout.queue_size=4", "rollout.queue_size: unknown key; rollout and training take turns"),
         ("ppo", "critic.dtype=bfloat16", "critic.dtype: unknown key; critic has none of its own, see actor.dtype"),
         (

@@ -111,6 +111,8 @@ NOT_HERE = {
     **_RUN,
     **_under(_MODELS, _OF_MODELS),
     "actor.offload": "the actor stays on its device; ref.offload, critic.offload and reward.offload move the others",
+    "actor.dtype=float16": "float16 needs a loss scale, which areno does not have",
+    "scheduler.type=slurm": "start Ray on the nodes that Slurm gave you, and set scheduler.type=ray",
     **_under(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),
     **_under(("actor", "ref"), {"max_new_tokens": "see gconfig.max_new_tokens"}),
     **_under(("actor.reward_norm", "actor.adv_norm"), {"group_size": "a group is the samples of a prompt"}),
