@@ -152,8 +152,8 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
         (
             "gspo",
             "actor.dtype=float16",
-            "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?; "
-            "float16 needs a loss scale",
+            "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or "
+            "float32?; float16 needs a loss scale",
         ),
         (
             "gspo",
