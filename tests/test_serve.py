@@ -254,13 +254,18 @@ def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[int] = []
+    others = set(threading.enumerate())  # timers of other tests
+
+    def timers() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if isinstance(each, threading.Timer) and each not in others]
+
     monkeypatch.setattr("areno.cli.serve._MORE_S", 0.01)
     monkeypatch.setattr(os, "_exit", ended.append)
     with _signals() as stopping, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     assert stopping.asked.is_set()
-    until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+    until(lambda: not timers())
     ended.clear()
     for number in (signal.SIGTERM, signal.SIGINT):
         with _signals() as stopping:
@@ -271,9 +276,8 @@ def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwar
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012
                 os.kill(os.getpid(), number)
                 time.sleep(60)
-        for timer in threading.enumerate():
-            if isinstance(timer, threading.Timer):
-                timer.join(60)
+        for timer in timers():
+            timer.join(60)
         ended.clear()
 
 
