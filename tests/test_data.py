@@ -141,7 +141,7 @@ def test_missing_files(path):
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}', "a.jsonl line 2: byte 0xff at character 13 is not UTF-8"),
         ("a.json", b'[{"prompt": "x"},\n{"prompt": "\xff"}]', "a.json line 2: byte 0xff at character 13 is not UTF-8"),
         ("a.jsonl", '{"prompt": "x"}'.encode("utf-16"), "a.jsonl is UTF-16 text; expected UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}')[:-9], "cannot read .*a.jsonl.gz"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', mtime=0)[:-9], "cannot read .*a.jsonl.gz"),
         ("a.csv.gz", b"prompt\nx\n", "cannot read .*a.csv.gz: Not a gzipped file"),
         ("a.csv", "prompt,x,y,x\na,1,2,3\n", "a.csv has the column 'x' 2 times; give each column a name of its own"),
         ("a.csv", "prompt,,\na,1,2\n", "a.csv has the column '' 2 times"),
