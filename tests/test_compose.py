@@ -83,7 +83,8 @@ def test_everything_wrong_on_the_command_line_in_one_report(work):
         "oddity: unknown key",
         "seed: is 'abc'; an integer is expected",
         "actor.optimzer: unknown key; did you mean actor.optimizer?",
-        "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?",
+        "actor.dtype: is 'float16'; expected one of 'auto', 'bfloat16', 'float32'; did you mean bfloat16 or float32?; "
+        "float16 needs a loss scale, which areno does not have",
         "engine: is 'fast'; a section is expected, with keys device, world_size, tp_size, cp_size, zero_stage, "
         "sequence_parallel, workers, attn_backend, exact, deterministic, dummy_load, stall_timeout_s",
     ]
