@@ -159,7 +159,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
-        self._job_name, self.names = job_name, names
+        self._job_name, self.names = job_name, dict(names)  # a plain one, which can be sent to the process of a run
         self.named_by_time: set[Path] = set()  # folders whose name is the start time, since trial_name is null
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)

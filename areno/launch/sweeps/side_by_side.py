@@ -97,6 +97,7 @@ class SideBySide:
             try:
                 process.start()
             except (pickle.PicklingError, AttributeError, TypeError) as error:
+                self._free.put(share)  # the runs after it shall say so, too, and not wait
                 text = "is more than 1, but the run cannot be given to another process: {}"
                 raise ConfigError(Problem(N_JOBS, text, error)) from error
             self._running.append(running)
