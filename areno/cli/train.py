@@ -125,7 +125,8 @@ def _problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
     """Return what is wrong with the settings, which are called by the flags that stand for them."""
-    from areno.launch.command import absolute, told_recipes
+    from areno.files.paths import absolute
+    from areno.launch.command import told_recipes
     from areno.launch.compose import load
 
     config_dir = absolute(arguments.config_dir)

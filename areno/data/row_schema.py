@@ -45,7 +45,10 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
 
 def bad_text(value: Any, levels: int = MOST_LEVELS) -> str | None:
-    """Return what is wrong with a text in `value`, or with its depth, or None. levels: how deep it may be nested."""
+    """Return what is wrong with a text in `value` or with the nesting of `value`; None if nothing is.
+
+    levels: Deepest nesting that is allowed.
+    """
     if isinstance(value, str):
         return text_problem(value)
     if isinstance(value, Mapping):

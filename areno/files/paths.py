@@ -26,6 +26,11 @@ def existing_path(path: str | Path) -> Path | None:
     return None
 
 
+def absolute(folder: str | Path | None) -> Path | None:
+    """Return a folder as an absolute path with `~` expanded; None where none is given."""
+    return Path(os.path.expanduser(folder)).absolute() if folder else None
+
+
 @contextmanager
 def model_of(key: str) -> Iterator[None]:
     """Around code that reads the model folder or hub id of the setting `key`: a CheckpointError then names it.

@@ -29,6 +29,7 @@ from areno.config.schema.build import with_defaults
 from areno.config.schema.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
 from areno.files import starting
+from areno.files.paths import absolute
 from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
 from areno.launch import help, library
@@ -93,11 +94,6 @@ def run(
             raise
         _trace(error)
         return _report(told)
-
-
-def absolute(config_dir: str | None) -> Path | None:
-    """Return the folder of --config-dir as an absolute path, `~` expanded; None where none is given."""
-    return Path(os.path.expanduser(config_dir)).absolute() if config_dir else None
 
 
 def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:

@@ -40,7 +40,7 @@ from areno.config.experiments import NEEDS
 from areno.config.schema.build import build, with_defaults
 from areno.config.schema.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
-from areno.files.paths import root
+from areno.files.paths import absolute, root
 from areno.files.stopping import not_lost
 from areno.launch import library
 from areno.launch.elsewhere import hint
@@ -155,7 +155,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     ):
         self.cls = cls
         self.config_name = config_name.removesuffix(".yaml")
-        self.config_dir = Path(os.path.expanduser(config_dir)).absolute() if config_dir else None
+        self.config_dir = absolute(config_dir)
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time

@@ -74,10 +74,10 @@ class TokenTexts:
 
 
 class Spelling:
-    """The tokens of one completion with their texts, however they come in pieces.
+    """The text of each token of one completion, found while the tokens arrive in pieces.
 
-    The last token of a character has all of it, and those before it have no text. Hidden tokens have none either.
-    The arguments are those of TextStream.
+    If a character takes several tokens, the last of them has the character and the others are empty. Hidden tokens,
+    such as end-of-sequence, are empty, too. The constructor takes the arguments of TextStream.
     """
 
     def __init__(
