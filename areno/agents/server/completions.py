@@ -111,7 +111,7 @@ class _Completion:
         return to_json(body | self._token_field(found))
 
     def _choice(self, index: int, number: int, output: GenerationOutput, said: str, prompt: list[Spelled]) -> Json:
-        """Return one choice of the answer to prompt `number`. said, prompt: the text and the tokens to echo in front."""
+        """Return one choice of the answer to prompt `number`. said, prompt: text and tokens to echo in front."""
         request, text = self._request, ""
         scores: list[answers.SpelledScore] = []
         if prompt:
