@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import codecs
 import os
 import pty
 import re
@@ -44,8 +45,8 @@ class Terminal:
 
     @property
     def written(self) -> str:
-        """All that was written so far."""
-        return self._bytes.decode()
+        """All that was written so far, up to the last whole character."""
+        return codecs.getincrementaldecoder("utf-8")().decode(self._bytes)
 
     def close(self) -> None:
         """Nothing more will be written."""
