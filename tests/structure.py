@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,11 +180,10 @@ def long_functions(tree: dict[str, Module], most: int) -> set[str]:
     }
 
 
-def big_folders(tree: dict[str, Module], most: int) -> set[str]:
-    lines: dict[str, int] = {}
-    for module in tree.values():
-        lines[module.folder] = lines.get(module.folder, 0) + len(module.source.splitlines())
-    return {folder for folder, count in lines.items() if count > most}
+def crowded_folders(tree: dict[str, Module], limit: int) -> set[str]:
+    """Folders with more modules than the limit. The `__init__.py` and folders below do not count."""
+    counts = Counter(module.folder for module in tree.values() if module.path.stem != "__init__")
+    return {folder for folder, count in counts.items() if count > limit}
 
 
 # Habits

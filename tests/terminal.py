@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import codecs
+import fcntl
 import os
 import pty
 import re

@@ -42,8 +42,12 @@ def _registry_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(algorithms, "_registered", {})
 
 
+def policy_only() -> type[areno.PolicyOnlyTrainer]:
+    return areno.PolicyOnlyTrainer
+
+
 def mine(**changes: Any) -> Algorithm:
-    settings = {"name": "mine", "config": MyConfig, "loop": "policy_only", "loss_fn": lambda config: grpo_loss_fn}
+    settings = {"name": "mine", "config": MyConfig, "loop": policy_only, "loss_fn": lambda config: grpo_loss_fn}
     return Algorithm(**{**settings, **changes})
 
 
@@ -90,16 +94,21 @@ def test_a_folder_on_the_path_is_no_installation(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loop": "polciy"}, "loop is 'polciy'; expected one of sft, dpo, policy_only, ppo"),
+        ({"loop": "polciy"}, "loop is 'polciy'; a function that returns the class of a loop is expected, such as"),
         ({"loss_fn": None, "config": PolicyExperimentConfig}, "PolicyExperimentConfig describes no loss"),
-        ({"loop": "dpo", "config": DPOConfig}, "loop dpo takes the loss from its configuration"),
-        ({"config": dict}, "config is dict; loop policy_only needs PolicyExperimentConfig or a subclass of it"),
-        ({"loop": "ppo"}, "config is MyConfig; loop ppo needs CriticExperimentConfig"),
+        ({"config": DPOConfig}, "config is DPOConfig, which brings its own loss; define loss_fn in the class instead"),
+        ({"config": dict}, "config is dict; a subclass of ExperimentConfig is expected"),
     ],
 )
 def test_an_algorithm_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mine(**changes)
+
+
+def test_a_loop_that_reads_another_configuration() -> None:
+    algorithm = mine(loop=lambda: areno.PPOTrainer)
+    with pytest.raises(ConfigError, match="config is a MyConfig; PPOTrainer needs a CriticExperimentConfig"):
+        algorithm.trainer(load(MyConfig, "quickstart", []))
 
 
 def test_a_role_that_is_needed_has_to_be_configured() -> None:
@@ -136,6 +145,7 @@ MINE = '''"""REINFORCE with a moving baseline."""
 from dataclasses import dataclass
 from functools import partial
 
+import areno
 from areno.api import Algorithm, register_algorithm
 from areno.launch import run_algorithm
 from areno.config.experiments import PolicyExperimentConfig
@@ -175,7 +185,13 @@ def make_loss(config):
 
 
 ALGORITHM = register_algorithm(
-    Algorithm(name="mine", config=Config, loop="policy_only", loss_fn=make_loss, advantage_fn=advantages)
+    Algorithm(
+        name="mine",
+        config=Config,
+        loop=lambda: areno.PolicyOnlyTrainer,
+        loss_fn=make_loss,
+        advantage_fn=advantages,
+    )
 )
 if __name__ == "__main__":
     run_algorithm(ALGORITHM)

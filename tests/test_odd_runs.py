@@ -20,7 +20,7 @@ from played import TASK, Main, Played, task_folder
 from areno.api import get_algorithm
 from areno.cli.main import main
 from areno.launch import command
-from areno.recipes.gspo import GSPOConfig
+from areno.recipes.gspo import GSPOConfig, loop
 from areno.report import page, replay
 
 
@@ -185,7 +185,7 @@ def test_replay(work, name, change, number):
 @bounded(15)
 def test_resume(work, name, change):
     odd_run(name, change)
-    played = Played(name="gspo", config=GSPOConfig, loop="policy_only", default="small", main=Main())
+    played = Played(name="gspo", config=GSPOConfig, loop=loop, default="small", main=Main())
     ends(lambda: command.run(played, "gspo", ["--resume", "t"]))
     ends(lambda: command.run(played, "gspo", ["--config-dir=my", "--config-name=small", "trial_name=t",
                                               "cluster.fileroot=.", "experiment_name=."]))  # fmt: skip

@@ -92,7 +92,7 @@ def test_files_functions_and_folders_are_short() -> None:
     hold(structure.long_files((REPO / "areno").rglob("*.py"), REPO, 450), set())
     hold(structure.long_files((REPO / "tests").rglob("*.py"), REPO, 450), set())
     hold(structure.long_functions(OUTSIDE_KERNELS, 60), set())
-    hold(structure.big_folders(TREE, 1600), set())
+    hold(structure.crowded_folders(TREE, 20), set())
 
 
 def test_attributes_of_our_types_are_named_in_code() -> None:
@@ -194,7 +194,7 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
     files = (tmp_path / "areno").rglob("*.py")
     assert structure.long_files(files, tmp_path, 6) == {"areno/api/a.py", "areno/api/c/d.py"}
     assert structure.long_functions(tree, 3) == {"areno.api.a.f"}
-    assert structure.big_folders(tree, 10) == {"areno.api"}
+    assert structure.crowded_folders(tree, 1) == {"areno.api"}
 
 
 def test_attributes_by_name_are_found(tmp_path: Path) -> None:

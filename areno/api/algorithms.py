@@ -3,7 +3,9 @@
 An algorithm is a configuration class and a loop. The class says which loss and which advantages its settings describe;
 an Algorithm may bring others. A file of your own registers one and runs it, as examples/algorithms does:
 
-    ALGORITHM = register_algorithm(Algorithm(name="mine", config=MyConfig, loop="policy_only", loss_fn=my_loss))
+    ALGORITHM = register_algorithm(
+        Algorithm(name="mine", config=MyConfig, loop=lambda: areno.PolicyOnlyTrainer, loss_fn=my_loss)
+    )
     if __name__ == "__main__":
         run_algorithm(ALGORITHM)  # of areno.launch
 
@@ -16,75 +18,81 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areno.config.experiments import (
-    CriticExperimentConfig,
     ExperimentConfig,
     LossFn,
-    PolicyExperimentConfig,
     PreferenceExperimentConfig,
     SupervisedExperimentConfig,
 )
 from areno.errors import ConfigError, Problem
 
-_LOOPS: dict[str, tuple[str, str, type[ExperimentConfig]]] = {  # module, class, and the configuration that it reads
-    "sft": ("areno.api.trainers.sft", "SFTTrainer", SupervisedExperimentConfig),
-    "dpo": ("areno.api.trainers.dpo", "DPOTrainer", PreferenceExperimentConfig),
-    "policy_only": ("areno.api.trainers.policy_only", "PolicyOnlyTrainer", PolicyExperimentConfig),
-    "ppo": ("areno.api.trainers.ppo", "PPOTrainer", CriticExperimentConfig),
-}
 _registered: dict[str, Algorithm] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """How a policy is trained.
+    """How a policy is trained: a configuration, a training loop and a loss.
 
-    config: its experiment dataclass, a subclass of the one that the loop reads. default: its default --config-name.
-    loop: which loop of areno.api.trainers runs it. "policy_only" samples groups and needs no critic, "ppo" adds one;
-    "sft" and "dpo" train on rows as they are.
-    loss_fn: configuration -> loss function (pack, logprobs) -> (loss, stats), see areno.loss_fns. None: the one that
-    the configuration describes, config.loss_fn().
-    advantage_fn: see AdvantageFn in areno.api.trainers.rows. None: the configuration's own, config.advantages().
-    roles: models beside the actor that must be configured, such as "ref", whose log-probabilities the rows then carry.
+    Attributes:
+        name: What `--algo` and get_algorithm call the algorithm.
+        config: Its experiment dataclass, a subclass of the one that the loop reads.
+        loop: A function that imports and returns the class of the training loop, so that `--help` need not load torch:
+            PolicyOnlyTrainer samples groups and needs no critic, PPOTrainer adds a critic, SFTTrainer and DPOTrainer
+            train on rows of a dataset.
+        default: The default of --config-name.
+        loss_fn: Makes the loss function `(pack, logprobs) -> (loss, stats)` from the configuration, see
+            areno.loss_fns. None takes the loss of the configuration, `config.loss_fn()`.
+        advantage_fn: See AdvantageFn in areno.trainers.rows. None takes `config.advantages()`.
+        roles: Models beside the actor that must be configured, such as "ref", whose log-probabilities the rows carry.
     """
 
     name: str
     config: type[ExperimentConfig]
-    loop: Literal["sft", "dpo", "policy_only", "ppo"]
+    loop: Callable[[], type[Any]]
     default: str = "quickstart"
     loss_fn: Callable[[Any], LossFn] | None = None
     advantage_fn: Callable[..., Any] | None = None
     roles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.loop not in _LOOPS:
-            raise ValueError(f"loop is {self.loop!r}; expected one of {', '.join(_LOOPS)}")
-        needed = _LOOPS[self.loop][2]
-        if not issubclass(self.config, needed):
-            expected = f"loop {self.loop} needs {needed.__name__} or a subclass of it"
-            raise ValueError(f"config is {self.config.__name__}; {expected}")
+        if not callable(self.loop) or isinstance(self.loop, type):
+            example = "a function that returns the class of a loop is expected, such as lambda: areno.PolicyOnlyTrainer"
+            raise ValueError(f"loop is {self.loop!r}; {example}")
+        if not issubclass(self.config, ExperimentConfig):
+            raise ValueError(f"config is {self.config.__name__}; a subclass of ExperimentConfig is expected")
         if self._trains_on_rows and (self.loss_fn or self.advantage_fn):
-            raise ValueError(f"loop {self.loop} takes the loss from its configuration; define loss_fn in the class")
+            name = self.config.__name__
+            raise ValueError(f"config is {name}, which brings its own loss; define loss_fn in the class instead")
         if self.loss_fn is None and self.config.loss_fn is ExperimentConfig.loss_fn:
             raise ValueError(f"{self.config.__name__} describes no loss; define loss_fn in the class, or give loss_fn")
 
     @property
     def _trains_on_rows(self) -> bool:
-        return self.loop in ("sft", "dpo")
+        return issubclass(self.config, (SupervisedExperimentConfig, PreferenceExperimentConfig))
 
     def trainer(self, config: Any, run_dir: str | Path | None = None, **given: Any) -> Any:
-        """The loop, ready for `fit()`. `given`: rows and functions of a script: train_dataset=, reward_fn=, ..."""
+        """Make the training loop, ready for `fit()`.
+
+        Args:
+            config: The configuration of the run, an instance of `self.config`.
+            run_dir: The folder of logs, rollouts and checkpoints. None makes a new one under cluster.fileroot.
+            given: Rows and functions of a script: train_dataset=, valid_dataset=, reward_fn=.
+
+        Returns:
+            An instance of the class that `loop` returns. Close it, or use it as a context manager.
+
+        Raises:
+            ConfigError: A role that the algorithm needs is null, or `config` is of another class than the loop reads.
+        """
         missing = [role for role in self.roles if vars(config).get(role) is None]
         if missing:
             said = "is null, but {} needs it; add {}=default"
             raise ConfigError(Problem(role, said, self.name, role) for role in missing)
-        module, name, _ = _LOOPS[self.loop]
-        loop = vars(import_module(module))[name]
+        loop = self.loop()
         if self._trains_on_rows:
             return loop(config, run_dir=run_dir, **given)
         return loop(config, self.make_loss(config), run_dir=run_dir, advantage_fn=self.advantage_fn, **given)

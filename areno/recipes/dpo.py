@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
+
+if TYPE_CHECKING:
+    from areno.api.trainers.dpo import DPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -61,7 +64,14 @@ class DPOConfig(PreferenceExperimentConfig):
         return partial(dpo_loss_fn, beta=actor.beta, label_smoothing=actor.label_smoothing, loss_type=actor.loss_type)
 
 
-ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop="dpo", default="quickstart_dpo")
+def loop() -> type[DPOTrainer]:
+    """Import the training loop, which takes longer than `--help` may."""
+    from areno.api.trainers.dpo import DPOTrainer
+
+    return DPOTrainer
+
+
+ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop=loop, default="quickstart_dpo")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.dpo")

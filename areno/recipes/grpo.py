@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
 from areno.config.models import TokenPolicyConfig
 from areno.config.schema.fields import setting
 from areno.launch import run_recipe
+
+if TYPE_CHECKING:
+    from areno.api.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -66,7 +69,14 @@ def token_loss_settings(actor: TokenPolicyConfig, max_new_tokens: int) -> dict[s
     }
 
 
-ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop="policy_only")
+def loop() -> type[PolicyOnlyTrainer]:
+    """Import the training loop, which takes longer than `--help` may."""
+    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+
+    return PolicyOnlyTrainer
+
+
+ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop=loop)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.grpo")

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
 from areno.config.models import PolicyConfig
 from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
+
+if TYPE_CHECKING:
+    from areno.api.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -64,7 +67,14 @@ class GSPOConfig(KLExperimentConfig):
         )
 
 
-ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop="policy_only")
+def loop() -> type[PolicyOnlyTrainer]:
+    """Import the training loop, which takes longer than `--help` may."""
+    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+
+    return PolicyOnlyTrainer
+
+
+ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop=loop)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.gspo")

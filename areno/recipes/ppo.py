@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
@@ -29,6 +29,9 @@ from areno.config.schema.fields import check, forbid, setting
 from areno.errors import Problem
 from areno.launch import run_recipe
 from areno.recipes.grpo import token_loss_settings
+
+if TYPE_CHECKING:
+    from areno.api.trainers.ppo import PPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -82,7 +85,14 @@ class PPOConfig(CriticExperimentConfig):
         return partial(ppo_loss_fn, **token_loss_settings(self.actor, self.gconfig.max_new_tokens))
 
 
-ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop="ppo", default="quickstart_ppo")
+def loop() -> type[PPOTrainer]:
+    """Import the training loop, which takes longer than `--help` may."""
+    from areno.api.trainers.ppo import PPOTrainer
+
+    return PPOTrainer
+
+
+ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop=loop, default="quickstart_ppo")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.ppo")

@@ -8,10 +8,14 @@ loss = mean over all response tokens of the step of -log p        (of the assist
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, SupervisedExperimentConfig
 from areno.launch import run_recipe
+
+if TYPE_CHECKING:
+    from areno.api.trainers.sft import SFTTrainer
 
 
 @dataclass(kw_only=True)
@@ -24,7 +28,14 @@ class SFTConfig(SupervisedExperimentConfig):
         return sft_loss_fn
 
 
-ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop="sft", default="quickstart_base")
+def loop() -> type[SFTTrainer]:
+    """Import the training loop, which takes longer than `--help` may."""
+    from areno.api.trainers.sft import SFTTrainer
+
+    return SFTTrainer
+
+
+ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop=loop, default="quickstart_base")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.sft")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import areno
 from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
 from areno.config.models import PolicyConfig
@@ -81,7 +82,12 @@ def loss_fn(config):
 
 
 ALGORITHM = Algorithm(
-    name="dro", config=DROConfig, loop="policy_only", loss_fn=loss_fn, advantage_fn=advantages, roles=("ref",)
+    name="dro",
+    config=DROConfig,
+    loop=lambda: areno.PolicyOnlyTrainer,
+    loss_fn=loss_fn,
+    advantage_fn=advantages,
+    roles=("ref",),
 )
 register_algorithm(ALGORITHM)
 
