@@ -24,21 +24,21 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from areno.api.inputs.backend import Areno, ArenoConfig
     from areno.api.trainer import Trainer
-    from areno.api.trainers.dpo import DPOTrainer
-    from areno.api.trainers.policy_only import PolicyOnlyTrainer
-    from areno.api.trainers.ppo import PPOTrainer
-    from areno.api.trainers.sft import SFTTrainer
+    from areno.plan.backend import Areno, ArenoConfig
+    from areno.trainers.dpo import DPOTrainer
+    from areno.trainers.policy_only import PolicyOnlyTrainer
+    from areno.trainers.ppo import PPOTrainer
+    from areno.trainers.sft import SFTTrainer
     from areno.types import ModelRole, SamplingParams, TrainSequence
 
 _NAMES = {
-    "areno.api.inputs.backend": ("Areno", "ArenoConfig"),
+    "areno.plan.backend": ("Areno", "ArenoConfig"),
     "areno.api.trainer": ("Trainer",),
-    "areno.api.trainers.dpo": ("DPOTrainer",),
-    "areno.api.trainers.policy_only": ("PolicyOnlyTrainer",),
-    "areno.api.trainers.ppo": ("PPOTrainer",),
-    "areno.api.trainers.sft": ("SFTTrainer",),
+    "areno.trainers.dpo": ("DPOTrainer",),
+    "areno.trainers.policy_only": ("PolicyOnlyTrainer",),
+    "areno.trainers.ppo": ("PPOTrainer",),
+    "areno.trainers.sft": ("SFTTrainer",),
     "areno.types": ("ModelRole", "SamplingParams", "TrainSequence"),
 }
 

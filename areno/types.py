@@ -278,7 +278,7 @@ PromptBatch = Batch[PromptItem]  # of one RL step
 class TokenRow:
     """Tokens that a model read and wrote one after another, as they were. Each field has one entry for each token.
 
-    sources: where it comes from, uint8, see areno.agents.tokens.Source. sampled: it was sampled in this row, bool.
+    sources: where it comes from, uint8, see areno.server.tokens.Source. sampled: it was sampled in this row, bool.
     trained: by the loss mask, bool; other than sampled ones may be. logprobs: float64, 0.0 where it was not sampled.
     versions: int64, of the weights that sampled it. temperature: that all of its tokens were sampled at; None where
     they differ.

@@ -14,9 +14,9 @@ from typing import Any
 import kill_runs
 import pytest
 
-from areno.api.trainers.run import Run
 from areno.engine.engine import Engine
 from areno.launch import command
+from areno.run.run import Run
 
 _wholes: dict[tuple[str, ...], dict[str, Any]] = {}
 _stopped: dict[tuple[str, ...], Path] = {}

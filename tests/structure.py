@@ -15,8 +15,8 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
-    "areno", "cli", "bench", "report", "recipes", "launch", "api", "agents",
-    ("rewards", "data", "tracking", "checkpoint"),
+    "areno", "cli", "bench", "report", "recipes", "launch", "trainers", "run", "api", "agents", "server",
+    ("rewards", "plan"), "user_processes", ("data", "tracking", "checkpoint"),
     "engine", "models", "layers", "kernels", "loss_fns", "types", "config", "files", "errors", "heartbeat",
 )  # fmt: skip
 STEPS = {name: at for at, step in enumerate(STAIRCASE) for name in ([step] if isinstance(step, str) else step)}

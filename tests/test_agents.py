@@ -18,9 +18,9 @@ from processes import until_ended
 from waiting import until
 
 from areno import SamplingParams, Trainer, heartbeat
-from areno.agents.processes import process
-from areno.agents.processes.context import AgentContext
-from areno.agents.processes.pool import AgentPool
+from areno.agents import process
+from areno.agents.context import AgentContext
+from areno.agents.pool import AgentPool
 from areno.agents.rows import RowBuilder
 from areno.agents.trajectories import AgentBatch, BadTrajectory, LossMaskPolicy
 from areno.api.trainer import RolloutSession

@@ -21,12 +21,12 @@ from test_run import start
 from tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 import areno.models.weights
-from areno.api.trainers.setup import Setup
 from areno.checkpoint.saver import Saver
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.loss_fns.sft import sft_loss_fn
+from areno.run.setup import Setup
 from areno.types import TrainSequence
 
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])] * 2

@@ -13,10 +13,10 @@ import pytest
 from command_runs import MODEL, fails, files, run, write
 
 from areno.api import get_algorithm
-from areno.api.inputs.plan import check_copies
 from areno.engine.spec import EngineSpec
 from areno.errors import ConfigError
 from areno.launch.compose import load
+from areno.plan.plan import check_copies
 from areno.recipes import gspo, sft
 from areno.tracking.reader import list_runs
 

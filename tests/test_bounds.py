@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from areno.agents.protocol import bodies, bounds
-from areno.agents.protocol.bodies import read_json, unpacked
-from areno.agents.protocol.bounds import has_more_tokens, is_deeper, is_larger
-from areno.agents.protocol.errors import ApiError
 from areno.config.schema.values import show
+from areno.server import bodies, bounds
+from areno.server.bodies import read_json, unpacked
+from areno.server.bounds import has_more_tokens, is_deeper, is_larger
+from areno.server.errors import ApiError
 
 
 def nested(levels: int, kind: str) -> Any:

@@ -18,10 +18,11 @@ from areno.config.rollout.reward import (
     RewardConfig,
 )
 from areno.errors import ConfigError
-from areno.rewards import functions, sandbox
+from areno.rewards import functions
 from areno.rewards.built_in import choice_reward, code_reward, exact_match_reward, json_reward
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
+from areno.user_processes import sandbox
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=f"code {sandbox.problem()}")
 

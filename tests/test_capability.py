@@ -19,8 +19,6 @@ from tiny_engine import spec
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.api.inputs.facts import tell_model
-from areno.api.inputs.plan import open_actor
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
 from areno.engine.processes.process_groups import ParallelContext
@@ -29,6 +27,8 @@ from areno.errors import ConfigError
 from areno.kernels import backend
 from areno.kernels.attention import _flash_goes_back, choose_backend, varlen_attention
 from areno.layers.parallel import ParallelGroup
+from areno.plan.facts import tell_model
+from areno.plan.plan import open_actor
 
 pytest.importorskip("triton")
 MODEL = Path(__file__).parents[1] / "examples/agentic/small_model/model"

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 from conftest import load_tokenizer
 
-from areno.agents.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
-from areno.agents.parsers import parser_for_template
-from areno.agents.protocol import bounds
-from areno.agents.protocol.messages import read_messages
 from areno.agents.rows import RowBuilder, reward_record
-from areno.agents.server.remembered import Remembered
-from areno.agents.server.threads import Threads
-from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
+from areno.server import bounds
+from areno.server.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
+from areno.server.messages import read_messages
+from areno.server.parsers import parser_for_template
+from areno.server.remembered import Remembered
+from areno.server.threads import Threads
+from areno.server.tokens import Source, expand
 
 DATA = Path(__file__).parents[2] / "shared/data/toolcall/glaive_toolcall_en_demo.json"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}

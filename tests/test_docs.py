@@ -217,8 +217,8 @@ def documented_metrics() -> set[str]:
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
-    from areno.api.inputs.backend import RuntimeConfig
     from areno.config.schema.fields import settings
+    from areno.plan.backend import RuntimeConfig
 
     page = ROOT / "docs" / "sdk.md"
     monkeypatch.chdir(tmp_path)

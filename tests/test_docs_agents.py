@@ -14,7 +14,7 @@ import warm_python
 from agent_model import made
 from test_docs import ROOT, blocks
 
-from areno.agents.tokens import Source
+from areno.server.tokens import Source
 
 PAGE, ENVIRONMENTS = ROOT / "docs" / "agents.md", ROOT / "docs" / "environments.md"
 NAMED = "Qwen/Qwen3-0.6B"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_docs import ROOT, blocks
 
-from areno.agents.protocol.requests import read_chat, read_completion
+from areno.server.requests import read_chat, read_completion
 from areno.types import SamplingParams
 
 PAGE = ROOT / "docs" / "serving.md"

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from areno.api.inputs.plan import TrainerPlan
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.data.encode import pair_item
 from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
 from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
+from areno.plan.plan import TrainerPlan
 from areno.types import TrainSequence
 
 pytestmark = pytest.mark.slow

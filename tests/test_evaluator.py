@@ -14,8 +14,6 @@ from test_metrics import sample
 from test_run import loader, start
 
 from areno.api.metrics import evaluation_metrics, pass_at_k
-from areno.api.trainers.evaluator import Evaluator, over_sets
-from areno.api.trainers.run import Run
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig, PreferenceExperimentConfig
 from areno.config.models import ModelConfig, PolicyConfig
@@ -23,6 +21,8 @@ from areno.config.rollout.sampling import GenerationConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
+from areno.run.evaluator import Evaluator, over_sets
+from areno.run.run import Run
 
 # pass@k --------------------------------------------------------------------------------------------------------------
 

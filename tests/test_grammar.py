@@ -12,10 +12,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from areno.agents.grammar import Constraint, Grammar, compile_grammar, reasoning_after
-from areno.agents.parsers import ParsedMessage, lark, parser_for
 from areno.engine.sampling.grammar import GrammarCompiler
 from areno.errors import GrammarError
+from areno.server.grammar import Constraint, Grammar, compile_grammar, reasoning_after
+from areno.server.parsers import ParsedMessage, lark, parser_for
 
 FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
 WEATHER: dict[str, Any] = {

@@ -14,9 +14,9 @@ import torch
 import transformers
 from recipe_runs import TINY, graded_reward, metrics, rollouts, train
 
-from areno.api.rollout import collect
 from areno.tracking.display import progress
 from areno.tracking.reader import RunReader
+from areno.trainers import collect
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
-from areno.api.rollout.log import group_metrics
+from areno.trainers.log import group_metrics
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

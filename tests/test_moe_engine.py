@@ -14,7 +14,6 @@ import torch
 from moe_models import moe_folder
 from tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
 
-from areno.api.inputs.plan import expert_problems
 from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig
 from areno.engine.engine import Engine
@@ -26,6 +25,7 @@ from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config
+from areno.plan.plan import expert_problems
 from areno.types import TrainSequence
 
 REQUESTS = [

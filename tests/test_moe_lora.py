@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from test_lora import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 from tiny_engine import rollout, scored, train_rows
 
-from areno.api.inputs.lora import lora_of
 from areno.config.models import ModelConfig
 from areno.errors import ConfigError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapters.shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
+from areno.plan.lora import lora_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -12,10 +12,10 @@ import transformers
 from moe_models import quickstart_with_experts
 from policy_runs import play
 
-from areno.api.inputs.backend import ArenoConfig
 from areno.api.trainer import Trainer
 from areno.config.models import PolicyConfig
 from areno.errors import ConfigError
+from areno.plan.backend import ArenoConfig
 from areno.types import SamplingParams, TrainSequence
 
 

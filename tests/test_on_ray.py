@@ -18,9 +18,7 @@ from ray_cluster import ENVIRONMENT, needs_ray
 from test_docs import blocks, run_here
 
 from areno.api import get_algorithm
-from areno.api.inputs import devices
 from areno.api.trainer import Trainer
-from areno.api.trainers.setup import Setup
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes.on_ray import cluster, processes
 from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
@@ -29,6 +27,8 @@ from areno.engine.processes.on_ray.processes import check_folders, check_version
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
+from areno.plan import devices
+from areno.run.setup import Setup
 
 BIG, SMALL, HEAD = Node("a", "10.0.0.1", 8, 64), Node("b", "10.0.0.2", 4, 32), Node("c", "10.0.0.3", 0, 16)
 

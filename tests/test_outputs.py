@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from areno.api.session import sequence_of
-from areno.api.trainers.rows import token_arrays
 from areno.engine.processes.messages import Outputs
 from areno.engine.spec import RolloutStats
+from areno.trainers.rows import token_arrays
 from areno.types import GIVEN_BACK, GenerationOutput, RolloutSequence
 
 NUMBERS = {"tokens": int, "logprobs": float, "versions": int}

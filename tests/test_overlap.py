@@ -15,14 +15,14 @@ import transformers
 from policy_runs import MODEL, play
 from waiting import until
 
-from areno.api.rollout import score
-from areno.api.rollout.expected_lengths import ExpectedLengths
+from areno.api.expected_lengths import ExpectedLengths
 from areno.config.rollout.reward import RewardConfig
 from areno.data.tokens.decode import decode_all
-from areno.rewards import cores
 from areno.rewards.pool import RewardPool, Scoring
 from areno.tracking.stopwatch import Stopwatch
+from areno.trainers import score
 from areno.types import RewardOutcome, RewardRecord
+from areno.user_processes import cores
 
 REWARD = """
 import os, time
@@ -190,7 +190,7 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
     thread = threading.Thread(target=interrupt)
     thread.start()
     started = time.monotonic()
-    monkeypatch.setattr("areno.api.rollout.collect.Scorer", Watched)
+    monkeypatch.setattr("areno.trainers.collect.Scorer", Watched)
     with pytest.raises(KeyboardInterrupt):
         play("gspo", tmp_path / "run", *SMALL, reward_fn=lambda record: time.sleep(120))
     thread.join()

@@ -14,7 +14,6 @@ import transformers
 from tiny_engine import request, rollout, scored, spec
 from two_ranks import load, random_rows
 
-from areno.api.inputs.plan import state_problems
 from areno.bench.floors import Rates, decode_s, prefill_s
 from areno.bench.shapes import model_folder
 from areno.bench.work import Work
@@ -25,6 +24,7 @@ from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.models.cost.arithmetic import Cost
 from areno.models.registry import load_config, tp_problems
+from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.delta_loop import random_tokens, random_weights
 from tests.family_cases import CASES, SHAPE, random_model, read_and_saved_as_text

@@ -12,8 +12,8 @@ from agent_model import made
 from openai import OpenAI
 
 from areno import SamplingParams
-from areno.api.agent_rows import reward_records, trajectory_rows
 from areno.loss_fns import group_advantages, gspo_loss_fn
+from areno.trainers.agent_rows import reward_records, trajectory_rows
 
 REFERENCE = Path(__file__).parents[2] / "shared/reference/000_30907682021e30ae.txt"
 ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(2)]

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from areno.api import get_algorithm
-from areno.api.inputs.backend import ArenoConfig
 from areno.api.trainer import Trainer
-from areno.api.trainers.measure_loss import measure_loss
 from areno.cli.main import main
 from areno.errors import ArenoError
 from areno.launch import command
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
+from areno.plan.backend import ArenoConfig
 from areno.report.attribution import attribute_loss
 from areno.report.recorded import recorded_row
 from areno.report.replay import choose_checkpoint
 from areno.tracking.reader import RunReader
+from areno.trainers.measure_loss import measure_loss
 from areno.types import SamplingParams, TrainSequence
 
 CLIP = 0.2

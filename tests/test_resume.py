@@ -14,7 +14,6 @@ import pytest
 from resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
 from areno import DPOTrainer, SFTTrainer
-from areno.api.trainers.run import Run
 from areno.checkpoint.saver import Saver
 from areno.config.recover import RecoverConfig
 from areno.config.run import ClusterConfig
@@ -25,6 +24,7 @@ from areno.launch.compose import load
 from areno.launch.resume import tell_next
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.run.run import Run
 from areno.tracking.reader import RunReader
 
 OFTEN = ["recover.freq_steps=1"]

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from areno.api.rollout.score import add_scores
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError, printable
-from areno.rewards.output import Output
 from areno.rewards.pool import RewardPool
+from areno.trainers.score import add_scores
 from areno.types import RewardOutcome, RewardRecord
+from areno.user_processes.output import Output
 
 reads_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and a subreaper")
 
@@ -155,7 +155,7 @@ def test_a_fork_while_importing(reward_file):
 @reads_proc
 @pytest.mark.parametrize("action", ["session", "orphan", "dies", "hangs", "exec"])
 def test_what_a_function_starts_ends_with_the_pool(reward_file, action, monkeypatch):
-    monkeypatch.setattr("areno.rewards.worker._CODE_S", 0.2)  # a process that became another tells no exit code
+    monkeypatch.setattr("areno.user_processes.worker._CODE_S", 0.2)  # a process that became another tells no exit code
     n_sleeping = int(action in ("session", "orphan"))  # the others have lost their process, and are gone with it
     before = below(os.getpid())  # of other tests, such as multiprocessing's resource tracker
     with pool_of(reward_file(STARTS), timeout_s=1.5 if action == "hangs" else 30.0) as pool:
@@ -326,7 +326,7 @@ def test_processes_that_cannot_be_started(reward_file, monkeypatch):
         return started[-1]
 
     Popen = subprocess.Popen
-    monkeypatch.setattr("areno.rewards.worker.subprocess.Popen", popen)
+    monkeypatch.setattr("areno.user_processes.worker.subprocess.Popen", popen)
     with pytest.raises(EngineError, match=r"process 3 of 4 cannot be started: .*Too many.*; lower reward\.workers"):
         pool_of(reward_file(STARTS), workers=4).start()
     assert all(process.poll() is not None for process in started)
@@ -342,7 +342,7 @@ def reward_fn(record):
 
 
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.rewards.worker_pool._SLOW_S", 0.3)
+    monkeypatch.setattr("areno.user_processes.worker_pool._SLOW_S", 0.3)
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
@@ -377,7 +377,7 @@ def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, 
 
 
 def test_an_import_that_takes_long_is_told(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.rewards.worker_pool._SLOW_S", 0.2)
+    monkeypatch.setattr("areno.user_processes.worker_pool._SLOW_S", 0.2)
     path = reward_file("import time\ntime.sleep(0.8)\ndef reward_fn(record): return 1.0\n")
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(path) as pool:
         pool.wait_ready()

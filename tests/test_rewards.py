@@ -19,8 +19,8 @@ from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
 from areno.rewards.record import CompletionRecord, RecordedPrompt
-from areno.rewards.worker import Worker
 from areno.types import PromptItem, RewardRecord, TokenArrays
+from areno.user_processes.worker import Worker
 
 REWARD = """
 import asyncio, os, signal, subprocess, sys, time
@@ -158,7 +158,7 @@ def test_async_calls_run_together(reward_file):
 
 
 def test_async_timeouts(reward_file, monkeypatch):
-    monkeypatch.setattr("areno.rewards.worker._ASYNC_SPARE_S", 0.5)
+    monkeypatch.setattr("areno.user_processes.worker._ASYNC_SPARE_S", 0.5)
     with pool_of(f"{reward_file}:judge", timeout_s=1.5) as pool:
         outcomes = pool.score(records("a", "hang", "bb", "block", "ccc"))
     assert [o.status for o in outcomes] == ["ok", "timeout", "ok", "timeout", "ok"]
@@ -215,7 +215,7 @@ def test_bad_reward_file_is_found_at_the_start(tmp_path, source, suffix, message
 def test_import_that_hangs(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("areno.rewards.worker_pool._IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr("areno.user_processes.worker_pool._IMPORT_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match="importing it took more than"), pool_of(path) as pool:
         pool.wait_ready()
 

@@ -8,9 +8,12 @@ import re
 import numpy as np
 import pytest
 
-from areno.api.rollout.collect import first_groups, has_signal, n_groups
-from areno.api.rollout.correct import correct_rows, needs_proximal
-from areno.api.trainers.rows import (
+from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfig
+from areno.errors import ConfigError, DataError
+from areno.recipes.ppo import PPOActorConfig
+from areno.trainers.collect import first_groups, has_signal, n_groups
+from areno.trainers.correct import correct_rows, needs_proximal
+from areno.trainers.rows import (
     critic_advantages,
     outcome_advantages,
     policy_rows,
@@ -19,9 +22,6 @@ from areno.api.trainers.rows import (
     token_rewards,
     trained,
 )
-from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfig
-from areno.errors import ConfigError, DataError
-from areno.recipes.ppo import PPOActorConfig
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from areno.api.trainers.evaluator import Evaluator
-from areno.api.trainers.run import Run
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
@@ -21,6 +19,8 @@ from areno.config.tracking.stats_logger import StatsLoggerConfig, TensorBoardCon
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig
+from areno.run.evaluator import Evaluator
+from areno.run.run import Run
 from areno.tracking.run_log import RunLog
 from areno.types import TrainSequence
 

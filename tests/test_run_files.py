@@ -12,7 +12,7 @@ from pathlib import Path
 import kill_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areno.checkpoint.inputs import folder_fingerprint, rows_fingerprint
+from areno.run.inputs import folder_fingerprint, rows_fingerprint
 from areno.tracking.files.run_files import RunFiles
 from areno.tracking.files.scalar_files import Jsonl, TensorBoard
 
@@ -110,7 +110,7 @@ def test_runs_that_share_a_folder_of_events_keep_their_own(tmp_path):
 
 def test_rows_have_a_fingerprint_that_other_processes_find_as_well(tmp_path):
     code = (
-        "from areno.checkpoint.inputs import rows_fingerprint\n"
+        "from areno.run.inputs import rows_fingerprint\n"
         "import datetime\n"
         "rows = [{'prompt': f'{n}', 'tags': {'a', 'b', 'c'}, 'any': object(), 'day': datetime.date(2024, 1, n + 1), "
         "1: 'x', (2,): 'y', 'half': '\\ud800'} for n in range(9)]\n"

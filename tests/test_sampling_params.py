@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from areno import SamplingParams
-from areno.api.inputs.arguments import check_sampling
-from areno.api.inputs.plan import sampling_params
 from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
 from areno.config.schema.fields import settings
 from areno.errors import ConfigError, DataError
+from areno.plan.arguments import check_sampling
+from areno.plan.plan import sampling_params
 
 WRONG: list[tuple[str, Any, str]] = [
     ("max_new_tokens", 0, "is 0; it must be more than 0"),

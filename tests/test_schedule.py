@@ -8,11 +8,11 @@ import pytest
 from policy_runs import classifier, play
 
 import areno
-from areno.api.inputs.schedule import n_updates, schedule_warnings
 from areno.config.models import OptimizerConfig
 from areno.engine.learning_rate import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
+from areno.plan.schedule import n_updates, schedule_warnings
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig

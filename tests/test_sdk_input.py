@@ -88,8 +88,8 @@ def test_what_only_the_machine_can_tell_is_said_by_init(model: str, config: Aren
 def test_devices_are_those_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from areno.api.inputs.devices import find_devices
     from areno.config.run import EngineConfig
+    from areno.plan.devices import find_devices
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert find_devices(EngineConfig(world_size=2), [3, 1]) == ["cuda:3", "cuda:1"]
@@ -109,7 +109,7 @@ def test_a_model_that_does_not_divide_names_the_argument() -> None:
 
 
 def test_settings_in_messages_become_arguments() -> None:
-    from areno.api.inputs.backend import argument_of
+    from areno.plan.backend import argument_of
 
     settings = [
         "rollout.mem_fraction",

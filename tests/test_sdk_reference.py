@@ -198,10 +198,10 @@ def test_construction_loads_nothing() -> None:
 
 
 def test_runtime_keys_are_those_of_recipes() -> None:
-    from areno.api.inputs.backend import RuntimeConfig
     from areno.config.experiments import ExperimentConfig
     from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
     from areno.config.run import EngineConfig, RolloutConfig
+    from areno.plan.backend import RuntimeConfig
 
     theirs: dict[str, Any] = {}
     for section in (ExperimentConfig, EngineConfig, ModelConfig, PolicyConfig, MicroBatchSpec, RolloutConfig):

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from waiting import until
 
 from areno import SamplingParams
-from areno.agents.server.app import Server
-from areno.agents.server.build import build_server
-from areno.agents.server.host import ServerThread
-from areno.agents.server.sampling import ServerLimits
+from areno.server.app import Server
+from areno.server.build import build_server
+from areno.server.host import ServerThread
+from areno.server.sampling import ServerLimits
 
 KEY = "key \u00e9"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

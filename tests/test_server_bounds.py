@@ -19,8 +19,8 @@ from waiting import until
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
-from areno.agents.server import sampling
-from areno.agents.server.host import ServerThread
+from areno.server import sampling
+from areno.server.host import ServerThread
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
-from areno.agents.server.sampling import ServerLimits
+from areno.server.sampling import ServerLimits
 
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}

@@ -14,11 +14,11 @@ from openai import OpenAI
 from waiting import until
 
 from areno import SamplingParams
-from areno.agents.conversations import Conversations
-from areno.agents.protocol.requests import read_chat
-from areno.agents.server import answers, app
 from areno.agents.trajectories import AgentItem
 from areno.engine.decoder import decoder
+from areno.server import answers, app
+from areno.server.conversations import Conversations
+from areno.server.requests import read_chat
 from areno.types import GenerationOutput
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]

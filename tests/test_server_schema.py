@@ -15,9 +15,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from areno import SamplingParams
-from areno.agents.protocol.errors import ApiError
 from areno.agents.proxy import SessionProxy
-from areno.agents.server import answers
+from areno.server import answers
+from areno.server.errors import ApiError
 from areno.types import GenerationOutput
 
 OWN = {"areno", "reasoning_content", "max_model_len"}  # fields that the API does not have; clients keep what they get

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.agents.tokens import expand, runs_at
+from areno.server.tokens import expand, runs_at
 
 
 @pytest.mark.parametrize("start", [0, 7])

@@ -14,9 +14,9 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from areno import SamplingParams
-from areno.agents.server.answers import text_logprobs
-from areno.agents.text.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
-from areno.agents.text.stream import TextStream, n_begun
+from areno.server.answers import text_logprobs
+from areno.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
+from areno.server.stream import TextStream, n_begun
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 STORIES = SHARED / "models/stories260K-hf"

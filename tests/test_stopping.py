@@ -12,13 +12,13 @@ import kill_runs
 import pytest
 from resumed import folder_of, go, log, states, whole
 
-from areno.api.trainers.run import Run
 from areno.checkpoint.saver import Saver
 from areno.engine.engine import Engine
 from areno.errors import ArenoError
 from areno.files import stopping
 from areno.files.stopping import Stop, Terminated, terminate
 from areno.rewards.pool import Scoring
+from areno.run.run import Run
 
 RARELY = ["recover.freq_epochs=null"]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}

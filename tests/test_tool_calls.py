@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from areno.agents.parsers import (
+from areno.errors import ConfigError
+from areno.files.paths import root
+from areno.server.parsers import (
     ParsedMessage,
     ToolCallParser,
     message_of,
@@ -17,8 +19,6 @@ from areno.agents.parsers import (
     parser_for_template,
     parser_names,
 )
-from areno.errors import ConfigError
-from areno.files.paths import root
 
 DATA = Path(__file__).parents[2] / "shared/data/toolcall"
 FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
@@ -395,6 +395,6 @@ def test_which_parser_a_template_asks_for(tokenizer_of: Any) -> None:
 
 
 def test_nothing_of_the_parsers_can_execute_what_it_reads() -> None:
-    for path in (root() / "areno/agents/parsers").glob("*.py"):
+    for path in (root() / "areno/server/parsers").glob("*.py"):
         source = path.read_text(encoding="utf-8")
         assert not any(f"{name}(" in source for name in ("eval", "exec", "compile", "__import__")), path

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_engine import ROLLOUT, model_folder, spec
 
-from areno.api.inputs.plan import TrainerPlan
 from areno.api.session import RolloutSession
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec
 from areno.errors import EngineError
 from areno.loss_fns.sft import sft_loss_fn
+from areno.plan.plan import TrainerPlan
 from areno.types import SamplingParams, TrainSequence
 
 PROMPTS = [[2, 3, 4], [5, 6]]

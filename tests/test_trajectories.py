@@ -11,9 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.agents.conversations import Conversations
-from areno.agents.parsers import parser_for_template
-from areno.agents.protocol.responses import TurnTokens
 from areno.agents.rows import RowBuilder, read_trajectories
 from areno.agents.trajectories import (
     AgentItem,
@@ -24,6 +21,9 @@ from areno.agents.trajectories import (
     plain_turn,
 )
 from areno.errors import DataError
+from areno.server.conversations import Conversations
+from areno.server.parsers import parser_for_template
+from areno.server.responses import TurnTokens
 from tests.test_conversations import USER, load_tokenizer, turn_of
 
 TOLD: dict[str, Any] = {

@@ -14,14 +14,14 @@ from areno.tracking.console import STOPPED
 
 ARENO = ROOT / "areno"
 ELSEWHERE = {
-    "areno/api/recovery.py": lambda: ends_of_workers(),
-    "areno/api/rollout/agents.py": lambda: [
+    "areno/run/recovery.py": lambda: ends_of_workers(),
+    "areno/trainers/agents.py": lambda: [
         Message(status.place, f"{status.text}: …")
-        for status in arguments(ARENO / "api/rollout/agents.py", "failed")
+        for status in arguments(ARENO / "trainers/agents.py", "failed")
         if not status.is_only_a_hole
     ],
-    "areno/api/trainers/run.py": lambda: returned(ARENO / "tracking/divergence.py"),
-    "areno/api/trainers/setup.py": lambda: returned(ARENO / "api/inputs/schedule.py"),
+    "areno/run/run.py": lambda: returned(ARENO / "tracking/divergence.py"),
+    "areno/run/setup.py": lambda: returned(ARENO / "plan/schedule.py"),
     "areno/checkpoint/hub.py": lambda: arguments(ARENO / "checkpoint/hub.py", "_warn"),
     "areno/engine/processes/watchdog.py": lambda: arguments(ARENO / "engine/processes/watchdog.py", "_tell"),
     "areno/tracking/console.py": lambda: [Message("areno/tracking/console.py", f"{STOPPED}…")],
@@ -29,10 +29,11 @@ ELSEWHERE = {
 """File with a message that is only a hole -> the messages that it prints."""
 
 RUN_TIME = [
-    "agents/processes", "api/rollout", "api/trainers", "checkpoint", "engine/decoder/decoder.py", "engine/memory.py",
-    "engine/processes", "engine/state", "engine/worker.py", "files/durable.py", "rewards", "tracking/files/samples.py",
-    "tracking/files/scalar_files.py",
-]  # fmt: skip
+    *("agents/context.py", "agents/pool.py", "agents/process.py", "checkpoint", "engine/decoder/decoder.py"),
+    *("engine/memory.py", "engine/processes", "engine/state", "engine/worker.py", "files/durable.py", "rewards"),
+    *("run/attended.py", "run/evaluator.py", "run/inputs.py", "run/recover.py", "run/run.py", "run/setup.py"),
+    *("run/state.py", "tracking/files/samples.py", "tracking/files/scalar_files.py", "trainers", "user_processes"),
+]
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""
 OF_SCRIPTS = [
     "call start() first", "the engine is closed", "request id", "outside a rollout phase", "cannot be sent to a worker",

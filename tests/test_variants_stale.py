@@ -16,7 +16,7 @@ import pytest
 from policy_runs import trained
 from variant_runs import Variant, advantages, close, player, reduced
 
-from areno.api.trainers import update
+from areno.trainers import update
 from areno.types import TrainSequence
 
 

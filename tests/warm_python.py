@@ -89,8 +89,8 @@ _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             "areno.engine.worker",
             "areno.engine.state.planners",
-            "areno.api.trainers.policy_only",
-            "areno.agents.server.build",
+            "areno.trainers.policy_only",
+            "areno.server.build",
             "areno.launch.compose",
             "tensorboard.plugins.hparams.summary_v2",
             "transformers.models.auto.tokenization_auto",

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from areno.agents.protocol.errors import ApiError
-from areno.agents.protocol.messages import read_messages
-from areno.agents.server.build import build_server
-from areno.agents.server.host import ServerThread
-from areno.agents.server.sampling import ServerLimits
 from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
 from areno.engine.limits import RequestLimits
+from areno.server.build import build_server
+from areno.server.errors import ApiError
+from areno.server.host import ServerThread
+from areno.server.messages import read_messages
+from areno.server.sampling import ServerLimits
 from areno.types import Message, SamplingParams
 
 POLICY = "policy"

@@ -12,13 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.conversations import Conversations, conversation_keys
-from areno.agents.parsers import ToolCallParser
-from areno.agents.protocol.errors import ApiError
-from areno.agents.protocol.messages import read_messages
-from areno.agents.protocol.responses import TurnTokens
-from areno.agents.text.stream import TextStream
-from areno.agents.tokens import Source, expand
 from areno.agents.trajectories import (
     AgentItem,
     BadTrajectory,
@@ -28,6 +21,13 @@ from areno.agents.trajectories import (
     plain_results,
 )
 from areno.errors import DataError
+from areno.server.conversations import Conversations, conversation_keys
+from areno.server.errors import ApiError
+from areno.server.messages import read_messages
+from areno.server.parsers import ToolCallParser
+from areno.server.responses import TurnTokens
+from areno.server.stream import TextStream
+from areno.server.tokens import Source, expand
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
 _SHOWN = 60  # characters on either side of a difference

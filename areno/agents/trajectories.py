@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.agents.protocol.errors import BadTrajectory
-from areno.agents.protocol.responses import check_json, plain, read_response
 from areno.rewards.verdict import reward_number
+from areno.server.errors import BadTrajectory
+from areno.server.responses import check_json, plain, read_response
 from areno.types import Message, PromptBatch
 
 

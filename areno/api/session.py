@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areno.api.inputs.arguments import check_count
-from areno.api.inputs.plan import TrainerPlan
-from areno.api.rollout.expected_lengths import ExpectedLengths
+from areno.api.expected_lengths import ExpectedLengths
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.limits import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
+from areno.plan.arguments import check_count
+from areno.plan.plan import TrainerPlan
 from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,20 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from areno.agents.trajectories import LossMaskPolicy
-from areno.api.inputs.arguments import (
-    check_count,
-    check_folder,
-    check_positive,
-    check_prompts,
-    check_rows,
-    check_sampling,
-    check_temperature,
-    check_token_rows,
-    check_update,
-)
-from areno.api.inputs.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
-from areno.api.inputs.facts import memory_told, tell_model
-from areno.api.inputs.plan import TrainerPlan, plan_of_experiment
 from areno.api.metrics import MetricsRecorder
 from areno.api.session import ProxySettings, RolloutSession, Sessions
 from areno.api.step_log import StepLog
@@ -37,6 +23,20 @@ from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
 from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
+from areno.plan.arguments import (
+    check_count,
+    check_folder,
+    check_positive,
+    check_prompts,
+    check_rows,
+    check_sampling,
+    check_temperature,
+    check_token_rows,
+    check_update,
+)
+from areno.plan.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
+from areno.plan.facts import memory_told, tell_model
+from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.tracking.display.progress import RolloutProgress
 from areno.tracking.run_log import RunLog
 from areno.tracking.stopwatch import Stopwatch
@@ -356,7 +356,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         EngineError where a loaded role is asked for in another form; release it first. See docs/sdk.md for the names.
         """
-        from areno.api.inputs.roles import script_roles
+        from areno.plan.roles import script_roles
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), memory_told(engine):

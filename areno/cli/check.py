@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_folder(report: _Report, path: Path) -> int:
     """Print a line for each finding in a model folder, or in its config.json alone. Returns the exit code."""
-    from areno.api.inputs.model_folder import findings
+    from areno.plan.model_folder import findings
 
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
@@ -202,8 +202,8 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
 @contextmanager
 def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
     """A Trainer of the model, or None where there can be none."""
-    from areno.api.inputs.backend import ArenoConfig
     from areno.api.trainer import Trainer
+    from areno.plan.backend import ArenoConfig
 
     made: list[Any] = []
 

@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from areno.api.evaluation import evaluate_model, without_training
     from areno.launch.resume import shown
     from areno.tracking import new_run
     from areno.tracking.run_log import RunLog
+    from areno.trainers.evaluation import evaluate_model, without_training
 
     of_run, model, step = _found(arguments.folder)
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run

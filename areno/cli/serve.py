@@ -125,16 +125,16 @@ class _Stopping:
 
 
 def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
-    from areno.agents.server.build import build_server
-    from areno.agents.server.host import ServerThread
-    from areno.agents.server.sampling import ServerLimits
-    from areno.api.inputs.devices import find_devices
-    from areno.api.inputs.lora import own_tokenizer, with_model
-    from areno.api.inputs.plan import open_actor
     from areno.config.models import ModelConfig
     from areno.config.run import DecoderConfig, EngineConfig
     from areno.engine.engine import Engine
     from areno.engine.spec import RolloutSpec
+    from areno.plan.devices import find_devices
+    from areno.plan.lora import own_tokenizer, with_model
+    from areno.plan.plan import open_actor
+    from areno.server.build import build_server
+    from areno.server.host import ServerThread
+    from areno.server.sampling import ServerLimits
     from areno.types import SamplingParams
 
     engine_config = EngineConfig(

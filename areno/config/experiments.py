@@ -243,7 +243,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return gconfig is not None and gconfig.greedy and not gconfig.is_default("temperature")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """The advantages that the settings describe, in the form of an AdvantageFn (areno.api.trainers.rows)."""
+        """The advantages that the settings describe, in the form of an AdvantageFn (areno.trainers.rows)."""
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
     @forbid(

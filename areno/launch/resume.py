@@ -11,11 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from areno.api.earlier_run import EarlierRun
-from areno.api.inputs.changes import Change
 from areno.config.experiments import ExperimentConfig
 from areno.config.schema.values import value_at
 from areno.errors import ConfigError, Problem
+from areno.run.changes import Change
+from areno.run.earlier_run import EarlierRun
 from areno.tracking import new_run
 from areno.tracking.description import overrides_of, sweep_of
 from areno.tracking.new_run import NewFolder

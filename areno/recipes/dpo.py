@@ -21,7 +21,7 @@ from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:
-    from areno.api.trainers.dpo import DPOTrainer
+    from areno.trainers.dpo import DPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -66,7 +66,7 @@ class DPOConfig(PreferenceExperimentConfig):
 
 def loop() -> type[DPOTrainer]:
     """Import the training loop, which takes longer than `--help` may."""
-    from areno.api.trainers.dpo import DPOTrainer
+    from areno.trainers.dpo import DPOTrainer
 
     return DPOTrainer
 

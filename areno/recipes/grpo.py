@@ -22,7 +22,7 @@ from areno.config.schema.fields import setting
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:
-    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ class GRPOConfig(KLExperimentConfig):
     actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.api.trainers.rows import outcome_advantages
+        from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
@@ -71,7 +71,7 @@ def token_loss_settings(actor: TokenPolicyConfig, max_new_tokens: int) -> dict[s
 
 def loop() -> type[PolicyOnlyTrainer]:
     """Import the training loop, which takes longer than `--help` may."""
-    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer
 

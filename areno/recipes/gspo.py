@@ -22,7 +22,7 @@ from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:
-    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.trainers.policy_only import PolicyOnlyTrainer
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class GSPOConfig(KLExperimentConfig):
     actor: GSPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.api.trainers.rows import outcome_advantages
+        from areno.trainers.rows import outcome_advantages
 
         return outcome_advantages(rows, groups, self.actor)
 
@@ -69,7 +69,7 @@ class GSPOConfig(KLExperimentConfig):
 
 def loop() -> type[PolicyOnlyTrainer]:
     """Import the training loop, which takes longer than `--help` may."""
-    from areno.api.trainers.policy_only import PolicyOnlyTrainer
+    from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer
 

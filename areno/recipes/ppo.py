@@ -31,7 +31,7 @@ from areno.launch import run_recipe
 from areno.recipes.grpo import token_loss_settings
 
 if TYPE_CHECKING:
-    from areno.api.trainers.ppo import PPOTrainer
+    from areno.trainers.ppo import PPOTrainer
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class PPOConfig(CriticExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.api.trainers.rows import critic_advantages
+        from areno.trainers.rows import critic_advantages
 
         return critic_advantages(rows, groups, self.actor)
 
@@ -87,7 +87,7 @@ class PPOConfig(CriticExperimentConfig):
 
 def loop() -> type[PPOTrainer]:
     """Import the training loop, which takes longer than `--help` may."""
-    from areno.api.trainers.ppo import PPOTrainer
+    from areno.trainers.ppo import PPOTrainer
 
     return PPOTrainer
 

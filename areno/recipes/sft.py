@@ -15,7 +15,7 @@ from areno.config.experiments import LossFn, SupervisedExperimentConfig
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:
-    from areno.api.trainers.sft import SFTTrainer
+    from areno.trainers.sft import SFTTrainer
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,7 @@ class SFTConfig(SupervisedExperimentConfig):
 
 def loop() -> type[SFTTrainer]:
     """Import the training loop, which takes longer than `--help` may."""
-    from areno.api.trainers.sft import SFTTrainer
+    from areno.trainers.sft import SFTTrainer
 
     return SFTTrainer
 

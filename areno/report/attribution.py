@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from areno.api.trainers.measure_loss import pack_of
 from areno.config.experiments import LossFn
+from areno.trainers.measure_loss import pack_of
 from areno.types import TrainSequence
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.tokens import Source, expand
 from areno.errors import ArenoError
+from areno.server.tokens import Source, expand
 
 
 @dataclass(kw_only=True)

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
-from areno.api.inputs.lora import with_model
-from areno.api.inputs.plan import TrainerPlan, experiment_roles, plan_of_experiment
-from areno.api.rollout.correct import correct_rows, needs_proximal
-from areno.api.trainers.rows import sample_rewards
 from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.schema.values import value_at
 from areno.errors import ArenoError, ConfigError, Problem
+from areno.plan.lora import with_model
+from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
 from areno.report.recorded import RecordedRow, recorded_row
 from areno.report.sample_form import check_sample
 from areno.tracking.description import recipe_of
 from areno.tracking.reader import RunReader
+from areno.trainers.correct import correct_rows, needs_proximal
+from areno.trainers.rows import sample_rewards
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

@@ -15,8 +15,8 @@ from areno.engine.processes.child import dumps
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import find_file
 from areno.files.user_code import found_file, split_spec
-from areno.rewards import sandbox
 from areno.rewards.process import RewardFunction
+from areno.user_processes import sandbox
 
 KEY = "reward.fn"
 DEFAULT_FUNCTION = "reward_fn"

@@ -23,12 +23,12 @@ from typing import Any
 from areno import heartbeat
 from areno.config.rollout.reward import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
-from areno.rewards.cores import default_workers
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
 from areno.rewards.record import Record
-from areno.rewards.worker import Worker
-from areno.rewards.worker_pool import Failure, Slow, WorkerPool
 from areno.types import RewardOutcome, RewardRecord
+from areno.user_processes.cores import default_workers
+from areno.user_processes.worker import Worker
+from areno.user_processes.worker_pool import Failure, Slow, WorkerPool
 
 logger = logging.getLogger("areno.rewards")
 

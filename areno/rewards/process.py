@@ -1,8 +1,8 @@
 """The reward process's half of scoring: imports the user's function and calls it for the records that it is sent.
 
-areno.rewards.pool talks to this process, and its keeper (areno.rewards.keeper) ends it together with all that the
-function started. Nothing large is imported here, so that it starts quickly; asyncio, which would be half of it, where
-a function needs it.
+areno.rewards.pool talks to this process, and its keeper (areno.user_processes.keeper) ends it together with all that
+the function started. Nothing large is imported here, so that it starts quickly; asyncio, which would be half of it,
+where a function needs it.
 
 Messages are pickled over one socket. In: (functions, key, timeout_s, tells) once, then chunks [(position, pickled
 record), ...]. Out: ("ready", is_async) or ("failed", Problems) once, then (position, Answer) for each record, as soon
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
-from areno.rewards.user_process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
 from areno.rewards.verdict import Answer, verdict
+from areno.user_processes.user_process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
 
 if TYPE_CHECKING:
     import asyncio

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import aiohttp  # `openai` takes most of a second to import in each process; two_turns.py uses that
 
-from areno.agents.processes import process
+from areno.agents import process
 from areno.api.agentic import AgentItem, AgentTrajectory, AgentTrajectoryTurn
 
 _now, _sleep = time.monotonic, time.sleep

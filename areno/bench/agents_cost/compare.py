@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from areno.agents.processes.context import AgentContext
-from areno.agents.processes.pool import AgentPool
+from areno.agents.context import AgentContext
+from areno.agents.pool import AgentPool
 from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch
 from areno.bench.arguments import Settings

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from areno.api.trainers.policy_only import PolicyOnlyTrainer
 from areno.bench.arguments import Settings
 from areno.bench.driver.played import PlayedGroup
 from areno.bench.texts import Texts
@@ -19,6 +18,7 @@ from areno.engine.spec import EngineSpec
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.tracking.reader import RunReader
+from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.types import GenerationRequest
 
 _ANSWER = " The answer is \\boxed{42}."

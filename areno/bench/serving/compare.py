@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from areno.agents.server.build import build_server
-from areno.agents.server.host import ServerThread
-from areno.agents.server.sampling import ServerLimits
 from areno.bench.arguments import Settings
 from areno.bench.ours import Ours, requests
 from areno.bench.sampling import sampling_page, speeds
 from areno.bench.serving.load import Answered, Clients, Load
 from areno.bench.texts import Texts
 from areno.bench.timing import repeat_name, tell
+from areno.server.build import build_server
+from areno.server.host import ServerThread
+from areno.server.sampling import ServerLimits
 from areno.types import SamplingParams
 
 _MOST_PROCESSES = 8

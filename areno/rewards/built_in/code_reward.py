@@ -8,7 +8,7 @@ are the tests, in one of these forms:
 - {"inputs": [...], "outputs": [...]}: what the program reads and what it has to print. White space at the ends of lines
   and of the output does not count
 
-Programs run in a sandbox (areno.rewards.sandbox). The part `passed` is the share of tests that pass.
+Programs run in a sandbox (areno.user_processes.sandbox). The part `passed` is the share of tests that pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.rewards.built_in.answers import block
-from areno.rewards.sandbox import run
+from areno.user_processes.sandbox import run
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
 _MOST_OUTPUT = 1 << 22  # characters

@@ -1,0 +1,238 @@
+"""The agent process: imports the user's agent and runs it for the items that it is sent, all of them at once.
+
+pool.py talks to this process, and its keeper (areno.user_processes.keeper) ends it together with all that the agent
+started.
+Nothing large is imported here, so that it starts quickly.
+
+Messages are pickled over one socket. In: (file:function, key, timeout_s) once, then chunks [(position, pickled
+(context, item)), ...]. Out: ("ready", True) or ("failed", Problems) once, then (position, Answer) for each item, as
+soon as it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import inspect
+import os
+import pickle
+import ssl
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
+from areno.agents.verifiers_agent import load_agent
+from areno.errors import ConfigError, Problem
+from areno.files.user_code import describe_error, split_spec
+from areno.server.errors import CONTEXT_FULL
+from areno.user_processes.user_process import MOST_TEXT, Copies, event_loop, is_async
+
+DEFAULT_FUNCTION = "run_agent"
+_THREADS = 64  # agents at once, where run_agent is no coroutine function
+# Of the event loop, before the next agent begins. A client makes a request for milliseconds and sends it in two pieces:
+# if all agents began at once, the second pieces would leave together, when the last request is made.
+_TURNS = 3
+_TICK_S = 0.25
+_HELD_S = 5.0  # an agent that holds the event loop for longer is told of
+_HOLDS = (
+    "the agent holds its event loop{}, so that the others of this process wait; await its requests, or make run_agent "
+    "a plain function, which runs in threads"
+)
+
+Answer = tuple[str, "list[PlainTurn] | None", str]  # status, turns, message
+
+_position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position", default=None)
+
+
+def _share_tls_contexts() -> None:
+    """Let the HTTP clients of this process share what they know of certificates.
+
+    Each client of `openai` reads the certificates of the system when it is made, also where it only speaks http. That
+    takes 20 ms, and most agents make a client for each sample. Contexts that others than httpx ask for are their own.
+    """
+    own, shared = ssl.create_default_context, cache(ssl.create_default_context)
+
+    def create_default_context(*args: Any, **how: Any) -> ssl.SSLContext:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return (shared if caller.startswith(("httpx", "httpcore")) else own)(*args, **how)
+
+    ssl.create_default_context = create_default_context
+
+
+def serve(connection: Connection) -> None:
+    """Run agents until the driver closes the connection. Raises ArenoError if the agent does not load."""
+    _share_tls_contexts()
+    spec, key, timeout_s = connection.recv()
+    copies = Copies(connection, tells=False)
+    file, name = split_spec(spec, DEFAULT_FUNCTION)
+    with copies.stay_inside():
+        function = load_agent(file, name, key)
+    try:
+        with contextlib.suppress(ValueError):  # some callables have no signature to look at
+            inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
+    runner = _Runner(connection, function, Path(file), timeout_s, copies)
+    gc.freeze()  # to look through all that was imported would hold the agents of this process for 50 ms
+    connection.send(("ready", True))
+    while True:
+        runner.run(connection.recv())
+
+
+class _Runner:
+    """Runs the agent for chunks of items, and answers for each of them once."""
+
+    def __init__(
+        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: Copies
+    ):
+        self._connection, self._function, self._path = connection, function, path
+        self._timeout_s, self._copies = timeout_s, copies
+        self._is_async = is_async(function)
+        self._loop = event_loop(copies.end_copy)
+        # To tell which item holds the loop, when one does.
+        self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+        self._loop.set_task_factory(self._new_task)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
+        self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
+        self._open: set[int] = set()
+        self._sending = threading.Lock()
+        self._stuck_threads = False
+        self._ticked: float | None = None  # when the loop last ran; None between chunks
+        threading.Thread(target=self._watch, daemon=True, name="agent-watch").start()
+
+    def run(self, chunk: list[tuple[int, bytes]]) -> None:
+        """All items of a chunk at once."""
+        self._open = {position for position, _ in chunk}
+        self._loop.run_until_complete(self._all_of(chunk))
+        self._ticked = None
+        if self._stuck_threads:  # they would be missing in the next chunk
+            os._exit(0)
+
+    async def _all_of(self, chunk: list[tuple[int, bytes]]) -> None:
+        ticking = asyncio.ensure_future(self._tick())
+        ends_at, running = self._loop.time() + self._timeout_s, []
+        for position, payload in chunk:
+            running.append(asyncio.ensure_future(self._one(position, payload, ends_at)))
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+        await asyncio.gather(*running)
+        ticking.cancel()
+
+    async def _one(self, position: int, payload: bytes, ends_at: float) -> None:
+        _position.set(position)
+        try:
+            task = asyncio.ensure_future(self._call(payload))
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, ends_at - self._loop.time()))
+            if done:
+                answer = task.result()
+            else:
+                task.cancel()
+                self._stuck_threads = self._stuck_threads or not self._is_async
+                place = self._place_of(task, position)
+                answer = "timeout", None, f"not done within {self._timeout_s:g} s (agent.timeout_s){place}"
+        except BaseException as error:
+            answer = self._failure(error)
+        self._answer(position, answer)
+
+    async def _call(self, payload: bytes) -> Answer:
+        try:
+            context, item = pickle.loads(payload)
+            batch = AgentBatch.of_item(item)
+            with self._copies.stay_inside():
+                if self._is_async:
+                    returned = await self._function(context, batch)
+                else:
+                    here, call = contextvars.copy_context(), partial(self._in_thread, context, batch)
+                    returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
+                    if inspect.isawaitable(returned):
+                        returned = await returned
+            [turns] = plain_results(returned, [item])
+            return ("ok", turns, "") if turns else ("error", None, "it returned no trajectory")
+        except BadTrajectory as error:
+            return "error", None, str(error)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a SystemExit would leave the event loop
+            return self._failure(error)
+
+    def _in_thread(self, *given: Any) -> Any:
+        position = _position.get()
+        assert position is not None
+        self._thread_of[position] = threading.get_ident()
+        try:
+            return self._function(*given)
+        finally:
+            del self._thread_of[position]
+
+    def _place_of(self, task: asyncio.Task[Any], position: int) -> str:
+        """Say in which line of its file an agent waits; "" if that is not known."""
+        lines = []
+        at: Any = task.get_coro()
+        while at is not None:  # from the coroutine of the task to the one that it waits for
+            frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
+            lines += [frame.f_lineno] if frame is not None and frame.f_code.co_filename == str(self._path) else []
+            at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
+        frame = sys._current_frames().get(self._thread_of.get(position, 0))
+        if frame is not None:
+            stack = traceback.extract_stack(frame)
+            lines = [line.lineno for line in stack if line.filename == str(self._path)]
+        return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
+
+    def _failure(self, error: BaseException) -> Answer:
+        # An agent that does not catch it has filled the context with its conversation.
+        is_full = vars(error).get("code") == CONTEXT_FULL
+        return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MOST_TEXT]
+
+    def _answer(self, position: int, answer: Answer) -> None:
+        with self._sending:
+            if position in self._open:
+                self._open.discard(position)
+                self._connection.send((position, answer))
+
+    # -- who holds the event loop ----------------------------------------------------------------------------------
+
+    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> Any:
+        task = asyncio.Task(coroutine, loop=loop, **how)
+        self._positions[task] = _position.get()
+        return task
+
+    async def _tick(self) -> None:
+        while True:
+            self._ticked = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+
+    def _watch(self) -> None:
+        """Tell of an agent that holds the loop and, after the time that an agent has, end the process over it."""
+        told = False
+        main_thread = threading.main_thread().ident
+        while True:
+            time.sleep(_TICK_S)
+            ticked = self._ticked
+            held_s = 0.0 if ticked is None else time.monotonic() - ticked
+            if held_s < _HELD_S and held_s < self._timeout_s:
+                continue
+            frame = sys._current_frames().get(main_thread or 0)
+            where = traceback.extract_stack(frame)[-1] if frame is not None else None
+            place = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
+            if not told and self._is_async:
+                told = True
+                print(_HOLDS.format(place), flush=True)
+            if held_s < self._timeout_s:
+                continue
+            task = asyncio.current_task(self._loop)
+            position = None if task is None else self._positions.get(task)
+            if position is not None:
+                text = f"it held the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
+                self._answer(position, ("timeout", None, text))
+            os._exit(0)

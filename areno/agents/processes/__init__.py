@@ -1,1 +1,0 @@
-"""Agents in processes of their own, and what the driver knows of them."""

@@ -1,1 +1,0 @@
-"""What a step samples, and the rewards of it."""

@@ -1,0 +1,255 @@
+"""The arguments of a Trainer (areno.ArenoConfig, areno.Areno), what their values may be, and the plan they make.
+
+The engine speaks of the settings of a recipe. `argument_of` says which argument of a script stands for a setting, so
+that the errors of a script's Trainer name its arguments (areno.errors.keys_renamed). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from areno.config.experiments import ExperimentConfig
+from areno.config.lora import LoraConfig
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
+from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
+from areno.config.schema.build import build
+from areno.config.schema.fields import Section, check, forbid, setting, settings
+from areno.errors import Problem
+from areno.plan.devices import find_devices
+from areno.plan.plan import TrainerPlan, open_actor
+
+
+@dataclass
+class ArenoConfig:
+    """How the local engine runs: the custom_config of a Trainer.
+
+    model_path: weights to use in place of the Trainer's model_path, whose tokenizer stays in use.
+    tp_size: ranks that share one copy of the model. dp_size: copies; None is world_size // tp_size.
+    devices: CUDA device ids, one for each rank; None takes the first ones.
+    dummy_load: random weights in the policy and in every role; no folder needs weight files.
+    optimizer: fields of areno.config.models.OptimizerConfig, or one of these.
+    runtime: see RuntimeConfig. max_running_prompts: samples decoded at once, over all ranks; None is as many as a
+    rollout has. decode_progress_interval_s: seconds between log lines of a rollout.
+    """
+
+    model_path: str | None = None
+    tp_size: int = 1
+    dp_size: int | None = None
+    devices: list[int] | None = None
+    dummy_load: bool = False
+    optimizer: dict[str, Any] | OptimizerConfig | None = None
+    runtime: dict[str, Any] | None = None
+    max_running_prompts: int | None = None
+    decode_progress_interval_s: float = 10.0
+
+
+def _as_in(section: type[Section], name: str) -> Any:
+    """The field `name` of another section: its default, help and bounds."""
+    there = next(field for field in dataclasses.fields(section) if field.name == name)  # type: ignore[arg-type]
+    return dataclasses.field(default=there.default, metadata=there.metadata, kw_only=True)
+
+
+@dataclass(kw_only=True)
+class RuntimeConfig(LoraConfig, DecoderConfig):
+    """The keys of ArenoConfig.runtime. Where recipes have a setting of the same name, it is that one."""
+
+    attn_backend: Literal["auto", "flash", "native"] = _as_in(EngineConfig, "attn_backend")
+    exact: bool = _as_in(EngineConfig, "exact")
+    deterministic: bool = _as_in(EngineConfig, "deterministic")
+    cp_size: int = _as_in(EngineConfig, "cp_size")
+    zero_stage: Literal[0, 1, 2] = _as_in(EngineConfig, "zero_stage")
+    sequence_parallel: bool | None = _as_in(EngineConfig, "sequence_parallel")
+    device: Literal["auto", "cpu", "cuda"] = _as_in(EngineConfig, "device")
+    workers: Literal["auto", "inline", "spawn"] = _as_in(EngineConfig, "workers")
+    stall_timeout_s: float | None = _as_in(EngineConfig, "stall_timeout_s")
+    dtype: Literal["auto", "bfloat16", "float32"] = _as_in(ModelConfig, "dtype")
+    gradient_checkpointing: bool = _as_in(ModelConfig, "gradient_checkpointing")
+    router_aux_loss_coef: float = _as_in(ModelConfig, "router_aux_loss_coef")
+    routing_replay: bool = _as_in(PolicyConfig, "routing_replay")
+    max_tokens_per_mb: int | None = _as_in(MicroBatchSpec, "max_tokens_per_mb")
+    drop_rollout_state: bool = setting(False, help="free KV cache and graphs at the end of each session")
+    enable_thinking: bool | None = _as_in(RolloutConfig, "enable_thinking")
+    tokenizer_path: str | None = setting(None, help="tokenizer folder or hub id; null = the Trainer's model_path")
+    allow_control_tokens: bool = _as_in(ExperimentConfig, "allow_control_tokens")
+    seed: int = setting(1, help="of rollouts and random weights", ge=0)
+
+
+@dataclass(kw_only=True)
+class BackendSettings(Section):
+    """An ArenoConfig, checked."""
+
+    model_path: str | None = setting(None, help="weights in place of the Trainer's model_path")
+    tp_size: int = setting(1, help="ranks that share one copy of the model", gt=0)
+    dp_size: int | None = setting(None, help="copies of the model", gt=0)
+    devices: list[int] | None = setting(None, help="CUDA device ids")
+    dummy_load: bool = setting(False, help="random weights in every model")
+    optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="optimizer and learning-rate schedule")
+    runtime: RuntimeConfig = setting(factory=RuntimeConfig, help="processes, memory, precision")
+    max_running_prompts: int | None = setting(None, help="samples decoded at once", gt=0)
+    decode_progress_interval_s: float = setting(10.0, help="seconds between log lines", gt=0)
+
+    @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
+    def not_different_ids(self) -> bool:
+        ids = self.devices or []
+        return len({*ids}) < len(ids) or min(ids, default=0) < 0
+
+
+@dataclass(kw_only=True)
+class TrainerSettings(Section):
+    """The arguments of a Trainer, checked."""
+
+    world_size: int = setting(help="ranks", gt=0)
+    model_path: str = setting(help="model folder or hub id")
+    metrics_log_dir: str | None = setting(None, help="folder of TensorBoard files")
+    custom_config: BackendSettings = setting(factory=BackendSettings, help="an areno.ArenoConfig")
+
+    @forbid("model_path", "is empty; a model folder or hub id is expected")
+    def no_model(self) -> bool:
+        return not self.model_path.strip()
+
+    @check
+    def copies_fill_the_world(self) -> Iterator[Problem]:
+        tp_size, cp_size = self.custom_config.tp_size, self.custom_config.runtime.cp_size
+        for problem in layout_problems(self.world_size, tp_size, cp_size):
+            yield problem.under("engine").renamed(argument_of)
+
+    @check
+    def the_number_of_copies_follows(self) -> Iterator[Problem]:
+        given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
+        if given is not None and given != copies:
+            found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
+            yield Problem("custom_config.dp_size", found)
+
+    @check
+    def each_rank_has_a_device(self) -> Iterator[Problem]:
+        devices, size = self.custom_config.devices, self.world_size
+        if devices is not None and len(devices) != size:
+            found = f"is {devices}, but world_size is {size}; give one id for each rank"
+            yield Problem("custom_config.devices", found)
+
+    @check
+    def inline_is_one_rank(self) -> Iterator[Problem]:
+        if self.custom_config.runtime.workers == "inline" and self.world_size > 1:
+            found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"
+            yield Problem("custom_config.runtime.workers", found)
+
+
+class Areno:
+    """The local engine: the backend_type of a Trainer, and the only one there is."""
+
+
+def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
+    """The plan of a script's arguments. Nothing large is loaded yet.
+
+    Raises ConfigError for what does not fit model or machine, CheckpointError for a folder that is no model.
+    """
+    config, runtime = given.custom_config, given.custom_config.runtime
+    actor = ModelConfig(
+        path=config.model_path or given.model_path,
+        dtype=runtime.dtype,
+        gradient_checkpointing=runtime.gradient_checkpointing,
+        router_aux_loss_coef=runtime.router_aux_loss_coef,
+        mb_spec=MicroBatchSpec(max_tokens_per_mb=runtime.max_tokens_per_mb),
+        optimizer=config.optimizer,
+        **{name: vars(runtime)[name] for name in settings(LoraConfig)},
+    )
+    engine = EngineConfig(
+        device=runtime.device,
+        world_size=given.world_size,
+        tp_size=config.tp_size,
+        zero_stage=runtime.zero_stage,
+        sequence_parallel=runtime.sequence_parallel,
+        workers=runtime.workers,
+        attn_backend=runtime.attn_backend,
+        exact=runtime.exact,
+        deterministic=runtime.deterministic,
+        cp_size=runtime.cp_size,
+        dummy_load=config.dummy_load,
+        stall_timeout_s=runtime.stall_timeout_s,
+    )
+    tokenizer_path = runtime.tokenizer_path or given.model_path
+    return replace(
+        open_actor(
+            actor,
+            engine,
+            lambda: find_devices(engine, config.devices),
+            tokenizer_path=tokenizer_path,
+            control_tokens=runtime.allow_control_tokens,
+            seed=runtime.seed,
+            routing_replay=runtime.routing_replay,
+        ),
+        decoder=runtime.decoder(),
+        max_running=config.max_running_prompts,
+        drop_rollout_state=runtime.drop_rollout_state,
+        enable_thinking=runtime.enable_thinking,
+        progress_interval_s=config.decode_progress_interval_s,
+    )
+
+
+def read_arguments(
+    world_size: Any, model_path: Any, backend_type: Any, custom_config: Any, metrics_log_dir: Any
+) -> TrainerSettings:
+    """The arguments of a Trainer as typed settings. Raises one ConfigError with all that is wrong with them."""
+    problems = []
+    if backend_type is not None and backend_type is not Areno:
+        name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
+        problems.append(Problem("backend_type", f"is {name}; areno.Areno is the one there is, and the default"))
+    data: dict[str, Any] = {"world_size": world_size, "model_path": _text(model_path)}
+    data["metrics_log_dir"] = _text(metrics_log_dir)
+    if isinstance(custom_config, ArenoConfig):
+        given = vars(custom_config)
+        default = {name for name in ("optimizer", "runtime") if given[name] is None}
+        data["custom_config"] = {name: _text(value) for name, value in given.items() if name not in default}
+    elif custom_config is not None:
+        hint = "; write areno.ArenoConfig(**...)" if isinstance(custom_config, Mapping) else ""
+        found = f"is a {type(custom_config).__name__}; an areno.ArenoConfig is expected{hint}"
+        problems.append(Problem("custom_config", found))
+    return build(TrainerSettings, data, problems)
+
+
+def _text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+# What the settings that messages name are called in a script.
+_ARGUMENTS = {
+    "actor.path": "model_path",
+    "actor.optimizer": "custom_config.optimizer",
+    "engine.world_size": "world_size",
+    "engine.tp_size": "custom_config.tp_size",
+    "engine.dummy_load": "custom_config.dummy_load",
+    "train_dataset.batch_size": "the number of rows",
+    "train_dataset.max_length": "the length of the prompts",
+    "gconfig.n_samples": "n_samples",
+    "gconfig.max_tokens": "SamplingParams.max_context_len",
+    "rollout.max_concurrent_rollouts": "max_running_prompts",
+    "saver.path": "path",
+    "stats_logger.tensorboard.path": "metrics_log_dir",
+    "tokenizer_path": "custom_config.runtime.tokenizer_path",
+    "devices": "custom_config.devices",
+}
+_OF_ANY_MODEL = {
+    "ppo_n_minibatches": "n_minibatches",
+    "mb_spec.max_tokens_per_mb": "custom_config.runtime.max_tokens_per_mb",
+    "gradient_checkpointing": "custom_config.runtime.gradient_checkpointing",
+}
+
+
+def argument_of(setting: str) -> str:
+    """The argument that stands for a setting; `setting` itself where there is none."""
+    if setting in _ARGUMENTS:
+        return _ARGUMENTS[setting]
+    section, _, name = setting.partition(".")
+    if section == "gconfig" and name:
+        return f"SamplingParams.{name}"
+    if name in _OF_ANY_MODEL:
+        return _OF_ANY_MODEL[name]
+    if name.startswith("optimizer."):
+        return f"custom_config.{name}"
+    if section in ("engine", "actor", "rollout") and name in settings(RuntimeConfig):
+        return f"custom_config.runtime.{name}"
+    return setting

@@ -1,0 +1,102 @@
+"""What a run says of itself when it starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
+from areno.data.loader import BatchLoader
+from areno.engine.engine import Engine
+from areno.engine.spec import LoraSpec, RoleSpec
+from areno.plan.plan import TrainerPlan
+from areno.tracking.run_log import IN_FULL
+
+logger = logging.getLogger("areno")
+
+_LOOKED_AT = 1000  # rows
+
+
+def facts(
+    config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
+) -> dict[str, str]:
+    """The models, the training rows and the devices, in words. roles: the models beside the actor."""
+    spec, n_devices = plan.spec, len(plan.spec.devices)
+    others = [f"{name} ({'the same' if of.path == spec.model_path else of.path})" for name, of in roles.items()]
+    lora = f" (LoRA of rank {spec.lora.adapters.rank})" if spec.lora is not None else ""
+    step = f"{loader.config.batch_size} a step"
+    if isinstance(config, PolicyExperimentConfig):
+        step += f", {config.gconfig.n_samples} samples of each"
+    layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"
+    if spec.n_nodes > 1:
+        layout += f" on {spec.n_nodes} nodes"
+    if spec.tp_size > 1:
+        layout += f": {n_devices // spec.tp_size} copies over {spec.tp_size} devices each"
+    if spec.cp_size > 1:
+        layout += f", {spec.cp_size} copies to a row"
+    return {
+        "model": " + ".join([config.actor.path + lora, *others]),
+        "rows": f"{len(loader.rows):,} of {loader.name}, {step}",
+        "layout": f"{layout}, {spec.dtype}",
+    }
+
+
+def tell_model(engine: Engine) -> None:
+    """Log what an engine has come up with."""
+    from areno.kernels.attention import BACKENDS  # imports torch
+
+    info, lora = engine.info, engine.spec.lora
+    active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
+    sums = f", sums of {engine.spec.tp_size} ranks by {info.tp_sums}" if info.tp_sums else ""
+    logger.info(
+        "model: %.1fM parameters%s, %s on %s, attention by %s%s", info.n_params / 1e6, active, info.dtype,
+        ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend], sums,
+    )  # fmt: skip
+    if engine.spec.attn_backend == "flash" and info.attn_backend != "flash":
+        logger.warning(
+            "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
+        )
+    if lora is not None:
+        share = info.n_adapter_params / info.n_params
+        logger.info(
+            "adapters: %.2fM parameters (%.2g %%), LoRA of rank %d on %s%s", info.n_adapter_params / 1e6, 100 * share,
+            lora.adapters.rank, ", ".join(lora.adapters.targets), _origin(lora),
+        )  # fmt: skip
+    _tell_memory(engine)
+
+
+def _origin(lora: LoraSpec) -> str:
+    """Where adapters come from. A reader can say whether two names are of one model."""
+    if not lora.init_from:
+        return ""
+    base = lora.trained_on or "a model that is not named"
+    return f", from {lora.init_from} (whose rank, alpha and modules count, not the settings), trained on {base}"
+
+
+def _tell_memory(engine: Engine) -> None:
+    """Log what its models take of each device, computed: as a line, and as a table for logs/run.log."""
+    short, table = engine.memory_table()
+    logger.info("%s", short)
+    for line in table.splitlines():
+        logger.info("%s", line, extra=IN_FULL)
+
+
+@contextmanager
+def memory_told(engine: Engine) -> Iterator[None]:
+    """The same after the body, where that has changed what there is."""
+    before = engine.memory_table()
+    yield
+    if engine.memory_table() != before:
+        _tell_memory(engine)
+
+
+def without_answers(loader: BatchLoader[Any]) -> str:
+    """Which rows have no solutions, in words; "" if some have. Of many rows it looks at the first ones."""
+    count = min(len(loader.rows), _LOOKED_AT)
+    if any(loader.rows[index].get("solutions") is not None for index in range(count)):
+        return ""
+    return (
+        f"no row of {loader.name}" if count == len(loader.rows) else f"none of the first {count} rows of {loader.name}"
+    )

@@ -1,0 +1,341 @@
+"""From configuration to the plan of a Trainer: devices, folders, tokenizer, checked against the model's config.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from areno.config.experiments import (
+    CriticExperimentConfig,
+    ExperimentConfig,
+    PolicyExperimentConfig,
+    PreferenceExperimentConfig,
+)
+from areno.config.models import ModelConfig
+from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
+from areno.config.run import DecoderConfig, EngineConfig, layout_problems
+from areno.config.schema.fields import settings
+from areno.data.tokens.shield import allow_control_tokens
+from areno.engine.spec import EngineSpec, RoleSpec
+from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
+from areno.files.paths import existing_path, model_of
+from areno.models.config import TransformerConfig
+from areno.models.folder.hub import resolve
+from areno.plan.devices import devices_of
+from areno.plan.lora import KEY as LORA_KEY
+from areno.plan.lora import lora_of
+from areno.types import SamplingParams
+
+# Settings of the section engine that an EngineSpec has under the same names.
+_SAME = (
+    "tp_size", "cp_size", "zero_stage", "sequence_parallel", "attn_backend", "exact", "deterministic", "dummy_load",
+    "stall_timeout_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerPlan:
+    """What a Trainer starts, and how it samples.
+
+    max_running: samples decoded at once, over all ranks. max_len: longest prompt plus completion in tokens that the KV
+    cache is made for. None makes either as large as the rollouts turn out to need. progress_interval_s: seconds between
+    log lines of a rollout. The rest are settings of the same names.
+    """
+
+    spec: EngineSpec
+    tokenizer: Any
+    workers: str = "auto"
+    decoder: DecoderConfig = field(default_factory=DecoderConfig)
+    max_running: int | None = None
+    max_len: int | None = None
+    drop_rollout_state: bool = False
+    enable_thinking: bool | None = None
+    progress_interval_s: float = 10.0
+
+
+def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
+    """The plan of an experiment's configuration. Nothing large is loaded yet. Raises as `open_actor` does."""
+    plan = open_actor(
+        config.actor,
+        config.engine,
+        lambda: devices_of(config.engine, config.cluster, config.scheduler),
+        tokenizer_path=config.tokenizer_path,
+        control_tokens=config.allow_control_tokens,
+        seed=config.seed,
+        routing_replay=isinstance(config, PolicyExperimentConfig) and config.actor.routing_replay,
+        more_problems=lambda model: model_problems(config, model),
+    )
+    if config.scheduler.type == "ray":
+        plan = on_ray(plan, config)
+    if not isinstance(config, PolicyExperimentConfig):
+        return plan
+    rollout = config.rollout
+    return replace(
+        plan,
+        decoder=rollout.decoder(),
+        max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,
+        max_len=longest_sequence(config, plan.spec.context_len),
+        drop_rollout_state=rollout.drop_rollout_state,
+        enable_thinking=rollout.enable_thinking,
+    )
+
+
+def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
+    """The same on the nodes of a Ray cluster, which must all see what the run writes."""
+    folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
+    shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
+    spec = replace(
+        plan.spec,
+        n_nodes=config.cluster.n_nodes,
+        shared=shared,
+        setup_timeout=config.scheduler.setup_timeout,
+    )
+    return replace(plan, spec=spec, workers="ray")
+
+
+def open_actor(
+    actor: ModelConfig,
+    engine: EngineConfig,
+    devices_of: Callable[[], list[str]],
+    *,
+    tokenizer_path: str | None = None,
+    control_tokens: bool = False,
+    seed: int = 1,
+    routing_replay: bool = False,
+    more_problems: Callable[[TransformerConfig], Iterable[Problem]] = lambda model: (),
+) -> TrainerPlan:
+    """The plan of one trained model. Its tokenizer is that of `tokenizer_path` where given.
+
+    devices_of: finds the devices of the run. control_tokens: whether the text of messages may hold them.
+
+    Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
+    is no model.
+    """
+    from areno.models.registry import tp_problems  # imports torch, which building a Trainer does not need
+
+    devices, (path, model), tokenizer_folder = all_of(
+        devices_of,
+        lambda: _open_config(actor.path),
+        lambda: tokenizer_path and model_folder(tokenizer_path, "tokenizer_path"),
+    )
+    tokenizer_folder = tokenizer_folder or path
+    with model_of("tokenizer_path" if tokenizer_path else "actor.path"):
+        tokenizer = load_tokenizer(tokenizer_folder)
+    if control_tokens:
+        allow_control_tokens(tokenizer)
+    problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
+    problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
+    problems += [*expert_problems(model, actor, engine, routing_replay, devices[0]), *state_problems(model, engine)]
+    if len(tokenizer) > model.vocab_size:
+        found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
+        problems.append(Problem("tokenizer_path", found))
+    lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
+    eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
+    spec = EngineSpec(
+        model_path=path,
+        devices=devices,
+        dtype=dtype,
+        random_init=actor.init_from_scratch,
+        seed=seed,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        routing_replay=routing_replay,
+        router_aux_loss_coef=actor.router_aux_loss_coef,
+        optimizer=actor.optimizer,
+        lora=lora,
+        mb_spec=actor.mb_spec,
+        tokenizer_path=tokenizer_folder,
+        eos_token_ids=tuple(sorted(eos)),
+        context_len=model.max_position_embeddings,
+        **{name: vars(engine)[name] for name in _SAME},
+    )
+    return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
+
+
+def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
+    """Return the name of the type of the weights. ConfigError if a device does not have it."""
+    from areno.kernels.backend import check_dtype, default_dtype
+    from areno.models.weights import DTYPE_NAMES
+
+    if actor.dtype == "auto":
+        return DTYPE_NAMES[default_dtype(devices)]
+    check_dtype(actor.dtype, devices)
+    return actor.dtype
+
+
+def _raise(problems: list[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
+def _open_config(path: str) -> tuple[str, TransformerConfig]:
+    """The folder of the actor, and what its config.json says."""
+    from areno.models.adapters.folder import is_adapter
+    from areno.models.registry import load_config
+
+    folder = model_folder(path, "actor.path")
+    if is_adapter(folder):
+        text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
+        raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(LORA_KEY), folder))
+    with model_of("actor.path"):
+        return folder, load_config(folder)
+
+
+def model_folder(path: str, key: str) -> str:
+    """The local folder of a model folder or hub id. CheckpointError naming `key`."""
+    with model_of(key):
+        return str(resolve(existing_path(path) or path))
+
+
+def whole_model(path: str, key: str) -> str:
+    """As `model_folder`, for roles without adapters. ConfigError naming `key` where the folder holds only these."""
+    from areno.models.adapters.folder import is_adapter
+
+    folder = model_folder(path, key)
+    if is_adapter(folder):
+        text = "{} holds adapters and no model; expected a whole model, as {}=true saves it"
+        raise ConfigError(Problem(key, text, folder, Key("saver.merge_adapters")))
+    return folder
+
+
+def load_tokenizer(folder: str) -> Any:
+    """The tokenizer of a folder. Raises ConfigError naming tokenizer_path, CheckpointError for its config.json."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if len(tokenizer) < 2:  # what the library makes of a folder without tokenizer files, for some models
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # the library raises whatever its parsers do
+        said = printable(" ".join(str(error).split()))[:300] or type(error).__name__
+        if (Path(folder) / "config.json").is_file():  # read on the way
+            try:
+                AutoConfig.from_pretrained(folder)
+            except Exception:
+                raise CheckpointError(f"{folder}/config.json is refused by transformers: {said}") from error
+        message = f"no tokenizer can be loaded from {folder}: {said}; set it to a folder that has one"
+        raise ConfigError([Problem("tokenizer_path", message)]) from error
+    tokenizer.model_max_length = 10**9  # our own limits hold, and name their keys; the library would warn beside them
+    return tokenizer
+
+
+def expert_problems(
+    model: TransformerConfig, actor: ModelConfig, engine: EngineConfig, routing_replay: bool, device: str
+) -> Iterator[Problem]:
+    """Settings that are for models with experts, or that these cannot have."""
+    if model.experts is None:
+        text = "but the model has no experts, so it has no effect; "
+        if routing_replay:
+            yield Problem("actor.routing_replay", f"is true, {text}set it to false")
+        if actor.router_aux_loss_coef:
+            yield Problem("actor.router_aux_loss_coef", f"is {actor.router_aux_loss_coef}, {text}set it to 0")
+    elif engine.exact and device.startswith("cuda"):
+        text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
+        yield Problem("engine.exact", text)
+
+
+def state_problems(model: TransformerConfig, engine: EngineConfig) -> Iterator[Problem]:
+    """Settings that models with recurrent states cannot have."""
+    if engine.exact and model.delta is not None:
+        text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
+        yield Problem("engine.exact", f"{text}set it to false")
+
+
+def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
+    """What in a configuration's lengths and tokens does not fit the model."""
+    context = model.max_position_embeddings
+    shown = f"{context} tokens{model.rope.limit}"
+    if not isinstance(config, PolicyExperimentConfig):
+        if (longest := config.train_dataset.max_length) > context:
+            found = f"is {longest}, the model's context is {shown}; lower it"
+            yield Problem("train_dataset.max_length", found)
+        return
+    for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
+        if gconfig is None:
+            continue
+        most, new = gconfig.max_tokens, gconfig.max_new_tokens
+        if most is not None and most > context:
+            yield Problem(f"{name}.max_tokens", f"is {most}, the model's context is {shown}")
+        if new >= context:
+            found = f"is {new}; the model's context of {shown} must also hold a prompt"
+            yield Problem(f"{name}.max_new_tokens", found)
+        for token in gconfig.stop_token_ids or []:
+            if not 0 <= token < model.vocab_size:
+                found = f"holds {token}; the vocabulary has {model.vocab_size} tokens"
+                yield Problem(f"{name}.stop_token_ids", found)
+
+
+def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
+    """ConfigError where an update has fewer rows of a full batch than there are copies of the model to train on them.
+
+    An agent makes any number of rows, and gradient_accumulation_steps counts micro-batches: then training itself tells.
+    """
+    rows, updates = config.train_dataset.batch_size, {"actor": 1}
+    if isinstance(config, PolicyExperimentConfig):
+        if config.agent.fn is not None:
+            return
+        rows, updates["actor"] = config.rows_per_step, config.actor.ppo_n_minibatches
+    if isinstance(config, CriticExperimentConfig):
+        updates["critic"] = config.critic.ppo_n_minibatches
+    if config.actor.gradient_accumulation_steps is not None:
+        del updates["actor"]
+    for name, n_updates in updates.items():
+        if (each := rows // n_updates) < spec.data_size:
+            what = "pairs" if isinstance(config, PreferenceExperimentConfig) else "rows"
+            text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
+            text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
+            keys = [Key(f"{name}.ppo_n_minibatches")] * (n_updates > 1) + [Key("engine.world_size")]
+            args = (config.train_dataset.batch_size, name, each, what, spec.data_size, *keys)
+            raise ConfigError(Problem("train_dataset.batch_size", text, *args))
+
+
+def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
+    """The decoder's view of a gconfig section."""
+    values = asdict(gconfig)
+    shared = {name: values[name] for name in settings(SamplingConfig)}
+    return SamplingParams(max_context_len=gconfig.max_tokens, **shared)
+
+
+def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
+    """Tokens of the longest prompt plus completion, in training and in evaluation, so that both use one KV cache."""
+    uses = [(config.gconfig, config.train_dataset.max_length)]
+    if config.valid_dataset is not None:
+        sampled = config.eval_gconfig or config.gconfig
+        uses += [(sampled, of_set.max_length) for of_set in config.valid_dataset.by_name().values()]
+    if config.agent.fn is not None:  # a conversation may take all that there is
+        uses = [(gconfig, context_len) for gconfig, _ in uses]
+    return max(
+        min(gconfig.max_tokens or context_len, context_len, max_prompt + gconfig.max_new_tokens)
+        for gconfig, max_prompt in uses
+    )
+
+
+def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
+    """The models beside the actor that an experiment asks for. Their path is "" where it is the actor's own.
+
+    Raises CheckpointError or ConfigError naming the key.
+    """
+    if isinstance(config, PreferenceExperimentConfig) and config.ref.path not in (None, config.actor.path):
+        return {"ref": RoleSpec(path=whole_model(str(config.ref.path), "ref.path"), head="lm", key="ref.path")}
+    if not isinstance(config, PolicyExperimentConfig):
+        return {}
+
+    def role(name: str, section: Any, head: Literal["lm", "value"], **more: Any) -> RoleSpec:
+        key = f"{name}.path"
+        path = whole_model(section.path, key) if section.path else ""
+        return RoleSpec(path=path, head=head, key=key, offload=section.offload, **more)
+
+    roles: dict[str, Callable[[], RoleSpec]] = {}
+    if config.ref is not None:
+        roles["ref"] = partial(role, "ref", config.ref, "lm")
+    if config.reward.path is not None:
+        roles["reward"] = partial(role, "reward", config.reward, "value", needs_head=True)
+    if isinstance(config, CriticExperimentConfig):
+        critic = config.critic
+        names = ("optimizer", "gradient_checkpointing")
+        trained = {name: vars(critic)[name] for name in names} | {"random_init": critic.init_from_scratch}
+        roles["critic"] = partial(role, "critic", critic, "value", **trained)
+    return dict(zip(roles, all_of(*roles.values()), strict=True))

@@ -1,0 +1,96 @@
+"""The learning-rate schedules of a run: as long as the run where nothing else is said, and whether they fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from areno.config.experiments import (
+    CriticExperimentConfig,
+    ExperimentConfig,
+    PolicyExperimentConfig,
+    PreferenceExperimentConfig,
+)
+from areno.config.models import OptimizerConfig
+from areno.engine.spec import RoleSpec
+from areno.plan.plan import TrainerPlan
+
+_EARLY, _LATE = 0.9, 2.0  # a decay that is shorter or longer than this part of the run was made for another one
+
+
+def with_schedules(
+    config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
+) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
+    """The plan and its roles with lr_decay_steps of their own, for a run of so many steps."""
+    updates = n_updates(config, n_steps)
+
+    def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
+        return replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or max(1, updates[name]))
+
+    if plan.spec.optimizer is not None:
+        plan = replace(plan, spec=replace(plan.spec, optimizer=fitted(plan.spec.optimizer, "actor")))
+    trained = {name: role for name, role in roles.items() if role.optimizer is not None}
+    return plan, roles | {
+        name: replace(role, optimizer=fitted(role.optimizer, name)) for name, role in trained.items() if role.optimizer
+    }
+
+
+def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
+    """Optimizer updates of each trained model in so many steps, if all batches are full."""
+    actor = config.actor
+    each, first = 1, 0
+    found = {}
+    if isinstance(config, PolicyExperimentConfig):
+        each = config.actor.ppo_n_minibatches
+    if isinstance(config, CriticExperimentConfig):
+        first = config.critic.warmup_steps
+        found["critic"] = n_steps * config.critic.ppo_n_minibatches
+    if actor.gradient_accumulation_steps is not None:
+        rows = config.train_dataset.batch_size
+        if isinstance(config, PolicyExperimentConfig):
+            rows = config.rows_per_step
+        size = actor.mb_spec.mini_bs
+        if isinstance(config, PreferenceExperimentConfig):
+            size = max(1, size // 2)  # the two rows of a pair stay together
+        each = -(-rows // (size * actor.gradient_accumulation_steps))
+    return {"actor": max(0, n_steps - first) * each, **found}
+
+
+def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
+    """What was made for a longer or a shorter run than this one, with what to change."""
+    if config.total_train_steps is not None and n_steps < config.total_train_steps:
+        limit = f"total_train_epochs={config.total_train_epochs}"
+        if config.total_train_n_seqs is not None:
+            limit += f" and total_train_n_seqs={config.total_train_n_seqs}"
+        yield (
+            f"the run ends after {n_steps} steps and not after total_train_steps={config.total_train_steps}, since "
+            f"{limit} ends it before"
+        )
+    optimizers = {"actor": config.actor.optimizer}
+    if isinstance(config, CriticExperimentConfig):
+        optimizers["critic"] = config.critic.optimizer
+    updates = n_updates(config, n_steps)
+    for name, optimizer in optimizers.items():
+        decay, n = optimizer.lr_decay_steps, updates[name]
+        if optimizer.lr == 0:
+            yield f"{name}.optimizer.lr is 0, so the weights of the {name} stay as they are; set it above 0 to train"
+            continue
+        if decay is None or n == 0:
+            continue
+        key, warmup = f"{name}.optimizer", round(optimizer.warmup_steps_proportion * decay)
+        if warmup >= n:
+            yield (
+                f"the learning rate warms up for {warmup} updates, and this run has {n}, so it never reaches "
+                f"{key}.lr={optimizer.lr:g}; lower {key}.warmup_steps_proportion or set {key}.lr_decay_steps=null"
+            )
+        elif optimizer.lr_scheduler_type != "constant" and decay < _EARLY * n:
+            yield (
+                f"the learning rate decays in {decay} of the {n} updates of this run, and stays at "
+                f"{optimizer.min_lr_ratio * optimizer.lr:g} for the rest; {key}.lr_decay_steps=null is "
+                "as long as the run"
+            )
+        elif optimizer.lr_scheduler_type != "constant" and decay > _LATE * n:
+            yield (
+                f"the learning rate decays in {decay} updates, and this run has {n}, so most of the decay never comes; "
+                f"{key}.lr_decay_steps=null is as long as the run"
+            )

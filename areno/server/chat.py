@@ -1,0 +1,306 @@
+"""/v1/chat/completions: messages to a message, whole or as it is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_json
+
+from areno.errors import ArenoError, DataError
+from areno.server import answers
+from areno.server.conversations import Conversations, Prompt, PromptTooLong
+from areno.server.errors import ApiError
+from areno.server.messages import read_messages
+from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
+from areno.server.parsers.message import END_THINK, THINK
+from areno.server.requests import ChatRequest
+from areno.server.sampling import Sampler
+from areno.server.spelling import Spelled, Spelling, TokenTexts
+from areno.server.stream import TextStream, special_ids
+from areno.server.threads import Threads
+from areno.types import GenerationOutput, GenerationRequest
+
+Json = dict[str, Any]
+
+
+class ChatCompletions:
+    """The endpoint. session: told in the extra field of tokens, by which trajectories are recognised; None: no session.
+
+    enforces_calls: tool_choice required holds by a grammar. In a session it does not: there the model is to learn it,
+    and tokens that a grammar forces are not the policy's.
+    """
+
+    def __init__(
+        self, conversations: Conversations, sampler: Sampler, *, session: str | None = None, enforces_calls: bool = True
+    ):
+        self.conversations, self.sampler = conversations, sampler
+        self._session, self._enforces_calls = session, enforces_calls
+        tokenizer = conversations.tokenizer
+        self._grammars = Threads(1, "areno-grammars")  # the compiler is not for several
+        self._texts = TokenTexts(tokenizer)
+        self._special = special_ids(tokenizer, keep={*conversations.parser.tags, THINK, END_THINK})
+
+    async def open(self, request: ChatRequest) -> _Chat:
+        """The request with its prompt, ready to be sampled. ApiError 400 where it cannot be served."""
+        try:
+            definitions = [tool.definition for tool in request.tools]
+            with self.sampler.engine.gathering.expecting():
+                prompt = await self.conversations.prompt_beside(request.messages, definitions, request.template)
+        except PromptTooLong as error:
+            raise _about_messages(self.sampler.too_long(), request) from error
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        constraint = {}
+        if request.response_format is not None or (request.requires_call and self._enforces_calls):
+            # A grammar of a large vocabulary takes a second the first time.
+            constraint = {"grammar": await self._grammars.run(lambda: self._grammar(request, prompt))}
+        try:
+            # A whole answer is read in pieces, too: what can be made of it is there before many samples end at once.
+            more = {"pieces": not request.options.stream, **constraint}
+            sampled = self.sampler.request(prompt.tokens, request.options, digest=prompt.digest, **more)
+        except ApiError as error:
+            if error.param not in ("prompt", "max_tokens"):
+                raise
+            raise _about_messages(error, request, prompt.tokens) from error
+        hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
+        return _Chat(self, request, prompt, sampled, hidden)
+
+    def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
+        from areno.server.grammar import Constraint, compile_grammar, reasoning_after
+
+        choice: Any = "auto"
+        if request.requires_call and self._enforces_calls:
+            named = {"type": "function", "function": {"name": request.named}}
+            choice = "required" if request.named is None else named
+        tokenizer, parser = self.conversations.tokenizer, self.conversations.parser
+        constraint = Constraint(
+            response_format=request.response_format,
+            tools=[tool.definition for tool in request.tools],
+            tool_choice=choice,
+            parallel_tool_calls=request.parallel_tool_calls,
+            parser=parser,
+            reasoning=reasoning_after(prompt.text, tokenizer.chat_template),
+        )
+        try:
+            grammar = compile_grammar(constraint, tokenizer, self.sampler.room.vocab_size, self.sampler.stop_ids)
+        except ArenoError as error:
+            raise ApiError(400, str(error), param="response_format" if choice == "auto" else "tools") from error
+        return None if grammar is None else grammar.text
+
+
+def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
+    """Return the error of a prompt in terms of the messages that it was made of. tokens: of the prompt, where known."""
+    roles = Counter(message["role"] for message in request.messages)
+    counts = "" if tokens is None else f"tokens={len(tokens)} "
+    counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
+    param = "messages" if error.param == "prompt" else error.param
+    return ApiError(error.status, f"{error.message} ({counts})", param=param, code=error.code)
+
+
+@dataclass
+class _Chat:
+    """One request under way."""
+
+    endpoint: ChatCompletions
+    request: ChatRequest
+    prompt: Prompt
+    sampled: GenerationRequest
+    hidden: frozenset[int]
+
+    def __post_init__(self) -> None:
+        self.head = answers.envelope("chat.completion", "chatcmpl", self.request.model)
+        options = self.request.options
+        self.tells_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
+
+    async def answer(self) -> bytes:
+        """The whole answer as JSON."""
+        n = self.request.options.n
+        choices, outputs = list[_Choice](), list[Any]([None] * n)
+        written, prompt = list[answers.WrittenTokens](), b""
+        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                if not choices:  # not before: many requests may be on their way
+                    choices = [_Choice(self, index) for index in range(n)]
+                    if self.tells_tokens:
+                        written = [answers.WrittenTokens() for _ in range(n)]
+                        prompt = to_json(self._prompt_field())
+                choices[output.sample].take(output)
+                if self.tells_tokens:
+                    written[output.sample].add(output)
+                if output.finish_reason is not None:
+                    outputs[output.sample] = output
+        told = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
+        body = {**self.head, "choices": told, "usage": self._usage(outputs), "system_fingerprint": None}
+        if not self.tells_tokens:
+            return to_json(body)
+        tokens = [written[index].text(index, output.finish_reason) for index, output in enumerate(outputs)]
+        return answers.with_token_field(body, prompt, tokens)
+
+    def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
+        choice.finish()
+        parsed = choice.parsed()
+        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None, "annotations": []}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        if parsed.tool_calls:
+            message["tool_calls"] = [_call(call) for call in parsed.tool_calls]
+        # When the answers that are ready have been sent, and before a client can send the next turn.
+        asyncio.get_running_loop().call_soon(self.remember, output, message)
+        logprobs = None if self.request.options.n_top is None else choice.logprobs()
+        reason = self.finish_reason(output, bool(parsed.tool_calls))
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def remember(self, output: GenerationOutput, message: Json) -> None:
+        """Keep the turn for the one after it."""
+        sent_back = {name: value for name, value in message.items() if value is not None}
+        [message] = read_messages([sent_back])
+        self.endpoint.conversations.remember(self.prompt, output.tokens, self.endpoint.sampler.stop_ids, message)
+
+    def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
+        """As the API names it. A call that was asked for by name ends with stop, like any answer that was asked for."""
+        if output.finish_reason == "stop" and has_calls and self.request.named is None:
+            return "tool_calls"
+        return answers.finish_reason(output)
+
+    def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
+        n_completion = sum(len(output.tokens) for output in outputs)
+        return answers.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
+
+    def _token_field(self, outputs: Sequence[GenerationOutput]) -> Json:
+        return {"areno": answers.token_field(self._prompt_field(), outputs)} if self.tells_tokens else {}
+
+    def _prompt_field(self) -> Json:
+        return {
+            "session": self.endpoint._session,
+            "conversation": self.prompt.keys[-1],
+            "temperature": self.sampled.params.logprob_temperature,
+            "prompt_token_ids": self.prompt.tokens,
+            "sources": self.prompt.sources,
+        }
+
+    async def chunks(self) -> AsyncIterator[Json]:
+        """The answer in pieces, as it is written."""
+        options = self.request.options
+        base = {**self.head, "object": "chat.completion.chunk", "system_fingerprint": None}
+        if options.include_usage:
+            base["usage"] = None
+        choices = [_Choice(self, index) for index in range(options.n)]
+        outputs: list[Any] = [None] * options.n
+
+        def chunk(index: int, delta: Json, reason: str | None = None) -> Json:
+            logprobs = choices[index].logprobs() if choices[index].has_scores else None
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            return {**base, "choices": [choice]}
+
+        for index in range(options.n):
+            yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                choice = choices[output.sample]
+                for delta in choice.take(output):
+                    yield chunk(output.sample, choice.delta(delta))
+                if output.finish_reason is None:
+                    continue
+                outputs[output.sample] = output
+                for delta in choice.finish():
+                    yield chunk(output.sample, choice.delta(delta))
+                self.remember(output, choice.message())
+                last = chunk(output.sample, {}, self.finish_reason(output, choice.n_calls > 0))
+                yield last | ({} if None in outputs else self._token_field(outputs))
+        if options.include_usage:
+            yield {**base, "choices": [], "usage": self._usage(outputs)}
+
+
+class _Choice:
+    """One choice as it is written."""
+
+    def __init__(self, chat: _Chat, index: int):
+        request, endpoint = chat.request, chat.endpoint
+        self._text = TextStream(endpoint.conversations.tokenizer, chat.hidden, request.options.params.stop or ())
+        self._message: MessageStream = endpoint.conversations.parser.stream(
+            [tool.definition for tool in request.tools],
+            in_reasoning=chat.prompt.opens_reasoning,
+            message_id=f"{chat.head['id'].removeprefix('chatcmpl-')}{index or ''}",
+        )
+        self._texts, self._n_top = endpoint._texts, request.options.n_top
+        self._one_call = not request.parallel_tool_calls
+        self._spelling = Spelling(self._texts, chat.hidden)
+        self._n_characters = 0
+        self._scores: list[answers.TokenScore] = []  # of tokens that are not spelled yet
+        self._spelled: list[answers.SpelledScore] = []  # that `logprobs` has not told of
+        self._deltas: list[MessageDelta] = []
+        self._n_taken = self.n_calls = 0
+
+    def take(self, output: GenerationOutput) -> list[MessageDelta]:
+        """What is certain with an output of the engine."""
+        start = 0 if output.finish_reason is None else self._n_taken  # the last one has the whole completion
+        tokens = answers.tail(output, "tokens", start)
+        self._n_taken += len(tokens)
+        text = self._text.feed(tokens)
+        if self._n_top is not None:
+            self._scores += answers.scores_of(output)[start:]
+            self._n_characters += len(text)
+            self._spelling.feed(tokens)
+            self._spell(self._spelling.take(self._n_characters))
+        return self._kept(self._message.feed(text))
+
+    def finish(self) -> list[MessageDelta]:
+        """What is left at the end."""
+        text = self._text.finish()
+        if self._n_top is not None:
+            self._spell(self._spelling.finish(self._n_characters + len(text)))
+        return self._kept(self._message.feed(text) + self._message.finish())
+
+    def _spell(self, spelled: list[Spelled]) -> None:
+        self._spelled += zip(self._scores, spelled, strict=False)
+        del self._scores[: len(spelled)]
+
+    def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        kept = []
+        for delta in deltas:
+            if delta.tool_call is not None:
+                self.n_calls += 1
+                if self._one_call and self.n_calls > 1:
+                    continue
+            kept.append(delta)
+        self._deltas += kept
+        return kept
+
+    def parsed(self) -> ParsedMessage:
+        """All of it, once it is finished."""
+        return message_of(self._deltas)
+
+    def message(self) -> Json:
+        """The same as `_Chat._choice` would tell it."""
+        parsed = self.parsed()
+        calls = [_call(call) for call in parsed.tool_calls]
+        message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def delta(self, delta: MessageDelta) -> Json:
+        """A piece as a chunk tells it."""
+        if delta.tool_call is not None:
+            index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
+            return {"tool_calls": [{"index": index, **_call(delta.tool_call)}]}
+        if delta.reasoning_content is not None:
+            return {"reasoning_content": delta.reasoning_content}
+        return {"content": delta.content}
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether `logprobs` has something to tell."""
+        return bool(self._spelled)
+
+    def logprobs(self) -> Json:
+        """Of the tokens since the last call."""
+        scores, self._spelled = self._spelled, []
+        return answers.chat_logprobs(self._texts, scores)
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

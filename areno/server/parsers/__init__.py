@@ -1,0 +1,66 @@
+"""How model families write tool calls: one module for each, and which one a model uses."""
+
+from __future__ import annotations
+
+from areno.errors import ConfigError, did_you_mean
+from areno.server.parsers.hermes import HermesParser
+from areno.server.parsers.llama_json import LlamaJsonParser
+from areno.server.parsers.message import (
+    MessageDelta,
+    MessageStream,
+    ParsedMessage,
+    ToolCall,
+    ToolCallParser,
+    message_of,
+)
+from areno.server.parsers.pythonic import PythonicParser
+from areno.server.parsers.qwen3_coder import Qwen3CoderParser
+
+__all__ = [
+    "MessageDelta",
+    "MessageStream",
+    "ParsedMessage",
+    "ToolCall",
+    "ToolCallParser",
+    "message_of",
+    "parser_for",
+    "parser_for_template",
+    "parser_names",
+]
+
+_PARSERS = {
+    parser.name: parser
+    for parser in (HermesParser(), Qwen3CoderParser(), LlamaJsonParser(), PythonicParser(), ToolCallParser())
+}
+_BY_MODEL_TYPE = {"qwen2": "hermes", "qwen3": "hermes", "qwen3_moe": "hermes"}
+
+
+def parser_names() -> list[str]:
+    """Of all families."""
+    return list(_PARSERS)
+
+
+def parser_for(name: str) -> ToolCallParser:
+    """The parser of this name. ConfigError if there is none."""
+    if name not in _PARSERS:
+        hint = did_you_mean(name, _PARSERS, f"; there are {', '.join(_PARSERS)}")
+        raise ConfigError("there is no tool-call parser {!r}" + hint.replace("{", "{{").replace("}", "}}"), name)
+    return _PARSERS[name]
+
+
+def parser_for_template(chat_template: str | None, model_type: str = "") -> ToolCallParser:
+    """The parser for the calls that a chat template asks for; `text`, which finds none, where it asks for none.
+
+    Without a template the type of the model decides.
+    """
+    if chat_template is None:
+        return _PARSERS[_BY_MODEL_TYPE.get(model_type, "text")]
+    if "<function=" in chat_template and "<parameter=" in chat_template:
+        return _PARSERS["qwen3_coder"]
+    if "<tool_call>" in chat_template and "<arg_key>" not in chat_template:
+        return _PARSERS["hermes"]
+    if "<|tool_call_start|>" in chat_template or "params_name1=" in chat_template:
+        return _PARSERS["pythonic"]
+    if "<|start_header_id|>" in chat_template and "parameters" in chat_template:
+        return _PARSERS["llama3_json"]
+    return _PARSERS["text"]

@@ -1,0 +1,222 @@
+"""Llama 3.2 and 4, LFM2: `[name(key=value, ...), ...]` with Python literals, as the whole answer or between tags.
+
+The list is read by a small parser of literals. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import sys
+from string import hexdigits
+from typing import Any
+
+from areno.errors import GrammarError
+from areno.server.parsers.cursor import Cursor, Reading, after_space
+from areno.server.parsers.lark import Lark
+from areno.server.parsers.message import RawCall, ToolCallParser, Tools
+from areno.server.parsers.values import Schema, dump_json, properties_of, resolved, types_of
+
+TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+MOST_NESTED = 50
+
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class Malformed(Exception):
+    """The text is no list of calls."""
+
+
+class PythonicParser(ToolCallParser):
+    """Without tags, the list must be the whole answer and name only tools that were offered."""
+
+    name = "pythonic"
+    tags = tuple(TAGS)
+
+    def opening(self, text: str, at: int, is_fresh: bool, after_call: bool) -> tuple[int, int | None]:
+        if is_fresh and not after_call:
+            at = after_space(text, at)
+            if text.startswith("[", at):
+                return at, at
+        return super().opening(text, at, is_fresh, after_call)
+
+    def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        yield from source.skip_space()
+        try:
+            calls = yield from _Literals(source).calls()
+        except Malformed:
+            return None
+        yield from source.skip_space()
+        closed = bool(tag) and (yield from source.accept(TAGS[tag]))
+        if not closed and (yield from source.peek()):
+            return None
+        return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
+
+    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+        call = lark.rule(" | ".join(_call_grammar(lark, name, schema) for name, schema in functions.items()))
+        more = f"({lark.literal(', ')} {call})*" if many else ""
+        return lark.rule(f"{lark.literal('[')} {call} {more} {lark.literal(']')}")
+
+
+def _call_grammar(lark: Lark, name: str, schema: Schema) -> str:
+    """name(key=value, ...), with the keys in the order of the schema; those that are not required may be missing."""
+    required = frozenset(schema.get("required") or ())
+    first = after = '""'  # what may follow where no argument was written yet, and where one was
+    for key, each in reversed(properties_of(schema).items()):
+        if not key.isidentifier():
+            raise GrammarError("an argument of a Python call cannot have this name: {!r}", key)
+        argument = lark.rule(f"{lark.literal(f'{key}=')} {_value_grammar(lark, each, schema)}")
+        skip_first, skip_after = ("", "") if key in required else (f" | {first}", f" | {after}")
+        first = lark.rule(f"{argument} {after}{skip_first}")
+        after = lark.rule(f"{lark.literal(', ')} {argument} {after}{skip_after}")
+    return lark.rule(f"{lark.literal(f'{name}(')} {first} {lark.literal(')')}")
+
+
+def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
+    """A literal, in the part of JSON that Python reads alike; nested true, false and null stay as in JSON."""
+    if types_of(resolved(schema, root)) == {"boolean"} and "enum" not in schema and "const" not in schema:
+        return f"({lark.literal('True')} | {lark.literal('False')})"
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return lark.json({**definitions, **schema}, json_allowed_escapes='"\\\\bfnrt')
+
+
+class _Literals:
+    """A recursive descent over Python's literals: strings, numbers, True, False, None, lists, tuples and dicts."""
+
+    def __init__(self, source: Cursor):
+        self._source = source
+
+    def calls(self) -> Reading[list[RawCall]]:
+        calls: list[RawCall] = []
+        yield from self._expect("[")
+        while not (yield from self._ends("]", calls)):
+            calls.append((yield from self._call()))
+        return calls
+
+    def _call(self) -> Reading[RawCall]:
+        name = yield from self._word()
+        yield from self._expect("(")
+        arguments: dict[str, Any] = {}
+        while not (yield from self._ends(")", arguments)):
+            key = yield from self._word()
+            yield from self._expect("=")
+            if not key.isidentifier() or key in arguments:
+                raise Malformed
+            arguments[key] = yield from self._value(0)
+        try:
+            return name, dump_json(arguments)
+        except ValueError as error:
+            raise Malformed from error
+
+    def _word(self) -> Reading[str]:
+        """A name: letters, digits, and what tools have in their names."""
+        yield from self._source.skip_space()
+        start = self._source.at
+        while (char := (yield from self._source.peek())) and (char.isalnum() or char in "_.-"):
+            self._source.at += 1
+        word = self._source.text[start : self._source.at]
+        if not word or not (word[0].isalpha() or word[0] == "_"):
+            raise Malformed
+        return word
+
+    def _expect(self, char: str) -> Reading[None]:
+        yield from self._source.skip_space()
+        if not (yield from self._source.accept(char)):
+            raise Malformed
+
+    def _ends(self, closing: str, items: Any) -> Reading[bool]:
+        """Go past the comma before the next item, or past the closing bracket, which may follow a comma."""
+        if items:
+            yield from self._source.skip_space()
+            if (yield from self._source.accept(closing)):
+                return True
+            yield from self._expect(",")
+        yield from self._source.skip_space()
+        return (yield from self._source.accept(closing))
+
+    def _value(self, depth: int) -> Reading[Any]:
+        yield from self._source.skip_space()
+        char = yield from self._source.peek()
+        if depth > MOST_NESTED or not char:
+            raise Malformed
+        if char in "'\"":
+            return (yield from self._string(char))
+        if char in "[(":
+            return (yield from self._list(char, depth))
+        if char == "{":
+            return (yield from self._dict(depth))
+        if char.isdecimal() or char in "+-.":
+            return (yield from self._number())
+        word = yield from self._word()
+        if word not in _WORDS:
+            raise Malformed
+        return _WORDS[word]
+
+    def _list(self, opening: str, depth: int) -> Reading[Any]:
+        """A list, or a tuple; `(value)` is the value itself."""
+        closing = "]" if opening == "[" else ")"
+        items: list[Any] = []
+        yield from self._expect(opening)
+        while not (yield from self._ends(closing, items)):
+            items.append((yield from self._value(depth + 1)))
+        bare = (
+            opening == "(" and len(items) == 1 and not self._source.text[: self._source.at - 1].rstrip().endswith(",")
+        )
+        return items[0] if bare else items
+
+    def _dict(self, depth: int) -> Reading[dict[str, Any]]:
+        items: dict[str, Any] = {}
+        yield from self._expect("{")
+        while not (yield from self._ends("}", items)):
+            key = yield from self._value(depth + 1)
+            yield from self._expect(":")
+            if not isinstance(key, str):
+                raise Malformed
+            items[key] = yield from self._value(depth + 1)
+        return items
+
+    def _number(self) -> Reading[int | float]:
+        start = self._source.at
+        while (char := (yield from self._source.peek())) and (char.isalnum() or char in "+-._"):
+            self._source.at += 1
+        text = self._source.text[start : self._source.at]
+        for read in (int, float):
+            try:
+                return read(text)
+            except ValueError:
+                continue
+        raise Malformed
+
+    def _string(self, quote: str) -> Reading[str]:
+        source = self._source
+        is_long = yield from source.accept(quote * 3)
+        end = quote * 3 if is_long else quote
+        if not is_long:
+            source.at += 1
+        chars: list[str] = []
+        while not (yield from source.accept(end)):
+            char = yield from source.peek()
+            if char == "" or (char == "\n" and not is_long):
+                raise Malformed
+            source.at += 1
+            chars.append((yield from self._escape()) if char == "\\" else char)
+        return "".join(chars)
+
+    def _escape(self) -> Reading[str]:
+        """What a backslash and the next characters stand for. Octal escapes, and what is none, stay as they are."""
+        source = self._source
+        char = yield from source.peek()
+        source.at += 1
+        if char in _HEX_DIGITS:
+            digits = ""
+            for _ in range(_HEX_DIGITS[char]):
+                digits += yield from source.peek()
+                source.at += 1
+            if not set(digits) <= set(hexdigits) or len(digits) < _HEX_DIGITS[char] or int(digits, 16) > sys.maxunicode:
+                raise Malformed
+            return chr(int(digits, 16))
+        if char in ("\\", "'", '"'):
+            return char
+        if char == "":
+            raise Malformed
+        return _ESCAPES.get(char, "\\" + char)

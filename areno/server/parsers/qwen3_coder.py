@@ -1,0 +1,142 @@
+"""Qwen3-Coder, Qwen 3.5 and Nemotron 3: a call in XML.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=KEY>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>
+
+A value is written as it is if it is a string, else as JSON. The schema of the tool tells which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.errors import GrammarError
+from areno.server.parsers.cursor import Cursor, Reading
+from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
+from areno.server.parsers.lark import Lark
+from areno.server.parsers.message import RawCall, ToolCallParser, Tools
+from areno.server.parsers.values import Schema, dump_json, load_json, properties_of, resolved, types_of
+
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class Qwen3CoderParser(ToolCallParser):
+    """`<tool_call>` may be missing around the function, as these models sometimes forget it.
+
+    Where the schema allows no string, a text that is no JSON is a string all the same: the tool will refuse it.
+    """
+
+    name = "qwen3_coder"
+    tags = (OPEN, FUNCTION)
+
+    def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
+        if tag == OPEN:
+            yield from source.skip_space()
+            if not (yield from source.accept(FUNCTION)):
+                return None
+        name = yield from self._name(source)
+        if name is None or (tag == FUNCTION and tools is not None and name not in tools):
+            return None
+        schema = (tools or {}).get(name, {})
+        properties = properties_of(schema)
+        arguments: dict[str, Any] = {}
+        while True:
+            yield from source.skip_space()
+            if (yield from source.accept(END_FUNCTION)):
+                break
+            if not (yield from source.accept(PARAMETER)):
+                return None
+            key = yield from self._name(source)
+            value = None if key is None else (yield from self._value(source))
+            if key is None or value is None:
+                return None
+            arguments[key] = _typed(value, resolved(properties.get(key, {}), schema))
+        end = source.at
+        yield from source.skip_space()
+        if not (yield from source.accept(CLOSE)):
+            if tag == OPEN and (yield from source.peek()):
+                return None
+            source.at = end  # the space belongs to the text behind the call
+        try:
+            return [(name, dump_json(arguments))]
+        except ValueError:
+            return None
+
+    def call_grammar(self, lark: Lark, functions: dict[str, Schema], many: bool) -> str:
+        """What the schema of a string says beside `enum` cannot be enforced here, since it is written as it is."""
+        call = lark.rule(" | ".join(self._function(lark, name, schema) for name, schema in functions.items()))
+        return in_tags(lark, call, many)
+
+    def _function(self, lark: Lark, name: str, schema: Schema) -> str:
+        parts, required = [lark.literal(f"{FUNCTION}{name}>\n")], frozenset(schema.get("required") or ())
+        for key, each in properties_of(schema).items():
+            if set(key + name) & set("<>\n"):
+                raise GrammarError(
+                    "a name with <, > or a line break cannot be written as a call of this model: {!r}", key
+                )
+            body = f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {_value_grammar(lark, each, schema)}"
+            parts.append(lark.rule(body) if key in required else f"{lark.rule(body)}?")
+        return lark.rule(" ".join([*parts, lark.literal(END_FUNCTION)]))
+
+    def _name(self, source: Cursor) -> Reading[str | None]:
+        start = source.at
+        while (char := (yield from source.peek())) != ">":
+            if char == "" or char in "<\n":
+                return None
+            source.at += 1
+        source.at += 1
+        return source.text[start : source.at - 1].strip() or None
+
+    def _value(self, source: Cursor) -> Reading[str | None]:
+        """The text of a value. A closing tag ends it if another tag follows; else it belongs to the value."""
+        start = source.at
+        while (yield from source.until(END_PARAMETER)) is not None:
+            after = source.at
+            yield from source.skip_space()
+            if (yield from source.looks_at(PARAMETER)) or (yield from source.looks_at(END_FUNCTION)):
+                value = source.text[start : after - len(END_PARAMETER)]
+                return value.removeprefix("\n").removesuffix("\n")
+            source.at = after
+        return None
+
+
+def _value_grammar(lark: Lark, schema: Schema, root: Schema) -> str:
+    """A value and the tag that ends it."""
+    target = resolved(schema, root)
+    types, end = types_of(target), lark.literal(f"\n{END_PARAMETER}\n")
+    choices = [target["const"]] if "const" in target else target.get("enum")
+    if choices and all(isinstance(each, str) and "<" not in each for each in choices):
+        return f"({' | '.join(map(lark.literal, choices))}) {end}"
+    if "string" in types or not (types or choices):
+        return f"{lark.until(END_PARAMETER)} {lark.literal(chr(10))}"
+    definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    return f"{lark.json({**definitions, **schema})} {end}"
+
+
+def _typed(text: str, schema: Schema) -> Any:
+    """The value that the text of a parameter stands for."""
+    types, word = types_of(schema), text.strip().lower()
+    if not types and isinstance(schema.get("enum"), list):
+        return next((each for each in schema["enum"] if each == text or dump_json(each) == text), text)
+    if not types or "string" in types:
+        return None if "null" in types and word in ("null", "none") else text
+    value = _WORDS[word] if word in _WORDS else _as_json(text)
+    is_whole = isinstance(value, float) and value.is_integer() and "number" not in types
+    return int(value) if is_whole else value
+
+
+def _as_json(text: str) -> Any:
+    """The JSON value of a text, or the text itself if it is none."""
+    try:
+        dump_json(value := load_json(text))
+    except ValueError:
+        return text
+    return value

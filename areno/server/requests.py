@@ -1,0 +1,279 @@
+"""What a request asks for: the fields of /v1/chat/completions and /v1/completions, checked.
+
+The names are those of OpenAI's API. `top_k`, `min_p`, `min_tokens`, `ignore_eos`, `stop_token_ids`,
+`chat_template_kwargs` and `return_token_ids` are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.config.schema.values import show
+from areno.data.row_schema import bad_text
+from areno.server.bounds import is_larger
+from areno.server.errors import ApiError, bad
+from areno.server.fields import Fields
+from areno.server.messages import (
+    MOST_SCHEMA,
+    TOO_LARGE,
+    Tool,
+    read_messages,
+    read_tool_choice,
+    read_tools,
+)
+from areno.types import Message, SamplingParams
+
+MOST_CHOICES = 128
+MOST_TOP = 20
+MOST_MESSAGES = 10_000
+_MOST_TOKENS = 2**31 - 1
+_MOST_STOP = 1000  # characters of a stop string
+_MOST_DIGITS = 10  # of a token id
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+            "prompt_cache_retention")  # fmt: skip
+_UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "verbosity",
+                "web_search_options", "best_of", "suffix", "repetition_penalty")  # fmt: skip
+
+# What `apply_chat_template` takes beside the variables of the template.
+_OF_THE_SERVER = {
+    "self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class SampleOptions:
+    """How to sample, and what to tell. seed: None where the server chooses. n_top: None without log-probabilities.
+
+    token_ids: whether the reply has the tokens in an extra field; None where the server's own rule holds.
+    """
+
+    params: SamplingParams
+    n: int = 1
+    seed: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    n_top: int | None = None
+    stream: bool = False
+    include_usage: bool = False
+    token_ids: bool | None = None
+
+
+@dataclass(kw_only=True)
+class ChatRequest:
+    """tools: those that the model is offered. requires_call, named: by tool_choice, the latter the function it names.
+
+    template: further arguments of the chat template.
+    """
+
+    model: str
+    messages: list[Message]
+    tools: list[Tool]
+    requires_call: bool
+    named: str | None
+    parallel_tool_calls: bool
+    response_format: dict[str, Any] | None
+    template: dict[str, Any]
+    options: SampleOptions
+
+
+@dataclass(kw_only=True)
+class CompletionRequest:
+    """prompts: texts or token ids. echo: the choices repeat the prompt. wants_new: false for max_tokens=0."""
+
+    model: str
+    prompts: list[str | list[int]]
+    echo: bool
+    wants_new: bool
+    options: SampleOptions
+
+
+def read_chat(values: Any, defaults: SamplingParams, most_messages: int = MOST_MESSAGES) -> ChatRequest:
+    """Return the request of a chat. Raises ApiError 400 for the first field that is wrong."""
+    fields = Fields(values)
+    model = _model(fields)
+    messages = read_messages(fields.items("messages", most=most_messages))
+    tools = read_tools(fields.items("tools", most=1024))
+    choice, named = read_tool_choice(fields.take("tool_choice"), tools)
+    offered = [] if choice == "none" else [tool for tool in tools if named in (None, tool.name)]
+    limits = (fields.integer(name, 1, _MOST_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
+    given = [limit for limit in limits if limit is not None]
+    options = _options(fields, defaults, min(given) if given else None)
+    if fields.flag("logprobs"):
+        options.n_top = fields.integer("top_logprobs", 0, MOST_TOP) or 0
+    elif fields.integer("top_logprobs", 0, MOST_TOP):
+        raise bad("top_logprobs", "needs logprobs=true")
+    template = fields.take("chat_template_kwargs") or {}
+    if not isinstance(template, Mapping):
+        raise bad("chat_template_kwargs", f"is {show(template)}; an object is expected")
+    if reserved := sorted(_OF_THE_SERVER & template.keys()):
+        what = "it holds extra variables of the chat template"
+        raise bad("chat_template_kwargs", f"may not set {', '.join(reserved)}; {what}")
+    request = ChatRequest(
+        model=model,
+        messages=messages,
+        tools=offered,
+        requires_call=choice == "required",
+        named=named,
+        parallel_tool_calls=fields.flag("parallel_tool_calls", default=True),
+        response_format=_response_format(fields.take("response_format")),
+        template=dict(template),
+        options=options,
+    )
+    fields.finish(_IGNORED, _UNSUPPORTED)
+    return request
+
+
+def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
+    """ApiError 400 for the first field that is wrong."""
+    fields = Fields(values)
+    model = _model(fields)
+    prompts = _prompts(fields.take("prompt"))
+    most = fields.integer("max_tokens", 0, _MOST_TOKENS)
+    options = _options(fields, defaults, 16 if most is None else max(most, 1))
+    options.n_top = fields.integer("logprobs", 0, MOST_TOP)
+    echo = fields.flag("echo")
+    if most == 0 and not echo:
+        raise bad("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
+    if echo and options.stream:
+        raise bad("echo", "is not supported with stream=true")
+    fields.finish(_IGNORED, _UNSUPPORTED)
+    return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=most != 0, options=options)
+
+
+def _model(fields: Fields) -> str:
+    model = fields.text("model")
+    if model is None:
+        raise bad("model", "is missing; the name of a model is expected")
+    return model
+
+
+def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
+    params = replace_params(
+        defaults,
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 0, 1),
+        top_k=fields.integer("top_k", -1, _MOST_TOKENS),
+        min_p=fields.number("min_p", 0, 1),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        max_new_tokens=max_new,
+        min_new_tokens=fields.integer("min_tokens", 0, _MOST_TOKENS),
+        stop=_stop(fields.take("stop")),
+        stop_token_ids=_token_ids(fields, "stop_token_ids"),
+        ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
+        skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
+    )
+    if params.min_new_tokens > params.max_new_tokens:
+        raise bad("min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}")
+    stream = fields.flag("stream")
+    stream_options = Fields(fields.take("stream_options") or {}, "stream_options")
+    include_usage = stream_options.flag("include_usage")
+    stream_options.finish(ignored=("include_obfuscation",))
+    if include_usage and not stream:
+        raise bad("stream_options", "is for stream=true")
+    return SampleOptions(
+        params=params,
+        n=fields.integer("n", 1, MOST_CHOICES) or 1,
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        logit_bias=_logit_bias(fields.take("logit_bias")),
+        stream=stream,
+        include_usage=include_usage,
+        token_ids=fields.flag("return_token_ids") if "return_token_ids" in fields else None,
+    )
+
+
+def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
+    """The defaults with those values that are given, of which temperature, top_p and top_k may be 0 here."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("top_k") == 0:
+        given["top_k"] = -1
+    if given.get("top_p") == 0:  # the smallest set of tokens is the best one
+        given |= {"top_k": 1, "top_p": 1.0}
+    if given.get("temperature"):
+        given["greedy"] = False
+    params = copy(defaults)
+    vars(params).update(given)
+    return params
+
+
+def _token_ids(fields: Fields, field: str) -> list[int] | None:
+    """Read a list of at most 64 token ids. Whether the model has them is checked later."""
+    ids = fields.items(field, 64)
+    for token in ids or []:
+        if type(token) is not int or token < 0:
+            raise bad(field, f"holds {show(token)}; token ids are expected")
+    return ids
+
+
+def _stop(value: Any) -> list[str] | None:
+    if value is None:
+        return None
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or len(strings) > 16 or not all(isinstance(one, str) and one for one in strings):
+        raise bad("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
+    if problem := bad_text(strings):
+        raise bad("stop", problem)
+    if max(map(len, strings), default=0) > _MOST_STOP:
+        raise bad("stop", f"has a string of more than {_MOST_STOP} characters")
+    return strings
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    if value is None:
+        return bias
+    if not isinstance(value, Mapping) or len(value) > 4096:
+        raise bad("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
+    for token, number in value.items():
+        if not (token.isdecimal() and token.isascii() and len(token) <= _MOST_DIGITS):
+            raise bad("logit_bias", f"has the key {show(token)}; token ids are expected")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
+            raise bad("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
+        bias[int(token)] = float(number)
+    return bias
+
+
+def _response_format(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    fields = Fields(value, "response_format")
+    kind = fields.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise bad("response_format.type", "is missing; text, json_object or json_schema is expected")
+    if kind != "json_schema":
+        fields.finish()
+        return None if kind == "text" else value
+    inner = Fields(fields.take("json_schema"), "response_format.json_schema")
+    if inner.text("name") is None:
+        raise bad("response_format.json_schema.name", "is missing; a string is expected")
+    schema = inner.take("schema")
+    inner.finish(ignored=("description", "strict"))
+    fields.finish()
+    if is_larger(schema, MOST_SCHEMA):
+        raise bad("response_format.json_schema.schema", TOO_LARGE)
+    if not isinstance(schema, Mapping | bool):
+        raise bad("response_format.json_schema.schema", f"is {show(schema)}; a JSON schema is expected")
+    return value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    def is_tokens(one: Any) -> bool:
+        return isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
+
+    if isinstance(value, str) or is_tokens(value):
+        value = [value]
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) or is_tokens(one) for one in value):
+        shown = "missing" if value is None else f"{show(value)}"
+        raise bad("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
+    if len(value) > 1024:
+        raise bad("prompt", f"has {len(value)} elements; at most 1024 are taken")
+    for one in value:
+        if isinstance(one, str):
+            Fields({"prompt": one}).text("prompt")
+        elif max(one) > _MOST_TOKENS or min(one) < 0:
+            raise ApiError(400, "prompt has token ids outside of the vocabulary", param="prompt")
+    return value

@@ -1,0 +1,152 @@
+"""The rollout of agents: they sample through the endpoint of a session, in their own processes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from areno.agents.context import AgentContext
+from areno.agents.pool import AgentOutcome, AgentPool
+from areno.agents.rows import RowBuilder, reward_record
+from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy
+from areno.config.rollout.sampling import GenerationConfig
+from areno.engine.engine import OnProgress
+from areno.errors import ArenoError, Problem
+from areno.plan.plan import sampling_params
+from areno.run.setup import PolicySetup
+from areno.tracking.run_log import IN_FULL
+from areno.types import (
+    Batch,
+    PromptItem,
+    RewardOutcome,
+    RewardRecord,
+    RolloutSequence,
+    ScoredSample,
+)
+
+logger = logging.getLogger("areno")
+
+_PREVIEW = 200  # characters of a prompt in a log line
+_POLL_S = 0.4  # how often to look for lost workers
+_LOGGED_FAILURES = 3
+
+
+def sample_with_agents(
+    setup: PolicySetup,
+    agents: AgentPool,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    on_progress: OnProgress,
+    first_group: int,
+    take: Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object],
+    at_once: int | None = None,
+) -> None:
+    """A sample of every item and number, with its record for the reward. Without one, the sample has failed.
+
+    take: is given each sample, under its place, when its agent has ended. at_once: items whose agents run at the same
+    time; None: all. Raises ArenoError where all of them have failed.
+    """
+    trainer, config = setup.trainer, setup.config
+    batch = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
+    params = sampling_params(gconfig)
+    most = config.rollout.max_concurrent_rollouts or config.rows_per_step
+    logger.info(
+        "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d",
+        len(items), gconfig.n_samples, len(batch), most, extra=IN_FULL,
+    )  # fmt: skip
+    policy = LossMaskPolicy(tool_results=config.agent.train_tool_results)
+
+    polled = 0.0
+
+    def watch(n_done: int) -> None:
+        nonlocal polled
+        if time.monotonic() - polled > _POLL_S:  # not at each outcome: it waits for its turn with the workers
+            trainer.engine.poll(0.0)  # raises where a worker is lost; agents would only see requests that fail
+            polled = time.monotonic()
+        on_progress([], trainer.engine.rollout_stats())
+
+    with trainer.rollout_session(
+        sampling_params=params, loss_mask_policy=policy, timeout_s=config.agent.timeout_s, seed=seed
+    ) as session:
+        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, config.agent.timeout_s)
+        info = trainer.engine.info
+        conversations = session.proxy.server.chat.conversations
+        rows = RowBuilder(conversations, policy, info.vocab_size, context.session, info.context_len)
+        every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
+        found: dict[int, ScoredSample] = {}
+        agents.output.begin_step()
+
+        def done(first: int, place: int, outcome: AgentOutcome) -> None:
+            item = every[first + place]
+            group = first_group + item.prompt_index
+            sample, record = _sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            found[first + place] = sample
+            take({first + place: (sample, record)})
+
+        for first in range(0, len(every), size):
+            session.proxy.expect(every[first : first + size])
+            agents.run(every[first : first + size], context, watch, partial(done, first))
+    _report([found[place] for place in sorted(found)])
+
+
+def _sample(
+    setup: PolicySetup, item: PromptItem, agent_item: AgentItem, outcome: AgentOutcome, rows: RowBuilder,
+    group: int,
+) -> tuple[ScoredSample, RewardRecord | None]:  # fmt: skip
+    """A sample, and the record for its reward unless its agent failed."""
+
+    def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
+        nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
+        verdict = RewardOutcome(None, status, message)
+        return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
+
+    if outcome.status == "filtered":
+        logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
+    if outcome.turns is None:
+        return failed(f"agent_{outcome.status}", outcome.message)
+    try:
+        trajectory = rows.trajectory(outcome.turns)
+    except BadTrajectory as error:
+        return failed("agent_error", str(error))
+    record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
+    versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
+    sequence = RolloutSequence(
+        resp_tokens=record.tokens,
+        resp_logprobs=record.logprobs,
+        finish_reason="length" if trajectory.turns[-1]["finish_reason"] == "length" else "stop",
+        resp_versions=versions.tolist(),
+    )
+    # What the model read is the agent's own prompt.
+    asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
+    text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
+    waiting = RewardOutcome(0.0)
+    sample = ScoredSample(
+        item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
+    )
+    return sample, record
+
+
+def _report(samples: Sequence[ScoredSample]) -> None:
+    """Log what was built and what failed. Raises ArenoError where nothing is left."""
+    done = [sample.trajectory for sample in samples if sample.trajectory is not None]
+    logger.info(
+        "agentic train batch built samples=%d tokens=%d messages=%d tool_calls=%d tool_results=%d",
+        len(done), sum(len(row) for one in done for row in one.rows), sum(len(one.messages) for one in done),
+        sum(len(one.tool_calls) for one in done), sum(len(one.tool_results) for one in done), extra=IN_FULL,
+    )  # fmt: skip
+    failed = [sample for sample in samples if not sample.is_done]
+    for sample in [sample for sample in failed if sample.outcome.status != "agent_filtered"][:_LOGGED_FAILURES]:
+        outcome = sample.outcome
+        logger.warning("%s: %s; prompt=%r", outcome.status, outcome.message, sample.item.prompt[:_PREVIEW])
+    if failed and not done:
+        first = failed[0].outcome
+        text = f"none of the {len(failed)} trajectories can be trained on; the first: {first.message}"
+        key = "gconfig.max_tokens" if first.status == "agent_filtered" else "agent.fn"
+        raise ArenoError(Problem(key, text))

@@ -1,0 +1,155 @@
+"""From prompts to scored samples: the rollout of a step, with dynamic sampling, and evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from areno.api.metrics import evaluation_metrics, rewards_by_group
+from areno.config.rollout.sampling import GenerationConfig
+from areno.data.loader import BatchLoader
+from areno.engine.spec import RolloutStats
+from areno.plan.plan import sampling_params
+from areno.run.setup import PolicySetup
+from areno.tracking.console import log_stage
+from areno.tracking.display.progress import RolloutProgress
+from areno.trainers.agents import sample_with_agents
+from areno.trainers.by_sample import rows_per_sample
+from areno.trainers.score import Scorer
+from areno.types import (
+    Batch,
+    GenerationOutput,
+    PromptItem,
+    ScoredSample,
+)
+
+logger = logging.getLogger("areno")
+
+
+@dataclass
+class Rollout:
+    """What a step sampled. Groups are numbered within the step, a group for each time that a prompt was sampled.
+
+    keep: which samples to train on, (B,) bool; they have a reward. skipped_long, total_skipped_long: see Batch.
+    scalars: rollout/* numbers of the choice that dynamic sampling made.
+    """
+
+    samples: list[ScoredSample]
+    keep: np.ndarray
+    skipped_long: int
+    total_skipped_long: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[ScoredSample]:
+        """The samples to train on."""
+        return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many rows each of `kept` has."""
+        return rows_per_sample(self.kept)
+
+    @property
+    def groups(self) -> list[int]:
+        """The group of each of `kept`."""
+        return [sample.group for sample in self.kept]
+
+
+def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
+    """Sample and score the prompts of a step, and others in place of groups that rollout.dynamic_sampling drops."""
+    config, run = setup.config, setup.run
+    samples = sample_and_score(setup, batch.items, config.gconfig, run.seed)
+    skipped_long, total_skipped_long, scalars = batch.skipped_long, batch.total_skipped_long, {}
+    keep = np.ones(len(samples), dtype=bool)
+    if config.rollout.dynamic_sampling:
+        rounds, size, most = 1, len(batch), 1 if config.dynamic_bs else config.rollout.max_sampling_rounds
+        while n_groups(samples, has_signal(samples)) < size and rounds < most and (more := run.next_batch()):
+            seed = run.seed + (rounds << 40)
+            group = samples[-1].group + 1
+            samples += sample_and_score(setup, more.items, config.gconfig, seed, first_group=group)
+            skipped_long, total_skipped_long = skipped_long + more.skipped_long, more.total_skipped_long
+            rounds += 1
+        keep = first_groups(samples, has_signal(samples), size)
+        dropped = n_groups(samples) - n_groups(samples, keep)
+        scalars = {"rollout/sampling_rounds": rounds, "rollout/dropped_groups": dropped}
+        if not keep.any():
+            logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
+            keep = first_groups(samples, ~keep, size)
+    keep &= [sample.outcome.value is not None for sample in samples]
+    return Rollout(samples, keep, skipped_long, total_skipped_long, scalars)
+
+
+def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
+    """How many groups there are, or how many have a sample in `among`, (B,) bool."""
+    groups = np.array([sample.group for sample in samples])
+    return len(np.unique(groups if among is None else groups[among]))
+
+
+def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
+    """(B,) bool: the rewards of the sample's group are not all equal (DAPO, arXiv 2503.14476 eq. 11)."""
+    rewards = rewards_by_group(samples)
+    return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
+
+
+def first_groups(samples: Sequence[ScoredSample], among: np.ndarray, n: int) -> np.ndarray:
+    """(B,) bool: `among` without what is not of its first `n` groups."""
+    groups = np.array([sample.group for sample in samples])
+    return among & np.isin(groups, np.unique(groups[among])[:n])
+
+
+def sample_and_score(
+    setup: PolicySetup,
+    items: Sequence[PromptItem],
+    gconfig: GenerationConfig,
+    seed: int,
+    title: str = "rollout",
+    first_group: int = 0,
+    at_once: int | None = None,
+) -> list[ScoredSample]:
+    """`gconfig.n_samples` completions of every prompt, with their rewards. Groups are numbered from first_group on.
+
+    at_once: see Trainer.rollout_token_batch.
+    """
+    trainer, clock, history = setup.trainer, setup.run.clock, setup.run.history
+    with Scorer(setup, items, gconfig, first_group) as scorer:
+        with clock.phase("rollout"):
+            log_stage(f"{title}_start")
+            reward = history["reward_mean"][-1] if "reward_mean" in history else None
+            progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
+
+            def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
+                progress(outputs, stats)
+                scorer.take(outputs)
+                setup.run.pulse()
+
+            if setup.agents is not None:
+                with progress:
+                    sample_with_agents(
+                        setup, setup.agents, items, gconfig, seed, report, first_group, scorer.add, at_once
+                    )
+            else:
+                params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+                with trainer.rollout_session(sampling_params=params, proxy=False), progress:
+                    trainer.rollout_token_batch(
+                        prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
+                    )
+            log_stage(f"{title}_end")
+        with clock.phase("reward"):  # those that are not there yet
+            return scorer.finish()
+
+
+def evaluate_policy(setup: PolicySetup, name: str, loader: BatchLoader[PromptItem]) -> dict[str, float]:
+    """Sample and score a whole validation set; its metrics by name. The answers go to the trackers.
+
+    batch_size prompts are sampled at a time: as soon as one is done, the next one follows.
+    """
+    gconfig = setup.config.eval_gconfig or setup.config.gconfig
+    items = [item for batch in loader.batches() for item in batch.items]
+    at_once = loader.config.batch_size
+    samples = sample_and_score(setup, items, gconfig, setup.config.seed, "eval", at_once=at_once)
+    setup.run.trackers.eval_samples(setup.run.step, samples, name)
+    return evaluation_metrics(samples, gconfig.n_samples)

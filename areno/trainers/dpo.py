@@ -1,0 +1,141 @@
+"""The loop of preference training: score every pair under the reference once, then train on the pairs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from areno.config.experiments import PreferenceExperimentConfig
+from areno.run.attended import attended
+from areno.tracking.console import log_stage
+from areno.tracking.display.progress import Progress
+from areno.trainers.loop import RowLoop
+from areno.trainers.measure_loss import measure_loss
+from areno.trainers.rows import token_rows
+from areno.trainers.update import update
+from areno.types import Batch, PairItem, TrainSequence
+
+logger = logging.getLogger("areno")
+
+# Row number -> log-probabilities of all tokens of its two rows, chosen and rejected, float32.
+Scores = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+class DPOTrainer(RowLoop[PreferenceExperimentConfig]):
+    """Trains a model on pairs of answers, of which one was preferred. Use as a context manager, or call close()."""
+
+    needs, kind = PreferenceExperimentConfig, "dpo"
+    headline = ("train/loss", "train/accuracy", "train/margin")
+    _has_reference = False
+
+    @attended
+    def fit(self) -> float:
+        """Run to the end; the accuracy of the last evaluation or, without one, the mean of the last 5 steps'."""
+        run = self.run
+        self.score_reference()
+        for batch in run.steps():
+            rows = [row for item in batch.items for row in _with_scores(item, self.ref_scores[item.index])]
+            stats = update(self.setup, rows, rows_per_unit=2)
+            run.keep(accuracy=stats["accuracy"], margin=stats["margin"])
+            run.log_skipped(batch)
+            run.end_step(stats)
+        run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})
+        return run.result("eval_accuracy", "accuracy", 5)
+
+    def score_reference(self) -> None:
+        """Reference log-probabilities of every pair that the run will use. To be called before the first update.
+
+        Without a path of its own, the reference is the actor as it is now, so no second model is ever loaded.
+        """
+        if self._has_reference:
+            return
+        self.ref_scores: Scores = {}
+        self.valid_ref_scores: dict[str, Scores] = {}  # by set
+        role = "ref" if self.setup.roles else "actor"
+        if self.setup.roles:
+            self.setup.trainer.ensure_roles(self.setup.roles)
+        started = time.monotonic()
+        log_stage("score_start", role="ref")
+        self._score(role, self._pairs_to_train(), len(self.setup.loader.rows), self.ref_scores)
+        for name, valid in self.setup.valid_loaders.items():
+            scores = self.valid_ref_scores[name] = {}
+            self._score(role, _batched(valid.items(), valid.config.batch_size), len(valid.rows), scores)
+        log_stage("score_end", role="ref")
+        n_pairs = len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))
+        logger.info("reference log-probabilities: %d pairs in %.1f s", n_pairs, time.monotonic() - started)
+        if self.setup.roles:
+            self.setup.trainer.release_role(role)
+        self._has_reference = True
+
+    def _pairs_to_train(self) -> Iterator[list[PairItem]]:
+        """The pairs that this run trains on, each once, by the batch. The loader stands afterwards where it stood."""
+        config, loader = self.setup.config, self.setup.loader
+        limits = [config.total_train_steps]
+        if config.total_train_n_seqs is not None:
+            limits.append(-(-config.total_train_n_seqs // config.train_dataset.batch_size))
+        n_batches = min((limit for limit in limits if limit is not None), default=None)
+        before, seen = loader.state_dict(), set()
+        for batch in itertools.islice(loader.batches(), n_batches):
+            seen.update(item.index for item in batch.items)
+            yield batch.items
+        goes_on = loader.epoch != before["epoch"] and config.total_train_epochs > 1
+        loader.load_state_dict(before)
+        if goes_on:  # another epoch, in another order, leaves out other rows at its end
+            left = (item for item in loader.items() if item.index not in seen)
+            yield from _batched(left, config.train_dataset.batch_size)
+
+    def _score(self, role: str, batches: Iterable[Sequence[PairItem]], n_rows: int, out: Scores) -> None:
+        with Progress("reference", n_rows, unit="pairs") as progress:
+            n_tokens = 0
+            for items in batches:
+                for item, chosen, rejected in self._logprobs(role, items):
+                    out[item.index] = np.asarray(chosen, np.float32), np.asarray(rejected, np.float32)
+                    n_tokens += len(chosen) + len(rejected)
+                progress.update(len(out), n_tokens)
+
+    def _logprobs(self, role: str, items: Sequence[PairItem]) -> Iterator[tuple[PairItem, list[float], list[float]]]:
+        """Each pair with the log-probabilities of all tokens of its chosen and its rejected row."""
+        rows = [row for item in items for row in (item.chosen, item.rejected)]
+        scored = self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0)
+        return zip(items, scored[0::2], scored[1::2], strict=True)
+
+    def measure(self, name: str, batches: Iterator[Batch[PairItem]]) -> dict[str, float]:
+        """loss, accuracy and margin over all pairs of the validation set `name`, as in training (see dpo_loss_fn).
+
+        Also ranking_accuracy: the share of pairs whose chosen answer is the more likely one by itself, without a look
+        at the reference.
+        """
+        rows: list[TrainSequence] = []
+        logprobs: list[list[float]] = []
+        for batch in batches:
+            for item, *scored in self._logprobs("actor", batch.items):
+                rows += _with_scores(item, self.valid_ref_scores[name][item.index])
+                logprobs += scored
+        measured = measure_loss(self.setup.loss_fn, rows, logprobs, rows_per_unit=2)
+        pairs = zip(rows, logprobs, strict=True)
+        answers = [np.asarray(scored)[~np.asarray(row.prompt_mask)].sum() for row, scored in pairs]
+        ranked = (np.sign(np.subtract(answers[0::2], answers[1::2])) + 1) / 2
+        kept = {name: measured[name] for name in ("loss", "accuracy", "margin")}
+        return kept | {"ranking_accuracy": float(ranked.mean())}
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure the whole of valid_dataset; records and returns eval/* scalars by name."""
+        if self.setup.valid_loaders:
+            self.score_reference()  # by the actor as it is loaded, before a run that goes on takes over its state
+        return super().evaluate()
+
+
+def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
+    while batch := list(itertools.islice(items, size)):
+        yield batch
+
+
+def _with_scores(item: PairItem, scores: tuple[np.ndarray, np.ndarray]) -> list[TrainSequence]:
+    """The two rows to train on, chosen and rejected."""
+    pair = zip((item.chosen, item.rejected), scores, strict=True)
+    return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

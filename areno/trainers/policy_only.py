@@ -1,0 +1,36 @@
+"""The loop of GSPO, GRPO and their relatives."""
+
+from __future__ import annotations
+
+from areno.config.experiments import PolicyExperimentConfig
+from areno.run.attended import attended
+from areno.trainers.by_sample import joined, set_advantages
+from areno.trainers.collect import collect
+from areno.trainers.log import log_rollout, samples_logged
+from areno.trainers.loop import RewardLoop
+from areno.trainers.update import correct, rows_of, update_policy
+
+
+class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
+    """Trains a policy from rewards, without a critic. Use as a context manager, or call close()."""
+
+    needs = PolicyExperimentConfig
+    headline = ("rollout/rewards_mean", "train/response_len", "train/explained_variance")
+
+    @attended
+    def fit(self) -> float:
+        """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
+        setup, run = self.setup, self.run
+        for batch in run.steps():
+            rollout = collect(setup, batch)  # sample a group for each prompt, and score it
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            with run.clock.phase("advantage"):
+                advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)
+                set_advantages(rows, rollout.sizes, advantages)
+            log_rollout(setup, rollout, rows)
+            stats = correct(setup, rows)  # weights for rows that another policy sampled
+            with samples_logged(setup, rollout, rows):
+                stats |= update_policy(setup, rows)
+            run.end_step(stats)
+        run.finish({"reward_mean": 5, "eval_accuracy": 1})
+        return run.result("eval_accuracy", "reward_mean", 5)

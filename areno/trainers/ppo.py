@@ -1,0 +1,79 @@
+"""The loop of PPO: as policy_only.py, with a critic that values every token and is trained beside the policy."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from areno.config.experiments import CriticExperimentConfig
+from areno.loss_fns.advantages import explained_variance
+from areno.run.attended import attended
+from areno.tracking.console import log_stage
+from areno.trainers.by_sample import joined, set_advantages, without_truncated
+from areno.trainers.collect import collect
+from areno.trainers.log import log_rollout, samples_logged
+from areno.trainers.loop import RewardLoop
+from areno.trainers.policy_only import PolicyOnlyTrainer
+from areno.trainers.rows import token_rows, trained
+from areno.trainers.update import correct, rows_of, update_policy
+from areno.types import TrainSequence
+
+logger = logging.getLogger("areno")
+
+
+class PPOTrainer(RewardLoop[CriticExperimentConfig]):
+    """Trains a policy and its critic. Use as a context manager, or call close()."""
+
+    needs = CriticExperimentConfig
+    headline = PolicyOnlyTrainer.headline
+    also_saved = ("critic",)  # it can be loaded again as critic.path
+
+    @attended
+    def fit(self) -> float:
+        """Run to the end; the accuracy of the last evaluation or, without one, the mean reward of the last 5 steps."""
+        setup, run, config = self.setup, self.run, self.setup.config
+        warmup, total = config.critic.warmup_steps, run.total_steps
+        if total <= warmup:
+            text = "critic.warmup_steps=%d takes all %d steps of this run, so its checkpoint is the untrained policy; "
+            text += "lower it, or train for more steps (total_train_steps, total_train_epochs, total_train_n_seqs)"
+            logger.warning(text, warmup, total)
+        for batch in run.steps():
+            rollout = collect(setup, batch)  # sample completions of each prompt, and score them
+            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            with run.clock.phase("values"):
+                for row, values in zip(rows, setup.trainer.score_values("critic", token_rows(rows)), strict=True):
+                    row.values = values  # the critic's, of the state before each token
+            with run.clock.phase("advantage"):
+                advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)
+                set_advantages(rows, rollout.sizes, advantages)
+                set_advantages(rows, rollout.sizes, returns, "returns")
+            log_rollout(setup, rollout, rows)
+            masked = config.critic.mask_no_eos_with_zero
+            stats = self.update_critic(without_truncated(rows, rollout.kept, rollout.sizes) if masked else rows)
+            with samples_logged(setup, rollout, rows):
+                if run.step > warmup:
+                    stats |= correct(setup, rows)  # weights for rows that another policy sampled
+                    stats |= update_policy(setup, rows)
+            run.end_step(stats)
+        run.finish({"reward_mean": 5, "eval_accuracy": 1})
+        return run.result("eval_accuracy", "reward_mean", 5)
+
+    def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
+        """Optimizer steps of the critic; its numbers as critic_*, and how much of the returns it had explained."""
+        critic, run = self.setup.config.critic, self.run
+        values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
+        with run.clock.phase("train_critic"):
+            log_stage("train_start", role="critic")
+            stats = self.setup.trainer.train_values(
+                "critic",
+                rows,
+                cliprange_value=critic.eps_clip,
+                value_loss_coef=critic.value_loss_coef,
+                mb_spec=critic.mb_spec,
+                n_minibatches=critic.ppo_n_minibatches,
+                seed=run.seed,
+            )
+            log_stage("train_end", role="critic")
+        numbers = {f"critic_{name}": value for name, value in stats.items()}
+        return numbers | {"explained_variance": explained_variance(values, returns)}

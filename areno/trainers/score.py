@@ -1,0 +1,158 @@
+"""The rewards of samples, and the records that reward functions get of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from areno.api.session import sequence_of
+from areno.config.rollout.sampling import GenerationConfig
+from areno.data.tokens.decode import decode_all
+from areno.rewards.pool import report_failures
+from areno.rewards.record import CompletionRecord, Record, RecordedPrompt
+from areno.rewards.verdict import reward_problem
+from areno.run.setup import PolicySetup
+from areno.trainers.rows import token_arrays
+from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
+
+_NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_NOT_SCORED = RewardOutcome(0.0)  # yet
+_AT_ONCE = 64  # completions: the first ones are being scored while others become samples
+
+
+class Scorer(AbstractContextManager["Scorer"]):
+    """Makes samples of what a rollout draws, and has them scored while others are still being drawn.
+
+    first_group: the number of the first prompt's group; those of the other prompts follow.
+    """
+
+    def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
+        self._setup, self._items, self._gconfig, self._first_group = setup, items, gconfig, first_group
+        self._found: dict[int, tuple[ScoredSample, Record | None]] = {}  # by the sample's place in the rollout
+        self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # with their tokens, by the number of the item
+        self._scoring = None if setup.rewards is None else setup.rewards.scoring()
+
+    def take(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Completions that are done. Their requests are numbered as the prompts are."""
+        for start in range(0, len(outputs), _AT_ONCE):
+            self._take(outputs[start : start + _AT_ONCE])
+
+    def _take(self, outputs: Sequence[GenerationOutput]) -> None:
+        tokenizer, sequences = self._setup.tokenizer, [sequence_of(output) for output in outputs]
+        # Lists that end here: to keep those of all samples takes the garbage collector long.
+        token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
+        texts = rendered = decode_all(tokenizer, token_rows, skip_special_tokens=False)
+        if self._gconfig.skip_special_tokens:
+            texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
+        found = {}
+        for output, sequence, text, raw in zip(outputs, sequences, texts, rendered, strict=True):
+            prompt, tokens = self._prompt(output.request_id)
+            arrays = token_arrays(tokens, sequence)
+            sample = ScoredSample(
+                item=prompt.item, sequence=sequence, completion=text, outcome=_NOT_SCORED,
+                group=self._first_group + output.request_id, arrays=arrays,
+            )  # fmt: skip
+            place = output.request_id * self._gconfig.n_samples + output.sample
+            found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
+        self.add(found)
+
+    def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
+        """What the samples of a prompt share."""
+        if number not in self._prompts:
+            item = self._items[number]
+            self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
+        return self._prompts[number]
+
+    def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+        """Samples by their places in the rollout, each with its record. Without one, a sample has failed."""
+        self._found.update(found)
+        records = {place: record for place, (_, record) in found.items() if record is not None}
+        for record in records.values():
+            record.step, record.epoch = self._setup.run.step, self._setup.run.epoch
+        if self._scoring is not None:
+            self._scoring.add(records)
+
+    def finish(self) -> list[ScoredSample]:
+        """The samples in order, with the rewards of the function, of the agent, of the reward model, or their sum.
+
+        A sample without a record keeps its outcome.
+        """
+        setup, found = self._setup, dict(sorted(self._found.items()))
+        asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
+        records, outcomes = [record for _, record in asked.values()], None
+        if self._scoring is not None:
+            with setup.run.stop.at_once():
+                by_place = self._scoring.outcomes()
+            outcomes = [by_place[place] for place in asked]
+            report_failures(records, outcomes)
+        own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
+        if any(own) or (outcomes is None and setup.config.reward.path is None):
+            outcomes = add_own(records, outcomes, own)
+        if setup.config.reward.path is not None:
+            # Equal ones once: rounding differs with the place in a batch, and a group of them has no better answer.
+            rows = [tuple(_whole(sample)) for sample, _ in asked.values()]
+            distinct = list(dict.fromkeys(rows))
+            scores = dict(zip(distinct, setup.trainer.score_rewards("reward", distinct), strict=True))
+            outcomes = add_scores(records, outcomes, [scores[row] for row in rows])
+        assert outcomes is not None
+        for (sample, _), outcome in zip(asked.values(), outcomes, strict=True):
+            sample.outcome = outcome
+        return [sample for sample, _ in found.values()]
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._scoring is not None:
+            self._scoring.__exit__(*exc)
+
+
+def _whole(sample: ScoredSample) -> list[int]:
+    """The tokens that a reward model judges: of an agent, the last row."""
+    if sample.trajectory is not None:
+        return sample.trajectory.rows[-1].tokens
+    return sample.item.tokens + sample.sequence.resp_tokens
+
+
+def add_own(
+    records: Sequence[Record],
+    outcomes: Sequence[RewardOutcome] | None,
+    own: Sequence[tuple[float, dict[str, float]] | None],
+) -> list[RewardOutcome]:
+    """The outcomes of a function with the rewards that agents gave themselves added. None: there is no function.
+
+    Without a function, a sample whose agent gave no reward is a reward error.
+    """
+    if outcomes is None:
+        nothing = RewardOutcome(None, "error", _NO_REWARD)
+        out = [nothing if given is None else RewardOutcome(given[0], parts=given[1]) for given in own]
+    else:
+        out = list(outcomes)
+        for index, given in enumerate(own):
+            function = out[index].value
+            if given is not None and function is not None:
+                parts = {**(out[index].parts or {"fn": function}), "agent": given[0], **given[1]}
+                out[index] = RewardOutcome(function + given[0], parts=parts)
+    report_failures(records, out, "agent.fn")
+    return out
+
+
+def add_scores(
+    records: Sequence[Record], outcomes: Sequence[RewardOutcome] | None, scores: Sequence[float]
+) -> list[RewardOutcome]:
+    """The outcomes of a function with the scores of a reward model added. None: there is no function.
+
+    A sum that is no reward is a reward error of its sample.
+    """
+    out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
+    scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
+    for index in scored:
+        function = out[index].value or 0.0
+        parts = {**(out[index].parts or {"fn": function}), "model": scores[index]}
+        value = function + scores[index]
+        if problem := reward_problem(value):
+            out[index] = RewardOutcome(None, "not_finite", f"with the reward model: {problem}")
+        else:
+            out[index] = RewardOutcome(value, parts={} if outcomes is None else parts)
+    report_failures([records[index] for index in scored], [out[index] for index in scored], "reward.path")
+    return out
