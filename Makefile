@@ -1,5 +1,5 @@
 # `make check` is what "done" means: lint, types, tests.
-.PHONY: check lint types test slow docs
+.PHONY: check lint types test slow docs reference
 PYTHON ?= python
 
 check: lint types test
@@ -16,6 +16,9 @@ test:
 
 slow:
 	$(PYTHON) -m pytest -m slow
+
+reference:
+	$(PYTHON) -m areno.cli.reference docs
 
 docs:
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from areno.files import starting
+from areno.files import interrupts
 
-starting.begin()  # a command imports this module first
+interrupts.begin()  # a command imports this module first
 __version__ = "0.1.0"
 
 __all__ = [

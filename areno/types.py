@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-from areno.config.rollout.sampling import SamplingConfig
-from areno.config.schema.fields import setting, settings
+from areno.config.fields import setting, settings
+from areno.config.rollout import SamplingConfig
 from areno.errors import did_you_mean
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -168,7 +168,7 @@ class GenerationOutput:
     cached_tokens: of the prompt, whose keys and values were in the cache. top_logprobs: for each token, as many as the
     request wanted. prompt_logprobs: of a finished output, for each prompt token after the first, (log-probability, the
     most likely tokens). routes: of a finished output, where the engine keeps them: the experts of the prompt's and the
-    completion's tokens but the last, which is never computed; see areno/engine/routing/rows.py.
+    completion's tokens but the last, which is never computed; see areno/engine/train/rows.py.
     A sample ends with the reason "error" where the model gave no finite numbers for it; its earlier tokens are there.
     """
 

@@ -62,7 +62,7 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from areno.engine.same_bits import exact
+    from areno.engine import exact
     from areno.kernels import backend
 
     driver.set_active(Gpu(capability))  # type: ignore[arg-type]

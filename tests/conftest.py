@@ -107,11 +107,11 @@ def quick_compositions() -> Iterator[None]:
 def one_revision() -> Iterator[None]:
     """Each run writes down the revision of the checkout, for which git looks at all its files, and the versions of the
     packages, for which all they say of themselves is read: here once."""
-    from areno.tracking import new_run
+    from areno.tracking import run_folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(new_run, "_git_revision", functools.cache(new_run._git_revision))
-        patch.setattr(new_run, "version", functools.cache(new_run.version))
+        patch.setattr(run_folder, "_git_revision", functools.cache(run_folder._git_revision))
+        patch.setattr(run_folder, "version", functools.cache(run_folder.version))
         yield
 
 

@@ -106,5 +106,5 @@ def compare_step() -> None:
 def compare_steps() -> None:
     """With programs that take all of a state, and with programs that take a part of its columns."""
     compare_step()
-    with mock.patch("areno.kernels.delta.triton_step.COLUMNS", 4):
+    with mock.patch("areno.kernels.delta.triton.COLUMNS", 4):
         compare_step()

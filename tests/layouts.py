@@ -16,8 +16,8 @@ from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 40, [10, 11, 12], [13]]

@@ -13,10 +13,8 @@ from policy_runs import MODEL, Played, trained, watched
 
 import areno
 from areno.config.datasets import DatasetConfig
-from areno.config.models import OptimizerConfig
-from areno.config.roles import CriticConfig
-from areno.config.rollout.reward import RewardConfig
-from areno.config.rollout.sampling import GenerationConfig
+from areno.config.models import CriticConfig, OptimizerConfig
+from areno.config.rollout import GenerationConfig, RewardConfig
 from areno.config.run import ClusterConfig, EngineConfig, SaverConfig
 from areno.recipes.ppo import PPOActorConfig, PPOConfig
 from areno.tracking.reader import RunReader

@@ -12,7 +12,7 @@ import pytest
 from processes import children
 from waiting import until
 
-from areno.engine.processes.on_ray.cluster import QUIET
+from areno.engine.processes.ray_cluster import QUIET
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 REPO = Path(__file__).parents[1]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
     "areno", "cli", "bench", "report", "recipes", "launch", "trainers", "run", "api", "agents", "server",
-    ("rewards", "plan"), "user_processes", ("data", "tracking", "checkpoint"),
+    ("rewards", "plan"), "user_processes", ("data", "tracking"),
     "engine", "models", "layers", "kernels", "loss_fns", "types", "config", "files", "errors", "heartbeat",
 )  # fmt: skip
 STEPS = {name: at for at, step in enumerate(STAIRCASE) for name in ([step] if isinstance(step, str) else step)}
@@ -117,6 +117,18 @@ def _run_at_start(node: ast.AST) -> Iterator[ast.AST]:
 # Imports
 
 
+def _packages(module: Module) -> set[str]:
+    """Packages whose `__init__.py` runs before a module that `module` imports. Its own packages run before itself."""
+    own = _ancestors(module.name)
+    return {package for name in module.edges for package in _ancestors(name)} - own - {module.name}
+
+
+def _ancestors(name: str) -> set[str]:
+    """Dotted names of the packages that a module lies in."""
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
+
+
 def upward(tree: dict[str, Module]) -> set[str]:
     """Edges that go up the staircase or across a step. The public table of areno/__init__.py may name anything."""
     found = set()
@@ -135,7 +147,7 @@ def upward(tree: dict[str, Module]) -> set[str]:
 
 def circles(tree: dict[str, Module]) -> set[str]:
     """Groups of modules that import one another, directly or in a longer circle."""
-    graph = {name: module.edges for name, module in tree.items() if name != "areno"}
+    graph = {name: module.edges | _packages(module) for name, module in tree.items() if name != "areno"}
     reach: dict[str, set[str]] = {}
     for start in graph:
         seen, todo = set(), [start]

@@ -22,7 +22,7 @@ from areno.agents.pool import _Running
 from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
 from areno.errors import ArenoError, DataError, WorkerLost
 from areno.loss_fns import group_advantages, gspo_loss_fn
-from areno.trainers.agent_rows import reward_records, trajectory_rows
+from areno.trainers.agents import reward_records, trajectory_rows
 
 AGENTS = Path(__file__).parent / "agents"
 REWARD = AGENTS / "reward.py"

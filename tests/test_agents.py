@@ -19,12 +19,11 @@ from waiting import until
 
 from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
-from areno.agents.context import AgentContext
 from areno.agents.pool import AgentPool
 from areno.agents.rows import RowBuilder
-from areno.agents.trajectories import AgentBatch, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
 from areno.api.trainer import RolloutSession
-from areno.config.rollout.agent import AgentConfig
+from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError
 
 FILE = Path(__file__).parent / "agents" / "faulty.py"

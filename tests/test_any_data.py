@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areno.config.datasets import DatasetConfig
-from areno.data.checked import fitting
+from areno.data.forms import fitting
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, printable
 

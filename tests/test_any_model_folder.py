@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_any_data import damaged, examples
 
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.errors import CheckpointError, printable
-from areno.models.adapters.folder import read_adapter_config
+from areno.models.adapters import read_adapter_config
 from areno.models.registry import load_config
 
 MODEL = Path(__file__).parents[1] / "examples/quickstart/model"

@@ -18,10 +18,9 @@ from test_docs import ROOT
 from test_docs_names import codes
 
 from areno.api.algorithms import get_algorithm
-from areno.config.schema.fields import Row, rows
-from areno.config.schema.values import InvalidValue
-from areno.launch.areal import NOT_HERE
-from areno.launch.elsewhere import RECIPES, hint
+from areno.config.fields import Row, rows
+from areno.config.values import InvalidValue
+from areno.launch.hints import NOT_HERE, RECIPES, hint
 
 CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "gspo": "GRPOConfig", "ppo": "PPOConfig"}
 PAGE = ROOT / "docs/coming_from/areal.md"

@@ -21,11 +21,11 @@ from test_run import start
 from tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 import areno.models.weights
-from areno.checkpoint.saver import Saver
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.loss_fns.sft import sft_loss_fn
+from areno.run.checkpoints import Saver
 from areno.run.setup import Setup
 from areno.types import TrainSequence
 
@@ -272,7 +272,7 @@ def test_killed_in_the_background(tmp_path: Path) -> None:
     script = f"""
 import time
 from pathlib import Path
-from areno.checkpoint.saver import Saver
+from areno.run.checkpoints import Saver
 from areno.config.run import SaverConfig
 saver = Saver(SaverConfig(mode="async", keep=1), {str(tmp_path)!r}, lambda: saver.saved_step is None)
 saver.claim(Path("one"))

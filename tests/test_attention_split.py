@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.kv.held_blocks import HeldBlocks
+from areno.engine.decoder.block_manager import BlockManager, HeldBlocks
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.paged import most_rows
 from areno.kernels.spans import SPAN, border

@@ -11,8 +11,8 @@ from tiny_backend import CONFIG, OPTIMIZER, VOCAB, WHOLE, loss_and_gradient, mak
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.step_stats import over_steps
 from areno.engine.train.backend import TrainBackend
+from areno.engine.train.gradients import over_steps
 from areno.errors import DataError, EngineError
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend

@@ -8,7 +8,7 @@ from tiny_backend import WHOLE, loss_and_gradient, make, make_rows
 from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.layout.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
+from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn

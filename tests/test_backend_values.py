@@ -15,7 +15,7 @@ from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
-from areno.loss_fns.value import value_loss_fn
+from areno.loss_fns.ppo import value_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
 

@@ -14,9 +14,8 @@ from bench_runs import TINY, found, settings
 from tiny_engine import model_folder as tiny_folder
 from tiny_engine import spec
 
-from areno.bench.against.with_transformers import WithTransformers
-from areno.bench.against.with_vllm import WithVllm
-from areno.bench.work import Work
+from areno.bench.arguments import Work
+from areno.bench.others import WithTransformers, WithVllm
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 

@@ -8,10 +8,9 @@ import pytest
 from agent_model import TOKENIZER, model_folder
 
 from areno.bench.__main__ import main
-from areno.bench.sampling import sampling_page, speeds
-from areno.bench.serving.compare import serving_page
-from areno.bench.serving.load import Clients, Load
-from areno.bench.work import Work
+from areno.bench.arguments import Work
+from areno.bench.ours import sampling_page, speeds
+from areno.bench.serving import Clients, Load, serving_page
 
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"
 

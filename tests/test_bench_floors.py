@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from bench_runs import H200
 
-from areno.bench.floors import Rates, decode_s, floors, prefill_s
+from areno.bench.arguments import Work, row
+from areno.bench.device import Rates, decode_s, floors, prefill_s
 from areno.bench.shapes import model_folder
 from areno.bench.timing import Timed, measure
-from areno.bench.work import Work, row
-from areno.models.cost.arithmetic import Cost, forward_flops, pairs, train_flops
+from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.types import TrainSequence
 

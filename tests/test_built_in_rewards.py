@@ -10,7 +10,7 @@ import pytest
 from processes import is_running
 from waiting import until
 
-from areno.config.rollout.reward import (
+from areno.config.rollout import (
     CodeRewardConfig,
     FormatRewardConfig,
     JsonRewardConfig,

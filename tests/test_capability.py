@@ -48,7 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         forget()
 
     def forget() -> None:
-        from areno.kernels.early import is_possible
+        from areno.kernels.jit import is_possible
 
         backend._compiles_for.cache_clear()
         is_possible.cache_clear()
@@ -75,7 +75,7 @@ def test_what_runs_where(
     gpus: Gpus, capability: tuple[int, int], dtype: torch.dtype, attention: str, triton: bool, early: bool
 ) -> None:
     from areno.kernels.delta.triton_chunks import products_of
-    from areno.kernels.early import is_possible
+    from areno.kernels.jit import is_possible
 
     gpus(capability)
     device = torch.device("cuda:0")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.launch.command import run
 from areno.tracking.reader import RunReader
 

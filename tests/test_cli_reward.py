@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.files.paths import find_file
 
 NEAR = """

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from areno.api import algorithms, get_algorithm
-from areno.cli.flags import of_train as flags
-from areno.cli.flags.of_train import REFUSED
-from areno.cli.main import main
-from areno.config.schema.build import with_defaults
+from areno.cli import train_flags as flags
+from areno.cli.__main__ import main
+from areno.cli.train_flags import REFUSED
+from areno.config.build import with_defaults
 from areno.launch import command
-from areno.launch.elsewhere import RECIPES
+from areno.launch.hints import RECIPES
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parents[2] / "shared/reference"

@@ -23,7 +23,7 @@ from agent_model import made
 from test_docs import ROOT, blocks
 from test_docs_names import codes, is_setting, known, problem_of, text_of, value_of
 
-from areno.launch.elsewhere import RECIPES
+from areno.launch.hints import RECIPES
 
 PAGES = sorted((ROOT / "docs/coming_from").glob("*.md"))
 NAMED = "Qwen/Qwen3-0.6B"

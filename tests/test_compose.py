@@ -16,7 +16,7 @@ import yaml
 from played import TASK, Main, load, problems_of, run, task_folder
 
 from areno.api import get_algorithm
-from areno.config.schema.build import build
+from areno.config.build import build
 from areno.errors import ConfigError, DataError
 from areno.files import paths
 from areno.launch import command, compose

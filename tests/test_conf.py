@@ -12,7 +12,7 @@ import yaml
 
 from areno.api import get_algorithm
 from areno.files.paths import find_file
-from areno.launch import help, library
+from areno.launch import help, yaml_files
 from areno.launch.compose import load
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
@@ -39,8 +39,8 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "tools": (["grpo", "gspo"], []),
 }
 # What experiments leave to the user.
-EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in library.experiments() if "stories260k" in name}
-GROUPS = [(group, choice) for group, choices in library.groups().items() for choice in choices if group != "variant"]
+EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in yaml_files.experiments() if "stories260k" in name}
+GROUPS = [(group, choice) for group, choices in yaml_files.groups().items() for choice in choices if group != "variant"]
 # The recipes a variant is for, and its section in docs/algorithms.md.
 VARIANTS = {
     "cispo": (["grpo", "ppo"], "CISPO"),
@@ -63,7 +63,7 @@ help_of = functools.cache(help.text)
 
 
 def test_every_task_is_listed_here():
-    found = {name: library.recipes(file) for name, file in library.tasks().items()}
+    found = {name: yaml_files.recipes(file) for name, file in yaml_files.tasks().items()}
     assert found.pop("train") == list(RECIPES)  # of `areno train`, see test_cli_train.py
     assert found == {name: recipes for name, (recipes, _) in TASKS.items()}
 
@@ -79,12 +79,12 @@ def test_task(task, recipe):
             assert find_file(value.split(":")[0], key).is_file()
 
 
-@pytest.mark.parametrize("name", library.experiments())
+@pytest.mark.parametrize("name", yaml_files.experiments())
 def test_experiment(name):
     """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu. Its header says what to expect."""
-    assert library.recipes(library.experiments()[name]) == [name.split("-")[0]]
+    assert yaml_files.recipes(yaml_files.experiments()[name]) == [name.split("-")[0]]
     assert load(RECIPES[name.split("-")[0]], name, EXPERIMENT_NEEDS.get(name)).experiment_name
-    header = library.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
+    header = yaml_files.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
     assert all(f"# {word} " in header for word in ("Hardware", "Time", "Memory", "Curve"))
     assert f"--config-name={name}" in header
     assert name in Path(find_file("recipes/README.md")).read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_group_choice(group, choice):
 
 
 def test_every_variant_is_listed_here():
-    assert set(library.variants()) == set(VARIANTS)
+    assert set(yaml_files.variants()) == set(VARIANTS)
 
 
 @pytest.mark.parametrize(
@@ -143,17 +143,17 @@ def test_variant_is_what_the_algorithms_page_says(name):
             else:
                 assert getattr(one, key) == getattr(other, key), key
 
-    compare(yaml.safe_load(library.variants()[name].read_text(encoding="utf-8")), shown, variant)
+    compare(yaml.safe_load(yaml_files.variants()[name].read_text(encoding="utf-8")), shown, variant)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_default_of_a_recipe_exists(recipe):
     algorithm = get_algorithm(recipe)
-    assert algorithm.default in {**library.tasks(), **library.experiments()}
+    assert algorithm.default in {**yaml_files.tasks(), **yaml_files.experiments()}
     assert algorithm.config is RECIPES[recipe]
 
 
 def test_every_file_says_what_it_is_for():
     conf = Path(find_file("conf"))
-    for file in [*conf.rglob("*.yaml"), *library.experiments().values()]:
-        assert library.headline(file), f"{file} begins with no comment"
+    for file in [*conf.rglob("*.yaml"), *yaml_files.experiments().values()]:
+        assert yaml_files.headline(file), f"{file} begins with no comment"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from areno.config.build import build, with_defaults
 from areno.config.datasets import ValidDatasetConfig
+from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
-from areno.config.rollout.sampling import GenerationConfig
+from areno.config.rollout import GenerationConfig
 from areno.config.run import EngineConfig
-from areno.config.schema.build import build, with_defaults
-from areno.config.schema.fields import Section, check, rows, setting
-from areno.config.schema.values import InvalidValue, convert, spelling
+from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem, keys_renamed
-from areno.launch import reference
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
@@ -327,11 +325,6 @@ def test_every_default_is_a_valid_value(cls):
     found = problems_of(cls, {})
     assert all(message.startswith("missing") for message in found.values()), found
     assert set(found) <= {row.key for row in rows(cls)}
-
-
-def test_reference_page_is_current():
-    page = Path(__file__).parents[1] / "docs/reference/config.md"
-    assert page.read_text() == reference.markdown(), "run: python -m areno.launch.reference > docs/reference/config.md"
 
 
 def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():

@@ -12,9 +12,9 @@ import pytest
 
 from areno.errors import ConfigError
 from areno.tracking import console
-from areno.tracking.display import progress as display
-from areno.tracking.files.samples import SampleLog
+from areno.tracking import console as display
 from areno.tracking.run_log import RunLog
+from areno.tracking.samples import SampleLog
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 

@@ -18,11 +18,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import tests.tiny_engine as tiny_engine
 from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
-from areno.engine.sampling.grammar import GrammarCompiler
 from areno.errors import EngineError
-from areno.kernels.sampling.mask import allowed_tokens
-from areno.kernels.sampling.reference import sample_key, uniform
+from areno.kernels.sampling.reference import allowed_tokens, sample_key, uniform
 from areno.server.grammar import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
 from tests.interpreted import run_interpreted

@@ -16,11 +16,10 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from areno import ArenoConfig
 from areno.api.algorithms import get_algorithm
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.data.chat_template import render_generation_prompt
+from areno.data.control_tokens import BREAK, allow_control_tokens, control_names, control_tokens
 from areno.data.encode import encode_generation_prompt, pair_item, prompt_item, sft_sequence
-from areno.data.tokens.control import control_names
-from areno.data.tokens.shield import BREAK, allow_control_tokens, control_tokens
 from areno.errors import ArenoError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load
@@ -262,7 +261,7 @@ def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
 
 def test_a_control_token_in_a_long_text_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer("tiny")
-    monkeypatch.setattr("areno.data.tokens.shield._SLICE", 7)
+    monkeypatch.setattr("areno.data.control_tokens._SLICE", 7)
     for n in range(14):
         text = "ab < " * n + "c" * n + FORGED
         tokens = encode_generation_prompt(tokenizer, text)

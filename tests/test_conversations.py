@@ -18,12 +18,11 @@ from areno.agents.rows import RowBuilder, reward_record
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
 from areno.data.chat_template import render
 from areno.errors import DataError
-from areno.server import bounds
-from areno.server.conversations import Conversations, Prompt, PromptTooLong, conversation_keys
+from areno.server import errors
+from areno.server.conversations import Conversations, Prompt, PromptTooLong, Remembered, conversation_keys
+from areno.server.host import Threads
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
-from areno.server.remembered import Remembered
-from areno.server.threads import Threads
 from areno.server.tokens import Source, expand
 
 DATA = Path(__file__).parents[2] / "shared/data/toolcall/glaive_toolcall_en_demo.json"
@@ -370,13 +369,13 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
         return tiny(draft_or_text, *asked, **how)
 
     monkeypatch.setattr(conversations, "_encode", None)  # would be called for a prompt that fits
-    monkeypatch.setattr(bounds, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
+    monkeypatch.setattr(errors, "_tokens_of", lambda tokenizer, text: len(counted(text)["input_ids"]))
     long = [{"role": "user", "content": "hello " * n_words}]
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
         conversations.prompt(long)
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
         asyncio.run(conversations.prompt_beside(long))
-    assert 0 < n_characters <= 2 * min(bounds._PIECE, 6 * n_words + 200)
+    assert 0 < n_characters <= 2 * min(errors._PIECE, 6 * n_words + 200)
     assert len(conversations._remembered) == 0
 
 

@@ -11,23 +11,19 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.decoder.kv.kv_cache import KVCache
-from areno.engine.decoder.kv.layout import KVLayout
-from areno.engine.decoder.state_cache import StateCache
+from areno.engine.decoder.block_manager import KVLayout
+from areno.engine.decoder.caches import KVCache, StateCache
 from areno.engine.train.flat import FlatParameters
 from areno.engine.train.optimizer import Optimizer
 from areno.kernels.adam import BLOCK
-from areno.layers.adapters.config import AdapterSpec
 from areno.layers.attention import PackedAttend
-from areno.layers.experts_config import Experts
+from areno.layers.config import AdapterSpec, Delta, Experts, Rope
 from areno.layers.parallel import ParallelGroup
-from areno.layers.recurrent.config import Delta
-from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
-from areno.models.adapters.model import add_adapters, make_room
-from areno.models.adapters.shapes import linear_shapes
+from areno.models import cost
+from areno.models.adapter_shapes import linear_shapes
+from areno.models.adapters import add_adapters, make_room
 from areno.models.config import LayerKind, TransformerConfig
-from areno.models.cost import arithmetic, memory
 from areno.models.transformer import Transformer
 from tests.interpreted import run_interpreted
 
@@ -70,9 +66,9 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
     model = build(config, tp_size)
-    assert memory.parameters(config, tp_size) == sum(parameter.numel() for parameter in model.parameters())
+    assert cost.parameters(config, tp_size) == sum(parameter.numel() for parameter in model.parameters())
     body = [*model.layers.parameters(), *model.final_norm.parameters()]
-    assert memory.body_parameters(config, tp_size) == sum(parameter.numel() for parameter in body)
+    assert cost.body_parameters(config, tp_size) == sum(parameter.numel() for parameter in body)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -81,7 +77,7 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
-    assert n_bytes == 5 * 8 * memory.kv_bytes(CONFIG, 2, tp_size)
+    assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, tp_size)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -90,10 +86,10 @@ def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
     model = build(config, tp_size, torch.bfloat16)
     states = StateCache(model, n_slots=5)
     n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
-    assert n_bytes == 5 * memory.state_bytes(config, 2, tp_size)
+    assert n_bytes == 5 * cost.state_bytes(config, 2, tp_size)
     assert KVCache(model, 4, KVLayout.of(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
-    assert memory.kv_bytes(config, 2, tp_size) * 3 == memory.kv_bytes(replace(config, delta=None), 2, tp_size)
-    assert memory.state_bytes(CONFIG, 2) == 0
+    assert cost.kv_bytes(config, 2, tp_size) * 3 == cost.kv_bytes(replace(config, delta=None), 2, tp_size)
+    assert cost.state_bytes(CONFIG, 2) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,14 +110,14 @@ def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three data-parallel ranks, with a bucket for each layer. Padding is small beside parameters of this size."""
-    monkeypatch.setattr(memory, "BUCKET", 1)
+    monkeypatch.setattr(cost, "BUCKET", 1)
     monkeypatch.setattr("areno.engine.train.flat.BUCKET", 1)
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
     model = build(config, dtype=torch.bfloat16)
     stage = model.stage if zero_stage else None
     flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
-    found = memory.model_bytes(config, 2, kind, dp_size=3, zero_stage=zero_stage)
+    found = cost.model_bytes(config, 2, kind, dp_size=3, zero_stage=zero_stage)
     assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
     assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)
     assert found.masters == pytest.approx(flat.masters.nbytes, rel=0.01)
@@ -145,7 +141,7 @@ def count_activations() -> None:
             node = out.grad_fn.next_functions[0][0]  # the last layer
             cos_and_sin = 2 * n * CONFIG.head_dim // 2 * 4
             found.append(sum(saved.nbytes for saved in node.saved_tensors if saved is not None) - cos_and_sin)
-        expected = memory.activation_bytes(config, dtype.itemsize)
+        expected = cost.activation_bytes(config, dtype.itemsize)
         assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
 
 
@@ -154,32 +150,30 @@ def test_activation_bytes_are_what_a_layer_saves() -> None:
 
 
 def test_logits_and_flops_worked_by_hand() -> None:
-    assert memory.logits_bytes(CONFIG, 10, 2) == 10 * 51 * (4 + 2)
-    assert memory.logits_bytes(CONFIG, 10, 2, tp_size=2) == 10 * 26 * (4 + 2)
-    token = arithmetic.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
+    assert cost.logits_bytes(CONFIG, 10, 2) == 10 * 51 * (4 + 2)
+    assert cost.logits_bytes(CONFIG, 10, 2, tp_size=2) == 10 * 26 * (4 + 2)
+    token = cost.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
     products = 2.0 * (token.body_params + 51 * 24) * 5
-    assert arithmetic.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
-    assert arithmetic.train_flops(token, [2, 3], head_tokens=0) == 3 * (
-        arithmetic.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5
-    )
+    assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
+    assert cost.train_flops(token, [2, 3], head_tokens=0) == 3 * (cost.forward_flops(token, [2, 3]) - 2.0 * 51 * 24 * 5)
 
 
 def test_what_adapters_cost_worked_by_hand() -> None:
     """A product of 5 tokens with a frozen matrix is computed forward, and backward for its input alone."""
     config = replace(CONFIG, tie_word_embeddings=False)
     adapters = AdapterSpec(rank=2, alpha=4.0, targets=("down_proj",))
-    whole, token = arithmetic.Cost.of(config, 2), arithmetic.Cost.of(config, 2, adapters)
+    whole, token = cost.Cost.of(config, 2), cost.Cost.of(config, 2, adapters)
     of_adapters = config.num_layers * 2 * (config.intermediate_size + 24)
     assert token.adapter_params == of_adapters
-    assert arithmetic.forward_flops(token, [2, 3]) == arithmetic.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
+    assert cost.forward_flops(token, [2, 3]) == cost.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
     of_frozen = 2.0 * (token.body_params * 5 + 51 * 24 * 2)
-    full = arithmetic.train_flops(whole, [2, 3], head_tokens=2)
-    assert arithmetic.train_flops(token, [2, 3], head_tokens=2) == full - of_frozen + 6.0 * of_adapters * 5
+    full = cost.train_flops(whole, [2, 3], head_tokens=2)
+    assert cost.train_flops(token, [2, 3], head_tokens=2) == full - of_frozen + 6.0 * of_adapters * 5
 
 
 def test_what_experts_cost_worked_by_hand() -> None:
     config = replace(CONFIG, **SPARSE)
-    model, token = build(config), arithmetic.Cost.of(config, 2)
+    model, token = build(config), cost.Cost.of(config, 2)
     expert, n_layers = 3 * 20 * 24, 2
     assert token.expert_params == n_layers * expert
     body = sum(parameter.numel() for parameter in [*model.layers.parameters(), *model.final_norm.parameters()])
@@ -189,32 +183,32 @@ def test_what_experts_cost_worked_by_hand() -> None:
     met = torch.zeros(5000, 8).scatter_(1, draws.flatten(1), 1.0).sum(1).mean().item()
     assert token.moved_params(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
     assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
-    dense = arithmetic.Cost.of(CONFIG, 2)
-    assert dense.moved_params(5) == dense.active_params == memory.body_parameters(CONFIG) + 51 * 24
+    dense = cost.Cost.of(CONFIG, 2)
+    assert dense.moved_params(5) == dense.active_params == cost.body_parameters(CONFIG) + 51 * 24
 
 
 def test_what_states_cost_worked_by_hand() -> None:
-    token = arithmetic.Cost.of(replace(CONFIG, **RECURRENT), 2)
+    token = cost.Cost.of(replace(CONFIG, **RECURRENT), 2)
     assert token.state_bytes == 2 * (8 * 12 * 12 * 4 + 3 * (2 * 4 * 12 + 8 * 12) * 2)
     assert token.rule_flops == 2 * 8 * 6 * 12 * 12
     products = 2.0 * (token.body_params + token.head_params) * 5
-    assert arithmetic.forward_flops(token, [2, 3]) == products + 5 * token.rule_flops + 1 * 8 * 12 * 4 * (3 + 6)
+    assert cost.forward_flops(token, [2, 3]) == products + 5 * token.rule_flops + 1 * 8 * 12 * 4 * (3 + 6)
 
 
 def test_config_and_cost_load_without_torch() -> None:
-    code = "import sys, areno.models.config, areno.models.cost.arithmetic; assert 'torch' not in sys.modules"
+    code = "import sys, areno.models.config, areno.models.cost; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
     kinds = tuple(LayerKind(CONFIG.rope, 7 if layer else None) for layer in range(CONFIG.num_layers))
     config = replace(CONFIG, kinds=kinds)
-    of_layer = memory.kv_bytes(CONFIG, 2) // CONFIG.num_layers
+    of_layer = cost.kv_bytes(CONFIG, 2) // CONFIG.num_layers
     for n in (3, 7, 40):
         kept = n + (CONFIG.num_layers - 1) * min(n, 7)
-        assert memory.kv_bytes_of_row(config, n, 2) == kept * of_layer
+        assert cost.kv_bytes_of_row(config, n, 2) == kept * of_layer
         seen = [sum(min(t, kind.window or n) for t in range(1, n + 1)) for kind in kinds]
-        found = arithmetic.mean_pairs(arithmetic.Cost.of(config, 2), [n, n])
+        found = cost.mean_pairs(cost.Cost.of(config, 2), [n, n])
         assert found == pytest.approx(2 * sum(seen) / CONFIG.num_layers)
 
 
@@ -224,15 +218,15 @@ def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
 )
 def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], tp_size: int) -> None:
     """As many bytes as the storages of a model take once A has room below its weights."""
-    monkeypatch.setattr("areno.layers.adapters.adapter.use_triton", lambda _: True)
+    monkeypatch.setattr("areno.layers.adapter.use_triton", lambda _: True)
     config = replace(CONFIG, **{**BARE, **changes})
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config))[::2])
     model = build(config, tp_size)
     add_adapters(model, adapters)
     before = _held(model)
-    assert before == memory.model_bytes(config, 4, tp_size=tp_size, adapters=adapters).weights
+    assert before == cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters).weights
     make_room(model)
-    after = memory.model_bytes(config, 4, tp_size=tp_size, adapters=adapters, copies_a=True).weights
+    after = cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters, copies_a=True).weights
     assert before < _held(model) == after
 
 

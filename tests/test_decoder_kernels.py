@@ -126,7 +126,7 @@ def test_no_number_of_rows_has_kernels_compiled_again() -> None:
     paged, sampling = pytest.importorskip("areno.kernels.paged.triton"), import_module("areno.kernels.sampling.triton")
     of_rows = {"slots_ptr", "positions_ptr", "lengths_ptr", "shared_ptr", "n_parts", "own_splits", "n_team_pieces"}
     n_found = 0
-    delta = import_module("areno.kernels.delta.triton_step")
+    delta = import_module("areno.kernels.delta.triton")
     kernels = paged._piece_kernel, paged._join_kernel, sampling._scan_kernel, sampling._draw_kernel
     for kernel in (*kernels, delta._convolve_kernel, delta._head_kernel):
         for param in kernel.params:

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_rows_backward, delta_step
-from areno.kernels.delta.row_chunks import CHUNK
-from areno.layers.recurrent.config import Delta
-from areno.models.cost import memory
+from areno.kernels.delta.parts import CHUNK
+from areno.layers.config import Delta
+from areno.models import cost
 from tests.delta_loop import (
     N_HEADS,
     VALUE_DIM,
@@ -148,9 +148,8 @@ def around_in_float64(
 
 def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int, int], lengths: list[int]) -> None:
     """What the kernels around the rule give, rounded once, and twice the same gradients. sizes: G, H, K, V, W."""
-    from areno.kernels.delta.around.triton_gated_norm import gated_norm, gated_norm_backward
-    from areno.kernels.delta.around.triton_rows import mixed_rows
-    from areno.kernels.delta.around.triton_rows_backward import mixed_rows_backward
+    from areno.kernels.delta.triton_gated_norm import gated_norm, gated_norm_backward
+    from areno.kernels.delta.triton_rows import mixed_rows, mixed_rows_backward
 
     n_key_heads, n_heads, key, value, width = sizes
     n, n_channels = sum(lengths), 2 * n_key_heads * key + n_heads * value
@@ -193,7 +192,7 @@ def compare_around(device: str, dtype: torch.dtype, sizes: tuple[int, int, int, 
 def compare_around_interpreted() -> None:
     compare_around("cpu", torch.float32, (2, 4, 6, 5, 3), ROWS)
     # Sums over several blocks of tokens, and over heads of a token in several programs.
-    with mock.patch("areno.kernels.delta.around.triton_rows_backward.CONV_TOKENS", 8):
+    with mock.patch("areno.kernels.delta.triton_rows.CONV_TOKENS", 8):
         compare_around("cpu", HALF, (1, 3, 8, 4, 4), [9, 1, 30])
 
 
@@ -230,7 +229,7 @@ def compare_memory() -> None:
         delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
     # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.
     at_work = found.peak + grad_NI.nbytes - given.nbytes
-    assert 1.0 <= at_work / (n * memory._rule_bytes(delta, dtype.itemsize)) < 1.05
+    assert 1.0 <= at_work / (n * cost._rule_bytes(delta, dtype.itemsize)) < 1.05
 
 
 @pytest.mark.parametrize(

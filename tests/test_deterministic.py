@@ -22,13 +22,13 @@ from areno.bench import __main__ as bench
 from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
+from areno.engine.deterministic import begin_deterministic, end_deterministic
 from areno.engine.engine import Engine
-from areno.engine.layout.activations import KeptLayers
-from areno.engine.processes.inline import InlineGroup
 from areno.engine.processes.spawned import SpawnedGroup
-from areno.engine.requests.dispatch import Dispatcher
-from areno.engine.same_bits.deterministic import begin_deterministic, end_deterministic
+from areno.engine.processes.workers import InlineGroup
+from areno.engine.requests import Dispatcher
 from areno.engine.spec import RolloutStats, UpdateSpec
+from areno.engine.train.activations import KeptLayers
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -199,10 +199,10 @@ def test_the_environment_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         begin_deterministic("cuda:0", 1)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with monkeypatch.context() as patch:
-        patch.setattr("areno.engine.same_bits.deterministic.find_spec", lambda name: None)
+        patch.setattr("areno.engine.deterministic.find_spec", lambda name: None)
         with pytest.raises(EngineError, match=r"engine\.deterministic needs triton on CUDA"):
             begin_deterministic("cuda:0", 1)
-    monkeypatch.setattr("areno.engine.same_bits.deterministic.find_spec", lambda name: True)
+    monkeypatch.setattr("areno.engine.deterministic.find_spec", lambda name: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(EngineError, match=r"has used CUDA already.* set engine\.workers=spawn"):
         begin_deterministic("cuda:0", 1)

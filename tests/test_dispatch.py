@@ -15,7 +15,7 @@ from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence as Sample
 from areno.engine.engine import Engine
-from areno.engine.requests.dispatch import Dispatcher
+from areno.engine.requests import Dispatcher
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
 

@@ -26,9 +26,8 @@ from waiting import until
 from areno.tracking import run_log
 from areno.tracking.display import display as displays
 from areno.tracking.display import screen as screens
-from areno.tracking.display.board import SAMPLES_S, Board, Look, Shown, best_middle_worst
+from areno.tracking.display.board import POINTS, SAMPLES_S, Board, Look, Shown, Trend, best_middle_worst, sparkline
 from areno.tracking.display.screen import Above, Screen, can_draw
-from areno.tracking.display.trend import POINTS, Trend, sparkline
 from areno.tracking.display.view import draw, rows_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 

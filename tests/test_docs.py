@@ -31,7 +31,7 @@ from moe_models import quickstart_with_experts
 from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.data.row_schema import row_problem
 from areno.launch.command import run as run_recipe
 from areno.tracking.reader import RunReader
@@ -86,7 +86,7 @@ def test_commands_in_the_documents_compose(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if "--help" in command or "areno.bench" in command or "areno.launch.reference" in command:
+    if "--help" in command or "areno.bench" in command or "areno.cli.reference" in command:
         done = run(command.split(">")[0], tmp_path, *(["--help"] if "bench" in command else []))
     elif "hydra/sweeper=optuna" in command:
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the sweep extra")
@@ -217,7 +217,7 @@ def documented_metrics() -> set[str]:
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
-    from areno.config.schema.fields import settings
+    from areno.config.fields import settings
     from areno.plan.backend import RuntimeConfig
 
     page = ROOT / "docs" / "sdk.md"

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from test_docs import ROOT, blocks
 
-from areno.cli.main import main
-from areno.models.families.missing import MISSING
-from areno.models.registry import FAMILIES
+from areno.cli.__main__ import main
+from areno.models.registry import FAMILIES, MISSING
 
 PAGE = ROOT / "docs/families.md"
 MODEL = ROOT / "examples/quickstart/model"

@@ -12,9 +12,9 @@ import pytest
 from test_docs import ROOT, documented_metrics
 
 from areno.api import get_algorithm
-from areno.config.schema.fields import Row, rows
-from areno.config.schema.values import InvalidValue
-from areno.launch.elsewhere import RECIPES
+from areno.config.fields import Row, rows
+from areno.config.values import InvalidValue
+from areno.launch.hints import RECIPES
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False, "False": False}

@@ -33,15 +33,15 @@ def _signals_stay() -> Iterator[None]:
     ("device", "capability", "expected"), [("cpu", (9, 0), False), ("cuda:0", (8, 9), False), ("cuda:0", (9, 0), True)]
 )
 def test_which_devices_can_do_it(device: str, capability: tuple[int, int], expected: bool) -> None:
-    from areno.kernels import early
+    from areno.kernels import jit
 
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        early.is_possible.cache_clear()
+        jit.is_possible.cache_clear()
         try:
-            assert early.is_possible(torch.device(device)) is expected
-            assert bool(early.options(torch.device(device))) is expected
+            assert jit.is_possible(torch.device(device)) is expected
+            assert bool(jit.options(torch.device(device))) is expected
         finally:
-            early.is_possible.cache_clear()
+            jit.is_possible.cache_clear()
 
 
 def _compiled(
@@ -130,8 +130,8 @@ def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_other
 
 
 def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
-    from areno.kernels.delta import triton_step
-    from areno.kernels.delta.around import triton_gated_norm
+    from areno.kernels.delta import triton as triton_step
+    from areno.kernels.delta import triton_gated_norm
 
     gates = dict.fromkeys(["given_ptr", "log_decay_ptr", "bias_ptr"], "bf16")
     states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
@@ -196,11 +196,11 @@ def _replayed(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Cal
 
 
 def _compare(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Callable[[], object]]) -> None:
-    from areno.kernels import early
+    from areno.kernels import jit
 
-    assert early.is_possible(changed[0].device) or torch.cuda.get_device_capability() < (9, 0)
+    assert jit.is_possible(changed[0].device) or torch.cuda.get_device_capability() < (9, 0)
     found = _replayed(body, changed, steps)
-    with mock.patch.object(early, "is_possible", return_value=False):
+    with mock.patch.object(jit, "is_possible", return_value=False):
         expected = _replayed(body, changed, steps)
     for mine, plain in zip(found, expected, strict=True):
         assert mine.isfinite().all()

@@ -17,7 +17,7 @@ from areno.api.metrics import evaluation_metrics, pass_at_k
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import PolicyExperimentConfig, PreferenceExperimentConfig
 from areno.config.models import ModelConfig, PolicyConfig
-from areno.config.rollout.sampling import GenerationConfig
+from areno.config.rollout import GenerationConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig

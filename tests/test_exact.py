@@ -19,7 +19,7 @@ from areno.bench.shapes import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
-from areno.engine.same_bits.exact import make_exact
+from areno.engine.exact import make_exact
 from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention

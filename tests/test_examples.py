@@ -19,7 +19,7 @@ from loss_rows import PRECISIONS, check, random_rows, trained
 
 from areno.api import get_algorithm
 from areno.config.datasets import DatasetConfig
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.data.sources import load_rows
 from areno.files.user_code import load_function
 from areno.launch.compose import load

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areno.kernels import experts as ops
-from areno.kernels.experts import library, reference
-from areno.layers.experts_config import Experts
+from areno.kernels.experts import reference, triton
+from areno.layers.config import Experts
 from areno.layers.parallel import ParallelGroup
 from tests.interpreted import run_interpreted
 from tests.test_decoder import make_decoder, request
@@ -225,7 +225,7 @@ def test_a_decoder_with_experts_on_the_gpu_is_that_of_the_cpu(use_graphs: bool) 
 
 @pytest.mark.gpu
 def test_torch_s_own_product_is_right_where_it_is_used() -> None:
-    assert library._is_right(0), "see the log for what is wrong with it; areno's own kernel stands in"
+    assert triton._is_right(0), "see the log for what is wrong with it; areno's own kernel stands in"
     x, weight = random(1024, 128, device="cuda", dtype=torch.bfloat16), random(4, 64, 128, device="cuda")
     ends = torch.tensor([100, 100, 700, 900], dtype=torch.int32, device="cuda")
     matrices = weight.bfloat16()

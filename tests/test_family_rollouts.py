@@ -14,10 +14,8 @@ from moe_models import random_reference
 from two_ranks import load, on_two_ranks, packed
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager
+from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, KVGroup, KVLayout
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.kv.held_blocks import HeldBlocks
-from areno.engine.decoder.kv.layout import KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup

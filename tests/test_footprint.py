@@ -15,15 +15,13 @@ from test_roles import critic, reference
 from tiny_engine import model_folder, spec
 
 from areno.engine.engine import Engine
-from areno.engine.layout.fitting import check_fits, ways_to_fit
-from areno.engine.layout.footprint import GIB, RESERVE, Footprint, Model, footprint_of
+from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError
-from areno.layers.adapters.config import AdapterSpec
-from areno.layers.rope_config import Rope
-from areno.models.adapters.shapes import linear_shapes
+from areno.layers.config import AdapterSpec, Rope
+from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
-from areno.models.cost.memory import parameters
+from areno.models.cost import parameters
 
 QWEN3_8B = TransformerConfig(
     family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
@@ -288,5 +286,5 @@ def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path)
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, areno.engine.layout.fitting; assert 'torch' not in sys.modules"
+    code = "import sys, areno.engine.footprint; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,9 +16,8 @@ from torch import Tensor
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
+from areno.layers.config import Delta, Rope
 from areno.layers.parallel import ParallelGroup
-from areno.layers.recurrent.config import Delta
-from areno.layers.rope_config import Rope
 from areno.layers.shard import WeightSpec
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer

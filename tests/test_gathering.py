@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from tiny_engine import ROLLOUT, model_folder, request, spec
 
+from areno.engine import streams as gathering
 from areno.engine.engine import Engine
-from areno.engine.requests import gathering
-from areno.engine.requests.gathering import Gathering
-from areno.engine.requests.streams import Consumer
+from areno.engine.streams import Consumer, Gathering
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
 

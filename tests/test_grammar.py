@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from areno.engine.sampling.grammar import GrammarCompiler
+from areno.engine.decoder.grammar import GrammarCompiler
 from areno.errors import GrammarError
 from areno.server.grammar import Constraint, Grammar, compile_grammar, reasoning_after
 from areno.server.parsers import ParsedMessage, lark, parser_for

@@ -14,7 +14,7 @@ import torch
 import transformers
 from recipe_runs import TINY, graded_reward, metrics, rollouts, train
 
-from areno.tracking.display import progress
+from areno.tracking import console
 from areno.tracking.reader import RunReader
 from areno.trainers import collect
 
@@ -60,7 +60,7 @@ def gsm8k_run(request, qwen3_folder, tmp_path_factory) -> Path:
     train_rows.write_text("\n".join(map(json.dumps, gsm8k_rows(40))), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         # Rollouts this short are over before progress is due; ask for it all the time.
-        patch.setattr(collect, "RolloutProgress", functools.partial(progress.RolloutProgress, interval_s=0.0))
+        patch.setattr(collect, "RolloutProgress", functools.partial(console.RolloutProgress, interval_s=0.0))
         patch.setenv("ARENO_LOG_COMPLETIONS", "1")
         return train(
             request.param,

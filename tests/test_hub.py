@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from areno.checkpoint.hub import HubUpload
-from areno.checkpoint.saver import Saver
 from areno.config.run import SaverConfig
 from areno.errors import ConfigError
+from areno.run.checkpoints import Saver
+from areno.run.hub import HubUpload
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -213,7 +213,7 @@ def test_what_cannot_work_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_endpoint_is_that_of_the_environment(tmp_path: Path, hub: Hub) -> None:
     script = f"""
-from areno.checkpoint.saver import Saver
+from areno.run.checkpoints import Saver
 from areno.config.run import SaverConfig
 saver = Saver(SaverConfig(push_to_hub="me/model"), {str(tmp_path)!r})
 saver.save(lambda folder: (folder / "config.json").write_text("of a process"), 1)

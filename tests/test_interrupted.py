@@ -16,7 +16,7 @@ from processes import is_running, reads_proc
 from waiting import until
 
 import areno
-from areno.files import starting
+from areno.files import interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +43,12 @@ sys.meta_path.insert(0, Signalled())
         (["-m", "areno.cli", "runs"], "areno.errors"),
         (["-m", "areno.cli", "runs"], "rich"),  # in the midst of the command
         (["-X", "dev", "-m", "areno.recipes.gspo", "--config-name=quickstart"], "areno.config"),
-        (["areno", "runs"], "areno.cli.main"),
+        (["areno", "runs"], "areno.cli.__main__"),
     ],
 )
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], module: str):
     Path("sitecustomize.py").write_text(SIGNALLED)
-    Path("areno").write_text("import sys\nfrom areno.cli.main import main\nsys.exit(main())\n")
+    Path("areno").write_text("import sys\nfrom areno.cli.__main__ import main\nsys.exit(main())\n")
     Path("outputs").mkdir()
     path = os.pathsep.join([str(tmp_path), str(Path(areno.__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "SIGNALLED_AT": module}
@@ -66,7 +66,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, words: list[str], mod
 )  # fmt: skip
 def test_only_a_command_ends_at_once(words: str, is_command: bool):
     """A library, or a process that multiprocessing has started, keeps its handlers."""
-    assert starting._is_command(words.split()) is is_command
+    assert interrupts._is_command(words.split()) is is_command
 
 
 @reads_proc

@@ -13,11 +13,11 @@ import pytest
 from test_row_trainers import DEMONSTRATIONS, MODEL, hf_logprobs, optimizer, sft_config
 
 import areno
-from areno.checkpoint.saver import Saver
 from areno.config.datasets import ValidDatasetConfig
 from areno.config.models import MicroBatchSpec, ModelConfig
 from areno.config.run import SaverConfig
 from areno.errors import ConfigError
+from areno.run.checkpoints import Saver
 from areno.tracking.reader import RunReader
 
 METRIC = "eval/rewards_mean"
@@ -173,7 +173,7 @@ def test_what_cannot_be_removed_or_recorded_does_not_end_the_run(tmp_path: Path,
 
     for name in ("remove_whole", "write_text_whole"):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "areno"):
-            patch.setattr(f"areno.checkpoint.saver.{name}", fail)
+            patch.setattr(f"areno.run.checkpoints.{name}", fail)
             play(made, {made.saved_step + 1: 0.2})
         assert "could not be put in order: No space left on device" in caplog.text
         caplog.clear()

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from areno.engine.decoder.attention_split import split_attention
-from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.kv.layout import KVGroup, KVLayout
+from areno.engine.decoder.block_manager import BlockManager, KVGroup, KVLayout
 from areno.engine.decoder.scheduler import Plan, Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.models.config import TransformerConfig
 from areno.models.families.gemma3 import GEMMA3
-from areno.models.folder.raw_config import RawConfig
+from areno.models.folder import RawConfig
 from areno.types import GenerationRequest, SamplingParams
 
 # How memory is divided ------------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ import pytest
 import torch
 from two_ranks import load
 
+from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.kv.layout import KVLayout
 from areno.errors import EngineError
-from areno.models.cost.memory import kv_bytes
+from areno.models.cost import kv_bytes
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.family_cases import random_model

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.layers.config import Rope
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
 from areno.layers.parallel import ParallelGroup
-from areno.layers.rope_config import Rope
 from areno.layers.rotary import Rotary, frequencies, rotate
 from areno.layers.shard import WeightSpec
 

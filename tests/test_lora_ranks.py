@@ -24,15 +24,15 @@ from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
 from areno.kernels.adapters import Place, add_below, add_up, reference, swiglu_below, tiles
 from areno.kernels.attention import choose_backend
-from areno.layers.adapters.adapter import Adapter, sampling
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.adapter import Adapter, sampling
 from areno.layers.attention import PackedAttend
+from areno.layers.config import AdapterSpec
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.adapters.model import add_adapters, init_adapters, make_room, refresh_adapters, without_adapters
-from areno.models.adapters.shapes import adapter_parameters, linear_shapes
+from areno.models.adapter_shapes import adapter_parameters, linear_shapes
+from areno.models.adapters import add_adapters, init_adapters, make_room, refresh_adapters, without_adapters
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer

@@ -17,15 +17,14 @@ from test_serve import Served
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
 from areno.api import get_algorithm
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError
 from areno.launch.command import run
 from areno.launch.compose import load
 from areno.models.registry import load_config
 from areno.plan.lora import lora_of
-from areno.plan.plan import experiment_roles, plan_of_experiment
-from areno.plan.roles import script_roles
+from areno.plan.plan import experiment_roles, plan_of_experiment, script_roles
 from areno.tracking.reader import RunReader
 
 MODEL = str(Path(__file__).parents[1] / "examples/quickstart/model")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from math_verify import parse, verify
 
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.rewards.built_in import math_reward
 from areno.rewards.built_in.math_reward import final_answer, reward_fn
 from areno.rewards.pool import RewardPool

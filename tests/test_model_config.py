@@ -13,8 +13,8 @@ from tiny_shape import SHAPE
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
-from areno.models.families.fields import HARMLESS
 from areno.models.registry import load_config
+from areno.models.rope import HARMLESS
 
 KINDS = {
     "gemma3_text": transformers.Gemma3TextConfig,

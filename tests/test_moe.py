@@ -13,9 +13,8 @@ from moe_models import CASES, SHAPE, random_reference
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
-from areno.engine.routing.trained import StepRouting
-from areno.engine.train.context import TokenShare
-from areno.engine.train.packing import PackedTokens
+from areno.engine.train.packing import PackedTokens, TokenShare
+from areno.engine.train.routes import StepRouting
 from areno.errors import CheckpointError, ConfigError
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config, tp_problems

@@ -19,8 +19,8 @@ from areno.config.run import DecoderConfig, EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import DataError, EngineError
-from areno.layers.experts import ExpertMLP
-from areno.layers.experts_config import Experts
+from areno.layers.config import Experts
+from areno.layers.mlp import ExpertMLP
 from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -209,8 +209,7 @@ def test_routes_that_are_wrong_are_told(engine: Engine, tmp_path: Path) -> None:
 
 def train(engine: Engine, rows: list[TrainSequence]) -> None:
     """The checks of Engine.train, on an engine that has no optimizer."""
-    from areno.engine.routing.rows import add_routes
-    from areno.engine.train.rows import read_rows
+    from areno.engine.train.rows import add_routes, read_rows
 
     add_routes(read_rows(rows, 64), rows, engine.info.routes, "row {}")
 

@@ -15,7 +15,7 @@ from tiny_engine import rollout, scored, train_rows
 from areno.config.models import ModelConfig
 from areno.errors import ConfigError
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.adapters.shapes import adapter_parameters, linear_shapes
+from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
 from areno.plan.lora import lora_of
 

@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from areno import SamplingParams, Trainer
 from areno.agents.proxy import SessionProxy
-from areno.config.rollout.sampling import LEAST_TEMPERATURE, GenerationConfig
+from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
 from areno.errors import ConfigError, EngineError
 from tests.test_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from played import TASK, Main, Played, task_folder
 
 from areno.api import get_algorithm
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.launch import command
 from areno.recipes.gspo import GSPOConfig, loop
 from areno.report import page, replay

@@ -16,10 +16,10 @@ from tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, tra
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.layout.offload import Offload
+from areno.engine.roles import Offload
 from areno.engine.spec import RolloutSpec
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 
@@ -43,7 +43,7 @@ def test_buffers_that_come_and_go_change_nothing(
     from areno.engine.roles import _offload
     from areno.engine.train.backend import TrainBackend
 
-    monkeypatch.setattr("areno.engine.layout.offload.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("areno.engine.roles.CHUNK_BYTES", chunk_bytes)
     backends = []
     for _ in range(2):
         model = build_model(load_config(folder, "value"), dtype=dtype, device="cpu")

@@ -19,7 +19,7 @@ from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import EngineError
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.models.registry import build_model
 

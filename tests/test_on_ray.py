@@ -20,10 +20,11 @@ from test_docs import blocks, run_here
 from areno.api import get_algorithm
 from areno.api.trainer import Trainer
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
-from areno.engine.processes.on_ray import cluster, processes
-from areno.engine.processes.on_ray.cluster import Node, described, has_room, no_room, shares_left
-from areno.engine.processes.on_ray.host import NodeReport, interface_of, leave_sign, versions
-from areno.engine.processes.on_ray.processes import check_folders, check_versions
+from areno.engine.processes import ray_cluster as cluster
+from areno.engine.processes import ray_workers
+from areno.engine.processes.ray_cluster import Node, described, has_room, no_room, shares_left
+from areno.engine.processes.ray_host import NodeReport, interface_of, leave_sign, versions
+from areno.engine.processes.ray_workers import check_folders, check_versions
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
@@ -172,13 +173,13 @@ def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatc
     free = {"a": 8, "b": 0}
     monkeypatch.setattr(Node, "answers", lambda node: node.id != "c")
     monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
-    monkeypatch.setattr(processes, "_lost_nodes", {"b"})
-    assert not processes._sees_losses("cuda", 4, [BIG, SMALL])
-    assert processes._sees_losses("cuda", 4, [BIG])
+    monkeypatch.setattr(ray_workers, "_lost_nodes", {"b"})
+    assert not ray_workers._sees_losses("cuda", 4, [BIG, SMALL])
+    assert ray_workers._sees_losses("cuda", 4, [BIG])
     free["b"] = 4
-    assert processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
-    monkeypatch.setattr(processes, "_lost_nodes", {"b", "c"})
-    assert not processes._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert ray_workers._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    monkeypatch.setattr(ray_workers, "_lost_nodes", {"b", "c"})
+    assert not ray_workers._sees_losses("cuda", 4, [BIG, SMALL, HEAD])
 
 
 @pytest.mark.parametrize(("scheduler", "retries", "tries"), [("ray", 1, 2), ("ray", 0, 1), ("local", 1, 1)])
@@ -224,12 +225,12 @@ def test_versions_that_differ_are_named() -> None:
 
 def test_gpus_that_torch_does_not_see_are_told() -> None:
     reports = [NodeReport("a", "10.0.0.1", versions(), [], n_cuda=2), NodeReport("b", "10.0.0.2", versions(), [])]
-    processes.check_devices(EngineSpec(model_path="", devices=["cpu"] * 4, n_nodes=2), reports)
+    ray_workers.check_devices(EngineSpec(model_path="", devices=["cpu"] * 4, n_nodes=2), reports)
     on_gpus = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, n_nodes=2)
     with pytest.raises(
         EngineError, match=r"^torch sees 0 CUDA devices on node 10\.0\.0\.2, where Ray gives the run 2; look"
     ):
-        processes.check_devices(on_gpus, reports)
+        ray_workers.check_devices(on_gpus, reports)
 
 
 def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
@@ -378,7 +379,7 @@ def test_a_token_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         variables = {**os.environ, **ENVIRONMENT, "RAY_ADDRESS": f"127.0.0.1:{server.getsockname()[1]}"}
         variables |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ""}
-        command = [sys.executable, "-c", "from areno.engine.processes.on_ray import cluster; cluster.connect(1)"]
+        command = [sys.executable, "-c", "from areno.engine.processes import ray_cluster; ray_cluster.connect(1)"]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     last = done.stderr.splitlines()[-1]
     assert last.endswith(

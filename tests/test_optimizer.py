@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from areno.config.models import OptimizerConfig
-from areno.engine.learning_rate import learning_rate
 from areno.engine.train import flat as flat_module
 from areno.engine.train.flat import FlatParameters
-from areno.engine.train.optimizer import Optimizer
+from areno.engine.train.optimizer import Optimizer, learning_rate
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 

@@ -15,14 +15,14 @@ import transformers
 from policy_runs import MODEL, play
 from waiting import until
 
-from areno.api.expected_lengths import ExpectedLengths
-from areno.config.rollout.reward import RewardConfig
-from areno.data.tokens.decode import decode_all
+from areno.api.metrics import Stopwatch
+from areno.api.session import ExpectedLengths
+from areno.config.rollout import RewardConfig
+from areno.data.encode import decode_all
 from areno.rewards.pool import RewardPool, Scoring
-from areno.tracking.stopwatch import Stopwatch
 from areno.trainers import score
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes import cores
+from areno.user_processes import pool as cores
 
 REWARD = """
 import os, time

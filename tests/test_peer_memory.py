@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.peers import memory as peers
-from areno.kernels.peers.memory import PeerMemory, open_peer_memory
+from areno.kernels import peers
+from areno.kernels.peers import PeerMemory, open_peer_memory
 
 CPU = torch.device("cpu")
 SYMMETRIC = "torch.distributed._symmetric_memory"

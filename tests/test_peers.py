@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from areno.kernels.peers.memory import PeerMemory, open_peer_memory
+from areno.kernels.peers import PeerMemory, open_peer_memory
 from areno.layers.parallel import ParallelGroup
 
 SIZES = [(256, 4096), (64, 2560), (1, 5120), (3, 8), (512, 8192)]

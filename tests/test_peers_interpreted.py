@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from areno.kernels.peers.memory import PeerMemory
+from areno.kernels.peers import PeerMemory
 from areno.kernels.peers.triton import EMPTY
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup

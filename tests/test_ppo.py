@@ -28,8 +28,8 @@ from ppo_runs import (
 from safetensors.torch import load_file
 
 import areno
-from areno.config.roles import RefConfig
-from areno.config.rollout.reward import RewardConfig
+from areno.config.models import RefConfig
+from areno.config.rollout import RewardConfig
 from areno.config.run import EngineConfig
 from areno.launch.compose import load
 from areno.recipes.ppo import PPOConfig

@@ -27,9 +27,8 @@ from ppo_runs import (
 from safetensors.torch import load_file
 
 from areno.config.datasets import DatasetConfig
-from areno.config.roles import RefConfig
-from areno.config.rollout.reward import RewardConfig
-from areno.config.rollout.sampling import GenerationConfig
+from areno.config.models import RefConfig
+from areno.config.rollout import GenerationConfig, RewardConfig
 from areno.errors import CheckpointError
 
 

@@ -14,15 +14,15 @@ import transformers
 from tiny_engine import request, rollout, scored, spec
 from two_ranks import load, random_rows
 
-from areno.bench.floors import Rates, decode_s, prefill_s
+from areno.bench.arguments import Work
+from areno.bench.device import Rates, decode_s, prefill_s
 from areno.bench.shapes import model_folder
-from areno.bench.work import Work
 from areno.config.models import OptimizerConfig
 from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
-from areno.models.cost.arithmetic import Cost
+from areno.models.cost import Cost
 from areno.models.registry import load_config, tp_problems
 from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams

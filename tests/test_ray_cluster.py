@@ -23,8 +23,8 @@ from tiny_engine import MIXED, ROLLOUT, finish, logprobs_of, model_folder, rollo
 from waiting import until
 
 from areno.engine.engine import Engine
-from areno.engine.processes.on_ray import cluster as of_ray
-from areno.engine.processes.on_ray import processes
+from areno.engine.processes import ray_cluster as of_ray
+from areno.engine.processes import ray_workers
 from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.loss_fns.sft import sft_loss_fn
@@ -126,7 +126,7 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
 def test_a_node_that_is_lost_while_models_load_is_waited_for(
     nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, start, calls = processes.RayProcesses._place, processes.RayProcesses._start, []
+    place, start, calls = ray_workers.RayProcesses._place, ray_workers.RayProcesses._start, []
 
     def placing(group: Any, again: bool) -> None:
         nodes.complete()
@@ -138,8 +138,8 @@ def test_a_node_that_is_lost_while_models_load_is_waited_for(
             nodes.lose_node()
         start(group)
 
-    monkeypatch.setattr(processes.RayProcesses, "_place", placing)
-    monkeypatch.setattr(processes.RayProcesses, "_start", losing)
+    monkeypatch.setattr(ray_workers.RayProcesses, "_place", placing)
+    monkeypatch.setattr(ray_workers.RayProcesses, "_start", losing)
     assert go("gspo", *ON_TWO, "total_train_steps=1") == 0
     lines = all_lines()
     assert "was lost" in lines
@@ -229,7 +229,7 @@ def test_what_cannot_be_placed_is_one_line(
     )
     with pytest.raises(CheckpointError, match=r"actor\.path: node 127\.0\.0\.1 has no /nowhere/model; each node reads"):
         Engine(on_two(Path("/nowhere/model")), "ray")
-    monkeypatch.setattr(processes, "_RESERVE_S", 0.5)
+    monkeypatch.setattr(ray_workers, "_RESERVE_S", 0.5)
     caplog.set_level("INFO", "areno")
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group

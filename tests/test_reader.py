@@ -16,7 +16,7 @@ from areno.config.models import ModelConfig
 from areno.config.run import SaverConfig
 from areno.errors import ArenoError
 from areno.recipes.sft import SFTConfig
-from areno.tracking import new_run
+from areno.tracking import run_folder
 from areno.tracking.reader import RunReader, list_runs
 
 CONFIG = SFTConfig(
@@ -28,7 +28,7 @@ CONFIG = SFTConfig(
 def folder(tmp_path):
     """A run of two steps."""
     folder = tmp_path / "e" / "t"
-    new_run.make(folder).describe(CONFIG, ["seed=1", "note='${x}: - y'"])
+    run_folder.make(folder).describe(CONFIG, ["seed=1", "note='${x}: - y'"])
     with MetricsRecorder(None, folder / "logs/metrics.jsonl") as recorder:
         recorder.record(1, {"train/loss": 2.0})
         recorder.record(1, {"eval/loss": math.inf})
@@ -57,7 +57,7 @@ def test_scalars(folder):
 
 
 def test_a_run_that_has_just_started(tmp_path):
-    new_run.make(tmp_path / "run").describe(CONFIG, [])
+    run_folder.make(tmp_path / "run").describe(CONFIG, [])
     run = RunReader(tmp_path / "run")
     assert (run.overrides, run.metrics(), run.checkpoints(), run.sampled_steps()) == ([], {}, {}, [])
     assert run.latest_checkpoint() is run.status() is None
@@ -111,7 +111,7 @@ def test_samples(folder, caplog):
 def test_checkpoints(tmp_path, elsewhere):
     place = tmp_path / ("mine" if elsewhere else "run/checkpoints")
     config = replace(CONFIG, saver=SaverConfig(path=str(place) if elsewhere else None))
-    new_run.make(tmp_path / "run").describe(config, [])
+    run_folder.make(tmp_path / "run").describe(config, [])
     for name in ("step-000002", "step-1000000", ".tmp-step-000003", "step-probe"):
         (place / name).mkdir(parents=True)
     run = RunReader(tmp_path / "run")
@@ -150,7 +150,7 @@ def test_all_runs_below_a_folder(folder):
     root = folder.parents[1]
     sweep = root / "e" / "sweep"
     for number in (0, 2, 10):
-        new_run.make(sweep / str(number)).describe(CONFIG, [])
+        run_folder.make(sweep / str(number)).describe(CONFIG, [])
     (sweep / "multirun.yaml").touch()
     (root / "empty").mkdir()
     runs = list_runs(root)

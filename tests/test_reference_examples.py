@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from areno import SamplingParams
 from areno.loss_fns import group_advantages, gspo_loss_fn
-from areno.trainers.agent_rows import reward_records, trajectory_rows
+from areno.trainers.agents import reward_records, trajectory_rows
 
 REFERENCE = Path(__file__).parents[2] / "shared/reference/000_30907682021e30ae.txt"
 ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(2)]

@@ -15,16 +15,15 @@ import torch
 
 from areno.api import get_algorithm
 from areno.api.trainer import Trainer
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.errors import ArenoError
 from areno.launch import command
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
 from areno.plan.backend import ArenoConfig
-from areno.report.attribution import attribute_loss
 from areno.report.recorded import recorded_row
-from areno.report.replay import choose_checkpoint
+from areno.report.replay import attribute_loss, choose_checkpoint
 from areno.tracking.reader import RunReader
-from areno.trainers.measure_loss import measure_loss
+from areno.trainers.update import measure_loss
 from areno.types import SamplingParams, TrainSequence
 
 CLIP = 0.2

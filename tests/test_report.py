@@ -16,14 +16,11 @@ import pytest
 from rich.console import Console
 
 from areno.errors import ArenoError
-from areno.report.contents import contents, pack, packed_samples
-from areno.report.curves import charts, thinned
-from areno.report.differences import differing, short_names
-from areno.report.page import write_report
+from areno.report.curves import charts, is_count, thinned, unit_of
+from areno.report.page import contents, pack, packed_samples, write_report
 from areno.report.tables import compare_tables, duration, runs_table
-from areno.report.units import is_count, unit_of
-from areno.tracking.headlines import headlines
-from areno.tracking.reader import RunReader, Series
+from areno.report.verdict import differing, short_names
+from areno.tracking.reader import RunReader, Series, headlines
 
 SETTINGS = "seed: {seed}\nactor:\n  optimizer:\n    lr: 0.1\ntrial_name: {name}\n"
 

@@ -14,9 +14,7 @@ import pytest
 from resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
 from areno import DPOTrainer, SFTTrainer
-from areno.checkpoint.saver import Saver
-from areno.config.recover import RecoverConfig
-from areno.config.run import ClusterConfig
+from areno.config.run import ClusterConfig, RecoverConfig
 from areno.engine import engine as engine_module
 from areno.engine.engine import Engine
 from areno.errors import ConfigError, WorkerLost
@@ -24,6 +22,7 @@ from areno.launch.compose import load
 from areno.launch.resume import tell_next
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.run.checkpoints import Saver
 from areno.run.run import Run
 from areno.tracking.reader import RunReader
 
@@ -83,9 +82,9 @@ def test_before_it_had_begun(expected):
 
 
 def test_while_its_folder_was_made(expected):
-    from areno.tracking import new_run
+    from areno.tracking import run_folder
 
-    with killed_at(new_run, "write_text_whole", lambda path, text: path.name == "config.yaml"):
+    with killed_at(run_folder, "write_text_whole", lambda path, text: path.name == "config.yaml"):
         go("sft", *OFTEN)
     assert go("sft", *OFTEN) == 0
     check(expected)

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError, printable
 from areno.rewards.pool import RewardPool
 from areno.trainers.score import add_scores
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes.output import Output
+from areno.user_processes.worker import Output
 
 reads_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and a subreaper")
 
@@ -172,7 +172,7 @@ def test_what_a_function_starts_ends_with_the_pool(reward_file, action, monkeypa
 def test_a_killed_driver_leaves_no_process_and_nobody_holds_its_output(reward_file):
     script = f"""
 import time
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 pool = RewardPool(RewardConfig(fn={str(reward_file(STARTS))!r}, workers=1))
@@ -342,7 +342,7 @@ def reward_fn(record):
 
 
 def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.worker_pool._SLOW_S", 0.3)
+    monkeypatch.setattr("areno.user_processes.pool._SLOW_S", 0.3)
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
@@ -377,7 +377,7 @@ def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, 
 
 
 def test_an_import_that_takes_long_is_told(reward_file, caplog, monkeypatch):
-    monkeypatch.setattr("areno.user_processes.worker_pool._SLOW_S", 0.2)
+    monkeypatch.setattr("areno.user_processes.pool._SLOW_S", 0.2)
     path = reward_file("import time\ntime.sleep(0.8)\ndef reward_fn(record): return 1.0\n")
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(path) as pool:
         pool.wait_ready()

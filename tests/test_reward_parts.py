@@ -15,14 +15,14 @@ import areno
 from areno.agents.environment import Environment, replay
 from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory, plain_results
 from areno.api.metrics import evaluation_metrics, rollout_metrics
-from areno.config.rollout.reward import RewardConfig
-from areno.config.schema.build import build
+from areno.config.build import build
+from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.rewards.functions import part_names
 from areno.rewards.pool import RewardPool
-from areno.rewards.verdict import verdict
+from areno.rewards.records import verdict
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RewardRecord, RolloutSequence, ScoredSample
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from processes import children, is_running, started, until_ended
 
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.rewards.pool import RewardPool
-from areno.rewards.record import CompletionRecord, RecordedPrompt
+from areno.rewards.records import CompletionRecord, RecordedPrompt
 from areno.types import PromptItem, RewardRecord, TokenArrays
 from areno.user_processes.worker import Worker
 
@@ -215,7 +215,7 @@ def test_bad_reward_file_is_found_at_the_start(tmp_path, source, suffix, message
 def test_import_that_hangs(tmp_path, monkeypatch):
     path = tmp_path / "slow.py"
     path.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr("areno.user_processes.worker_pool._IMPORT_LIMIT_S", 0.5)
+    monkeypatch.setattr("areno.user_processes.pool._IMPORT_LIMIT_S", 0.5)
     with pytest.raises(ConfigError, match="importing it took more than"), pool_of(path) as pool:
         pool.wait_ready()
 
@@ -255,7 +255,7 @@ def test_processes_end_with_a_killed_driver(reward_file, action, tmp_path):
 import sys, time
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 pool = RewardPool(RewardConfig(fn={str(reward_file)!r}, timeout_s=0.5, workers=2))
 pool.start(); pool.wait_ready()
 print("pids", *[worker.process.pid for worker in pool._workers], flush=True)

@@ -19,8 +19,8 @@ from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.errors import CheckpointError, ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence

@@ -14,7 +14,7 @@ import transformers
 from areno.engine.decoder.decoder import Decoder
 from areno.errors import CheckpointError, EngineError
 from areno.layers.attention import PackedAttend
-from areno.layers.rope_config import Rope
+from areno.layers.config import Rope
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights

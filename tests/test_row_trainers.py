@@ -10,10 +10,8 @@ import torch
 
 import areno
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig
-from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig
-from areno.config.recover import RecoverConfig
-from areno.config.roles import ScoringRefConfig
-from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, SaverConfig
+from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
+from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, RecoverConfig, SaverConfig
 from areno.errors import ConfigError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load

@@ -12,7 +12,6 @@ from areno.config.models import NormConfig, PolicyConfig, RejectionSamplingConfi
 from areno.errors import ConfigError, DataError
 from areno.recipes.ppo import PPOActorConfig
 from areno.trainers.collect import first_groups, has_signal, n_groups
-from areno.trainers.correct import correct_rows, needs_proximal
 from areno.trainers.rows import (
     critic_advantages,
     outcome_advantages,
@@ -22,6 +21,7 @@ from areno.trainers.rows import (
     token_rewards,
     trained,
 )
+from areno.trainers.update import correct_rows, needs_proximal
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 

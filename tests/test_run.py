@@ -15,7 +15,7 @@ import pytest
 from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
-from areno.config.tracking.stats_logger import StatsLoggerConfig, TensorBoardConfig
+from areno.config.tracking import StatsLoggerConfig, TensorBoardConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
 from areno.recipes.sft import SFTConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 import kill_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areno.run.inputs import folder_fingerprint, rows_fingerprint
-from areno.tracking.files.run_files import RunFiles
-from areno.tracking.files.scalar_files import Jsonl, TensorBoard
+from areno.run.states import folder_fingerprint, rows_fingerprint
+from areno.tracking.run_folder import RunFiles
+from areno.tracking.scalar_files import Jsonl, TensorBoard
 
 
 def session(files: RunFiles, steps: range, resumed: int | None = None) -> None:
@@ -64,7 +64,7 @@ def test_samples_that_are_being_written_are_no_part_of_a_state(tmp_path, monkeyp
     session(files, range(1, 2))
     (tmp_path / "rollouts/000002.tmp").write_text("half")
     synced = []
-    monkeypatch.setattr("areno.tracking.files.run_files.sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr("areno.tracking.recorder.sync", lambda path: synced.append(path.name))
     files.sync()
     assert synced.count("000001.jsonl") == 3
     assert "000002.tmp" not in synced
@@ -89,7 +89,7 @@ def test_a_clock_that_was_set_back_is_not_seen_in_the_events(tmp_path, monkeypat
     files = RunFiles(tmp_path)
     session(files, range(1, 4))
     now = time.time()
-    monkeypatch.setattr("areno.tracking.files.scalar_files.time.time", lambda: now - 7200)
+    monkeypatch.setattr("areno.tracking.scalar_files.time.time", lambda: now - 7200)
     session(files, range(4, 6), resumed=3)
     assert [step for step, *_ in kill_runs.events(tmp_path)] == [1, 2, 3, 4, 5]
     board = EventAccumulator(str(files.events))
@@ -110,7 +110,7 @@ def test_runs_that_share_a_folder_of_events_keep_their_own(tmp_path):
 
 def test_rows_have_a_fingerprint_that_other_processes_find_as_well(tmp_path):
     code = (
-        "from areno.run.inputs import rows_fingerprint\n"
+        "from areno.run.states import rows_fingerprint\n"
         "import datetime\n"
         "rows = [{'prompt': f'{n}', 'tags': {'a', 'b', 'c'}, 'any': object(), 'day': datetime.date(2024, 1, n + 1), "
         "1: 'x', (2,): 'y', 'half': '\\ud800'} for n in range(9)]\n"

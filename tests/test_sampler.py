@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from areno.engine.decoder.sampler import SlotSampler
 from areno.engine.decoder.sequence import Sequence
-from areno.engine.sampling.slot_sampler import SlotSampler
 from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.interpreted import run_interpreted

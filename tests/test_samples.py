@@ -15,8 +15,8 @@ from areno import Trainer
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
-from areno.tracking.files.samples import EvalFiles, SampleFiles, chosen
 from areno.tracking.reader import RunReader
+from areno.tracking.samples import EvalFiles, SampleFiles, chosen
 from areno.types import PromptItem
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from areno import SamplingParams
-from areno.config.rollout.sampling import GenerationConfig, SamplingConfig
-from areno.config.schema.fields import settings
+from areno.config.fields import settings
+from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.errors import ConfigError, DataError
 from areno.plan.arguments import check_sampling
 from areno.plan.plan import sampling_params

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from processes import started
 
-from areno.checkpoint.saver import Saver
-from areno.checkpoint.trigger import Trigger
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from areno.errors import CheckpointError, ConfigError, EngineError, Key
 from areno.files.durable import write_whole
+from areno.run.checkpoints import Saver, Trigger
 
 
 def write_model(folder: Path) -> None:
@@ -303,7 +302,7 @@ def test_killed_while_saving(tmp_path):
     script = f"""
 import time
 from pathlib import Path
-from areno.checkpoint.saver import Saver
+from areno.run.checkpoints import Saver
 from areno.config.run import SaverConfig
 def write(folder):
     (folder / "half").write_text("x")

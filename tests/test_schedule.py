@@ -9,7 +9,7 @@ from policy_runs import classifier, play
 
 import areno
 from areno.config.models import OptimizerConfig
-from areno.engine.learning_rate import DECAY_STEPS, learning_rate
+from areno.engine.train.optimizer import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.schedule import n_updates, schedule_warnings

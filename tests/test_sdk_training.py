@@ -121,7 +121,7 @@ def test_metrics_of_a_script(tmp_path: Path) -> None:
 
 
 def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
-    from areno.plan.roles import script_roles
+    from areno.plan.plan import script_roles
 
     judge = tmp_path / "judge"
     judge.mkdir()

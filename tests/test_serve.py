@@ -23,11 +23,10 @@ from aiohttp import web
 from openai import AuthenticationError, OpenAI, RateLimitError
 from waiting import until
 
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.cli.serve import _model, _signals
 from areno.errors import ArenoError
-from areno.server.host import ServerThread
-from areno.server.threads import Threads
+from areno.server.host import ServerThread, Threads
 
 HELLO = [{"role": "user", "content": "hello"}]
 BASE = ["--device", "cpu", "--port", "0", "--max-running", "8"]

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from waiting import until
 
 from areno import SamplingParams
-from areno.server.app import Server
-from areno.server.build import build_server
+from areno.server.app import Server, build_server
 from areno.server.host import ServerThread
 from areno.server.sampling import ServerLimits
 

@@ -21,11 +21,10 @@ import areno
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
-from areno.tracking.recorder import open_trackers
-from areno.tracking.services import tracker as services_tracker
+from areno.tracking import recorder as services_tracker
+from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers, services
 from areno.tracking.services.mlflow import allowed
 from areno.tracking.services.service import RunAbout, Service
-from areno.tracking.services.tracker import RESUMED, ServiceTracker, check_services, services
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,11 +12,11 @@ from layouts import compare as compare_engines
 from layouts import folder_with, policy_steps
 from tp_ranks import Layout, compare, on_ranks
 
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
-from areno.models.adapters.model import add_adapters
-from areno.models.adapters.shapes import adapter_parameters, linear_shapes
-from areno.models.cost.memory import kv_bytes, parameters
+from areno.models.adapter_shapes import adapter_parameters, linear_shapes
+from areno.models.adapters import add_adapters
+from areno.models.cost import kv_bytes, parameters
 from areno.models.registry import build_model, load_config, tp_problems
 
 BIASED = {"num_key_value_heads": 2, "attention_bias": True}

@@ -21,8 +21,7 @@ from waiting import until
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError
 from areno.launch.compose import HydraSession
-from areno.launch.sweeps.job_lines import JobLines
-from areno.launch.sweeps.side_by_side import JobFailed, SideBySide, shares
+from areno.launch.side_by_side import JobFailed, JobLines, SideBySide, shares
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 

@@ -8,8 +8,8 @@ import pytest
 from played import TASK, load, task_folder
 
 from areno.errors import ConfigError
+from areno.files.interrupts import not_lost
 from areno.files.small_yaml import YamlFault, plain_yaml
-from areno.files.stopping import not_lost
 
 
 @pytest.fixture

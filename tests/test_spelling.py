@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from areno import SamplingParams
 from areno.server.answers import text_logprobs
-from areno.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
-from areno.server.stream import TextStream, n_begun
+from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, n_begun, spelled_prompt
 
 SHARED = Path(__file__).parents[2] / "shared/data"
 STORIES = SHARED / "models/stories260K-hf"

@@ -23,8 +23,8 @@ from areno.engine.engine import Engine
 from areno.engine.state import keeper, pieces, storage
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
 
 NOTHING = [TrainSequence([True, True], [3, 4], [0.0, 0.0], [0.0, 0.0])]

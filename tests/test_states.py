@@ -13,12 +13,11 @@ import pytest
 from resumed import folder_of, go, log, states, stopped_sft, whole
 from waiting import until
 
-from areno.config.recover import RecoverConfig
+from areno.config.run import RecoverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
-from areno.run.recover import StateWriter
-from areno.run.state import States
+from areno.run.states import States, StateWriter
 
 OFTEN = ["recover.freq_steps=1"]
 
@@ -273,7 +272,7 @@ def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
             rename = Path.rename
             patch.setattr(Path, "rename", lambda self, to: crash() if self.name[:4] == ".tmp" else rename(self, to))
         else:
-            patch.setattr("areno.run.state.write_text_whole", crash)
+            patch.setattr("areno.run.states.write_text_whole", crash)
         tmp = states.states.begin_again(1)
         with pytest.raises(Crash):
             states.states.finish(tmp, 1, {"run": "after"})

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from areno.engine.decoder.stop_strings import StopStrings
+from areno.engine.decoder.sequence import StopStrings
 
 STRINGS = ("</answer>", "\n\n", "done", " the", "é", "。", "\nObservation:")
 TEXT = (

@@ -12,12 +12,12 @@ import kill_runs
 import pytest
 from resumed import folder_of, go, log, states, whole
 
-from areno.checkpoint.saver import Saver
 from areno.engine.engine import Engine
 from areno.errors import ArenoError
-from areno.files import stopping
-from areno.files.stopping import Stop, Terminated, terminate
+from areno.files import interrupts
+from areno.files.interrupts import Stop, Terminated, terminate
 from areno.rewards.pool import Scoring
+from areno.run.checkpoints import Saver
 from areno.run.run import Run
 
 RARELY = ["recover.freq_epochs=null"]
@@ -66,7 +66,7 @@ class Call:
 def test_a_signal_leaves_a_state_of_the_last_step(
     recipe, place, name, n, number, step, work, tmp_path, tmp_path_factory, capfd
 ):
-    work.setattr(stopping, "LIMIT_S", 200.0)  # however long the step takes here
+    work.setattr(interrupts, "LIMIT_S", 200.0)  # however long the step takes here
     settings = ["rollout.dynamic_sampling=false"] if recipe == "gspo" else []
     kill_runs.write_rows(recipe, tmp_path)
     with work.context() as patch:
@@ -100,7 +100,7 @@ def test_an_update_that_takes_too_long(work, tmp_path):
     def slow(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == 3:
-            work.setattr(stopping, "LIMIT_S", 0.2)
+            work.setattr(interrupts, "LIMIT_S", 0.2)
             kill()
             time.sleep(60)
         return train(self, *args, **kwargs)
@@ -168,7 +168,7 @@ def test_a_signal_ends_work_that_may_be_dropped(handlers):
 
 
 def test_a_signal_waits_no_longer_than_its_limit(handlers, monkeypatch):
-    monkeypatch.setattr(stopping, "LIMIT_S", 0.05)
+    monkeypatch.setattr(interrupts, "LIMIT_S", 0.05)
 
     def wait():  # the second signal may come at any moment
         kill()

@@ -20,8 +20,8 @@ from tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, 
 from waiting import until
 
 from areno.engine.engine import Engine
-from areno.engine.requests.streams import FairLock, joined
 from areno.engine.spec import RolloutSpec
+from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from waiting import until
 
-from areno.server.threads import Threads
+from areno.server.host import Threads
 
 
 def test_results_and_errors_come_to_those_who_asked() -> None:

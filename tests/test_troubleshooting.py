@@ -14,7 +14,7 @@ from areno.tracking.console import STOPPED
 
 ARENO = ROOT / "areno"
 ELSEWHERE = {
-    "areno/run/recovery.py": lambda: ends_of_workers(),
+    "areno/run/resume.py": lambda: ends_of_workers(),
     "areno/trainers/agents.py": lambda: [
         Message(status.place, f"{status.text}: …")
         for status in arguments(ARENO / "trainers/agents.py", "failed")
@@ -22,17 +22,17 @@ ELSEWHERE = {
     ],
     "areno/run/run.py": lambda: returned(ARENO / "tracking/divergence.py"),
     "areno/run/setup.py": lambda: returned(ARENO / "plan/schedule.py"),
-    "areno/checkpoint/hub.py": lambda: arguments(ARENO / "checkpoint/hub.py", "_warn"),
+    "areno/run/hub.py": lambda: arguments(ARENO / "run/hub.py", "_warn"),
     "areno/engine/processes/watchdog.py": lambda: arguments(ARENO / "engine/processes/watchdog.py", "_tell"),
     "areno/tracking/console.py": lambda: [Message("areno/tracking/console.py", f"{STOPPED}…")],
 }
 """File with a message that is only a hole -> the messages that it prints."""
 
 RUN_TIME = [
-    *("agents/context.py", "agents/pool.py", "agents/process.py", "checkpoint", "engine/decoder/decoder.py"),
-    *("engine/memory.py", "engine/processes", "engine/state", "engine/worker.py", "files/durable.py", "rewards"),
-    *("run/attended.py", "run/evaluator.py", "run/inputs.py", "run/recover.py", "run/run.py", "run/setup.py"),
-    *("run/state.py", "tracking/files/samples.py", "tracking/files/scalar_files.py", "trainers", "user_processes"),
+    *("agents/pool.py", "agents/process.py", "engine/decoder/decoder.py", "engine/memory.py", "engine/processes"),
+    *("engine/state", "engine/worker.py", "files/durable.py", "rewards", "run/checkpoints.py", "run/evaluator.py"),
+    *("run/hub.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py", "tracking/scalar_files.py"),
+    *("trainers", "user_processes"),
 ]
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""
 OF_SCRIPTS = [

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from command_runs import fails, run
 
-from areno.cli.main import main
+from areno.cli.__main__ import main
 from areno.errors import ArenoError, of_a_place
 from areno.tracking.reader import RunReader
 
@@ -159,7 +159,7 @@ def test_a_run_of_another_version_is_told(broken: Path, capsys):
 def test_a_place_that_cannot_be_used_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    for place in ("areno.launch.command.RunLog", "areno.tracking.new_run.make"):  # in the run, and before it
+    for place in ("areno.launch.command.RunLog", "areno.tracking.run_folder.make"):  # in the run, and before it
         with monkeypatch.context() as patch:
             patch.setattr(place, lambda *args, **options: Path("folder").write_text("x"))
             fails(capsys, "^error: folder: Is a directory$", 1)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from areno.api import get_algorithm
+from areno.config.fields import rows
 from areno.config.models import MicroBatchSpec
-from areno.config.schema.fields import rows
 from areno.errors import ConfigError
-from areno.launch.areal import NOT_HERE
 from areno.launch.compose import load
-from areno.launch.elsewhere import RECIPES, hint
+from areno.launch.hints import NOT_HERE, RECIPES, hint
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:

@@ -20,8 +20,8 @@ from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.sft import SFTConfig
-from areno.tracking.files.samples import EvalFiles
 from areno.tracking.reader import RunReader
+from areno.tracking.samples import EvalFiles
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_set_takes_what_it_leaves_out_from_the_section(tmp_path):
 def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
     from dataclasses import asdict
 
-    from areno.config.schema.build import build
+    from areno.config.build import build
 
     config = load(GSPOConfig, "quickstart", ["valid_dataset.sets={a: {max_rows: 3}, b: {split: train}}"])
     assert build(GSPOConfig, json.loads(json.dumps(asdict(config)))) == config

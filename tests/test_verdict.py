@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from areno.launch.sweeps.results import Sweep
+from areno.launch.sweep_results import Sweep
 from areno.report.verdict import verdict
 from areno.tracking.reader import RunReader
 

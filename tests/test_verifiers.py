@@ -15,8 +15,7 @@ from agent_model import model_folder
 from policy_runs import Played, play
 
 from areno.config.datasets import DatasetConfig
-from areno.data.environments import load_environment
-from areno.data.sources import load_rows
+from areno.data.sources import load_environment, load_rows
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig

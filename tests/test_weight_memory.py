@@ -15,7 +15,7 @@ from safetensors import safe_open
 from areno import heartbeat
 from areno.engine.train.backend import TrainBackend
 from areno.layers.parallel import ParallelGroup
-from areno.models.folder import weight_files
+from areno.models import folder as weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights

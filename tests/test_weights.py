@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from areno.errors import CheckpointError
 from areno.layers.attention import PackedAttend
-from areno.models.folder import hub
+from areno.models import folder as hub
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights, write_tensors

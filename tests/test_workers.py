@@ -19,12 +19,11 @@ from tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.processes.inline import InlineGroup
 from areno.engine.processes.local import on_this_machine
 from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
-from areno.engine.processes.workers import WorkerGroup, start_workers
+from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
 from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows

@@ -21,8 +21,8 @@ from areno.engine.spec import UpdateSpec
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.types import TrainSequence
 
 # An eps that makes a step smooth in the gradient: the sign of one that is almost 0 does not matter.

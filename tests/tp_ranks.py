@@ -25,8 +25,8 @@ from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.models.registry import build_model, load_config
 
 SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has

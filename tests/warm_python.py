@@ -88,9 +88,9 @@ _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "commands": (
         [
             "areno.engine.worker",
-            "areno.engine.state.planners",
+            "areno.engine.state.transfer",
             "areno.trainers.policy_only",
-            "areno.server.build",
+            "areno.server.app",
             "areno.launch.compose",
             "tensorboard.plugins.hparams.summary_v2",
             "transformers.models.auto.tokenization_auto",

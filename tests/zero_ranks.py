@@ -17,8 +17,8 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import flat as flat_module
 from areno.engine.train.backend import TrainBackend
 from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
-from areno.loss_fns.value import value_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
 

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.agents.context import AgentContext
 from areno.agents.process import DEFAULT_FUNCTION
-from areno.agents.trajectories import AgentItem, PlainTurn
-from areno.config.rollout.agent import VERIFIERS, AgentConfig
+from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
+from areno.config.rollout import VERIFIERS, AgentConfig
 from areno.files.user_code import found_file
+from areno.user_processes.pool import Failure, WorkerPool
 from areno.user_processes.worker import Worker
-from areno.user_processes.worker_pool import Failure, WorkerPool
 
 _KEY = "agent.fn"
 _GROUPS = (math.inf, 8, 1)  # items sent at once to a process: at first, and after each process that was lost over them

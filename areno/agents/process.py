@@ -36,7 +36,7 @@ from areno.agents.verifiers_agent import load_agent
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
 from areno.server.errors import CONTEXT_FULL
-from areno.user_processes.user_process import MOST_TEXT, Copies, event_loop, is_async
+from areno.user_processes.process import MOST_TEXT, Copies, event_loop, is_async
 
 DEFAULT_FUNCTION = "run_agent"
 _THREADS = 64  # agents at once, where run_agent is no coroutine function

@@ -10,8 +10,8 @@ from typing import Any
 
 from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
-from areno.engine.limits import RequestLimits
-from areno.server.build import build_server
+from areno.engine.requests import RequestLimits
+from areno.server.app import build_server
 from areno.server.errors import ApiError
 from areno.server.host import ServerThread
 from areno.server.messages import read_messages

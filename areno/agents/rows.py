@@ -26,7 +26,7 @@ from areno.server.errors import ApiError
 from areno.server.messages import read_messages
 from areno.server.parsers import ToolCallParser
 from areno.server.responses import TurnTokens
-from areno.server.stream import TextStream
+from areno.server.text import TextStream
 from areno.server.tokens import Source, expand
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 

@@ -1,4 +1,6 @@
-"""What goes to an agent and what comes back: items of a batch, and trajectories, one for each item.
+"""What an agent is told of its session.
+
+What goes to an agent and what comes back: items of a batch, and trajectories, one for each item.
 
 A turn is one request of the agent and the answer to it. What the agent returns may hold objects of the OpenAI client;
 `plain_results` makes plain values of it, wherever the agent ran.
@@ -10,10 +12,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.rewards.verdict import reward_number
+from areno.rewards.records import reward_number
 from areno.server.errors import BadTrajectory
 from areno.server.responses import check_json, plain, read_response
 from areno.types import Message, PromptBatch
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """The `ctx` of an agent in a process of its own. timeout_s: of the agent, and of each of its requests."""
+
+    base_url: str
+    api_key: str
+    session: str
+    timeout_s: float
+
+    def get_base_url(self) -> str:
+        """Where the policy is served, as OpenAI clients want it."""
+        return self.base_url
 
 
 @dataclass(slots=True)

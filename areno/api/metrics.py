@@ -1,25 +1,87 @@
-"""The rollout/* numbers of a step, from its samples or its rows, the eval/* numbers of a policy, and their recorder.
+"""How long the phases of a step take.
+
+The rollout/* numbers of a step, from its samples or its rows, the eval/* numbers of a policy, and their recorder.
 
 rollout/accuracy is the share of scored samples whose reward is at least 1.0, the value that stands for a right answer;
 partial credit below it does not count.
+
+What a Trainer remembers of the step under way: the time of its phases, and the scalars it writes of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areno import heartbeat
 from areno.config.experiments import pass_sizes
-from areno.tracking.files.scalar_files import Jsonl, TensorBoard
-from areno.tracking.stopwatch import Stopwatch
+from areno.data.loader import BatchLoader
+from areno.errors import EngineError
+from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
-from areno.types import ScoredSample, TrainSequence
+from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
+
+
+class Stopwatch:
+    """Seconds by phase of one step, as the time/* metrics want them. A phase inside another counts as the outer one.
+
+    Phases are those of one thread at a time: EngineError for a second one. before_phase: called with the name of a
+    phase that is about to begin.
+    """
+
+    def __init__(self, before_phase: Callable[[str], object] = lambda name: None) -> None:
+        self._before_phase = before_phase
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._running = ""
+        self._lock = threading.RLock()
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self.seconds, self._began = {}, time.perf_counter()
+
+    def close_step(self) -> None:
+        """Count the time since `reset` that belongs to no phase as the phase `other`."""
+        self.seconds["other"] = max(0.0, time.perf_counter() - self._began - self.total)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`. The work in it must get on: see areno.heartbeat."""
+        heartbeat.beat()
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(
+                f"another thread is in the phase {self._running!r} of this trainer; "
+                "call a trainer from one thread at a time, and wait for a call before the next"
+            )
+        try:
+            if self._running:
+                yield
+                return
+            self._before_phase(name)
+            self._running, started = name, time.perf_counter()
+            try:
+                with heartbeat.working(name):
+                    yield
+            finally:
+                self._running = ""
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        finally:
+            self._lock.release()
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
 
 _RIGHT = 1.0 - 1e-6
 _PARTS = "reward/"
@@ -228,3 +290,53 @@ class MetricsRecorder(Trackers):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class StepLog:
+    """Steps as a script makes them. A step is a round in which no model is trained twice; steps count from 1."""
+
+    def __init__(self, clock: Stopwatch):
+        self.clock = clock  # of the phases since the policy was last trained
+        self.recorder: MetricsRecorder | None = None  # None: nothing is written
+        self._step = 1
+        self._trained: set[str] = set()  # models trained in it
+        self._skipped: tuple[int, int] | None = None  # prompts passed over: since the policy was last trained, in all
+
+    def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
+        """One pass over the batches, while the rows that are skipped are counted."""
+        counted = 0
+        for batch in loader.batches():
+            counted += self._count_skipped(loader.total_skipped_long - counted)
+            yield batch
+        self._count_skipped(loader.total_skipped_long - counted)
+
+    def _count_skipped(self, n: int) -> int:
+        now, total = self._skipped or (0, 0)
+        self._skipped = now + n, total + n
+        return n
+
+    def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
+        """Write what a training call tells, and return its statistics with those of the step."""
+        if role in self._trained:
+            self._trained.clear()
+            self._step += 1
+        self._trained.add(role)
+        stats = dict(stats)
+        if role != "actor":
+            scalars = {f"train/{role}_{name}": value for name, value in stats.items()}
+        else:
+            stats |= step_times(self.clock)
+            scalars = step_scalars(stats, self.clock)
+            self.clock.reset()
+            if self.recorder is not None:
+                scalars |= row_metrics(rows) | self._skipped_scalars()
+        if self.recorder is not None:
+            self.recorder.record(self._step, scalars)
+        return stats
+
+    def _skipped_scalars(self) -> dict[str, float]:
+        if self._skipped is None:
+            return {}
+        now, total = self._skipped
+        self._skipped = 0, total
+        return {"rollout/skipped_long": float(now), "rollout/total_skipped_long": float(total)}

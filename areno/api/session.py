@@ -1,4 +1,6 @@
-"""The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it.
+"""How long completions are likely to be, as far as earlier ones tell. Only used to divide work between devices.
+
+The border of rollout: tokens are drawn inside of a session; scoring, training and saving happen outside of it.
 
 A session may serve the policy to agents meanwhile (areno.agents.proxy).
 """
@@ -11,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from areno.api.expected_lengths import ExpectedLengths
 from areno.engine.engine import Engine, OnProgress
-from areno.engine.limits import RequestLimits
+from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.errors import ArenoError, EngineError
 from areno.plan.arguments import check_count
@@ -22,6 +23,33 @@ from areno.types import GenerationOutput, GenerationRequest, RolloutResult, Roll
 
 if TYPE_CHECKING:
     from areno.agents.proxy import SessionProxy
+
+_MOST_PROMPTS = 200_000  # prompts that are remembered
+
+
+class ExpectedLengths:
+    """Tokens of a completion: the mean of those drawn last for its prompt; without any, that of the last rollout.
+
+    A run that goes on begins without them. That changes which device draws a sample, and no sample.
+    """
+
+    def __init__(self) -> None:
+        self._of_prompt: dict[int, float] = {}
+        self._mean: float | None = None
+
+    def of(self, prompt: Sequence[int]) -> float | None:
+        """None where nothing is known."""
+        return self._of_prompt.get(hash(tuple(prompt)), self._mean)
+
+    def note(self, prompts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]]) -> None:
+        """Take those of a rollout: of each prompt the tokens of its completions."""
+        if len(self._of_prompt) + len(prompts) > _MOST_PROMPTS:
+            self._of_prompt.clear()
+        for prompt, drawn in zip(prompts, lengths, strict=True):
+            self._of_prompt[hash(tuple(prompt))] = sum(drawn) / len(drawn)
+        n_samples = sum(map(len, lengths))
+        self._mean = sum(map(sum, lengths)) / n_samples if n_samples else self._mean
+
 
 # What a cache is made for at least: growing it later would take its CUDA graphs along.
 _SHORTEST = 128  # tokens

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from areno.agents.trajectories import LossMaskPolicy
-from areno.api.metrics import MetricsRecorder
+from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
 from areno.api.session import ProxySettings, RolloutSession, Sessions
-from areno.api.step_log import StepLog
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import MicroBatchSpec
 from areno.data.encode import encode_generation_prompt
@@ -21,8 +20,8 @@ from areno.data.loader import given_prompt_loader
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.spec import EngineInfo, OldLogprobs, RoleSpec, UpdateSpec
 from areno.errors import ArenoError, CheckpointError, EngineError, Rename, keys_renamed
-from areno.files.companions import is_replaceable
 from areno.files.durable import as_checkpoint_error, write_whole
+from areno.models.folder import is_replaceable
 from areno.plan.arguments import (
     check_count,
     check_folder,
@@ -37,9 +36,8 @@ from areno.plan.arguments import (
 from areno.plan.backend import Areno, ArenoConfig, argument_of, plan_of_arguments, read_arguments
 from areno.plan.facts import memory_told, tell_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
-from areno.tracking.display.progress import RolloutProgress
+from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import RunLog
-from areno.tracking.stopwatch import Stopwatch
 from areno.types import ModelRole, PromptBatch, RolloutResult, SamplingParams, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -324,7 +322,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         cliprange_value: how far values may move from the rows' `values` and still be judged by where they are.
         value_loss_coef: factor on the loss. The rest is as in train(); statistics are recorded as train/<role>_*.
         """
-        from areno.loss_fns.value import value_loss_fn
+        from areno.loss_fns.ppo import value_loss_fn
 
         if role == "actor":
             raise EngineError("train_values is for a role with values, such as a critic; the actor is trained by train")
@@ -356,7 +354,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         EngineError where a loaded role is asked for in another form; release it first. See docs/sdk.md for the names.
         """
-        from areno.plan.roles import script_roles
+        from areno.plan.plan import script_roles
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), memory_told(engine):

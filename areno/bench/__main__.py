@@ -18,22 +18,19 @@ from typing import Any
 
 import torch
 
-from areno.bench.against.with_transformers import WithTransformers
-from areno.bench.against.with_vllm import WithVllm
-from areno.bench.agents_cost.compare import run_agents
 from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
-from areno.bench.driver.steps import driver_page, run_driver
-from areno.bench.ours import adapters_of, run_ours
+from areno.bench.driver import driver_page, run_driver
+from areno.bench.others import WithTransformers, WithVllm
+from areno.bench.ours import adapters_of, run_ours, run_sampling, sampling_page
 from areno.bench.report import page, record
-from areno.bench.sampling import run_sampling, sampling_page
-from areno.bench.serving.compare import run_serving, serving_page
+from areno.bench.serving import run_agents, run_serving, serving_page
 from areno.bench.shapes import model_folder
 from areno.bench.states import run_states, states_page
 from areno.bench.timing import measure, tell
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.files import starting
-from areno.models.cost.arithmetic import Cost
+from areno.files import interrupts
+from areno.models.cost import Cost
 from areno.models.registry import load_config
 
 _ALONE = {"sampling": run_sampling, "agents": run_agents, "serve": run_serving, "driver": run_driver}
@@ -42,7 +39,7 @@ _OTHERS = {"transformers": WithTransformers, "vllm": WithVllm}
 
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark and print what it found. 2 for a bad argument, 1 where the work failed, 130 after Ctrl-C."""
-    starting.end()
+    interrupts.end()
     try:
         show(parse(argv))
     except ArenoError as error:

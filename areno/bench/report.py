@@ -8,9 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from areno.bench.arguments import PLAIN, Settings
-from areno.bench.device import device_name
-from areno.bench.floors import Rates, floors
-from areno.models.cost.arithmetic import Cost
+from areno.bench.device import Rates, device_name, floors
+from areno.models.cost import Cost
 
 _PHASES = ("rollout", "train", "logprob", "step")
 _SHOWN = [

@@ -1,7 +1,150 @@
-"""python -m areno.cli does what the command areno does."""
+"""The command `areno`: finds the subcommand and runs it. A subcommand is a module here with `add_arguments` and `run`.
 
+Only the module that is asked for is imported, and none of them imports torch before it runs, so --help answers at once.
+
+Exit codes: 0 done, 1 the work failed or something is missing, 2 the command line is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
 import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any
 
-from areno.cli.main import main
+from areno import __version__
+from areno.errors import ArenoError, ConfigError, did_you_mean, of_a_place
+from areno.files import interrupts
 
-sys.exit(main())
+COMMANDS = {
+    "train, evaluate and serve": {
+        "train": "start a training run, by flags",
+        "evaluate": "score a checkpoint on data, with the reward of its run",
+        "serve": "serve a checkpoint by the OpenAI protocol",
+    },
+    "look at runs": {
+        "runs": "list runs with their state, best number and duration",
+        "report": "write one HTML page of runs: curves, samples, settings",
+        "replay": "recompute one recorded sample under a checkpoint",
+        "compare": "print what differs between runs: settings, versions, results",
+        "reward": "try reward functions on recorded samples",
+    },
+    "this installation": {
+        "check": "try what a run needs, and say what works",
+        "env": "print versions, devices, kernels and extras",
+        "bench": "measure speed against what the device can",
+        "recipes": "list algorithms, tasks and tested runs",
+        "completion": "print the shell code that completes commands on TAB",
+    },
+}
+"""Heading -> name -> help."""
+
+# These import torch or Hydra before they can say anything, which takes seconds.
+_SLOW = {"train", "evaluate", "serve", "replay", "env", "bench"}
+_SILENT = {"--cfg", "stats_logger.console=quiet"}
+
+_ABOUT = """\
+areno post-trains language models with reinforcement learning.
+
+  areno check                           does it work here?
+  areno train --algo gspo --ckpt MODEL --dataset-path rows.jsonl --reward-fn-path reward.py
+  areno report outputs/prompts/TRIAL    look at the run
+
+`areno COMMAND --help` has more. Each algorithm is also a Hydra command: python -m areno.recipes.gspo --help"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    known = dict(_names())
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
+    if not words or words[0] not in known:
+        parser = _top()
+        if words and not words[0].startswith("-"):
+            parser.error(f"there is no command {words[0]!r}{did_you_mean(words[0], known)}")
+        parser.parse_args(words)
+        parser.print_help()
+        return 0 if not words else 2
+    parser = argparse.ArgumentParser(prog=f"areno {words[0]}", allow_abbrev=False)
+    module = _fill(parser, words[0])
+    # The method that lets flags and other words alternate cannot print the help of every parser.
+    parse = parser.parse_args if {"-h", "--help"} & set(words) else parser.parse_intermixed_args
+    try:
+        arguments = parse(words[1:])
+        if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
+            print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
+        interrupts.end()
+        if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
+        return module.run(arguments)
+    except ArenoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (`| head`) has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        told = of_a_place(error)
+        if told is None or os.environ.get("ARENO_DEBUG") == "1":
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        return 1
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    """(name, help) of each command."""
+    for commands in COMMANDS.values():
+        yield from commands.items()
+
+
+def _fill(parser: argparse.ArgumentParser, name: str) -> Any:
+    """Give a parser the arguments of a command; the command's module."""
+    module = import_module(f"areno.cli.{name}")
+    module.add_arguments(parser)
+    return module
+
+
+def _top() -> argparse.ArgumentParser:
+    listed = [
+        f"{heading}:\n" + "\n".join(f"  {name:<12}{text}" for name, text in commands.items())
+        for heading, commands in COMMANDS.items()
+    ]
+    parser = argparse.ArgumentParser(
+        prog="areno",
+        usage="areno COMMAND [options]",
+        description=_ABOUT,
+        epilog="\n\n".join(listed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"areno {__version__}")
+    return parser
+
+
+def _complete() -> None:
+    """Answer the shell, which wants to know how a command line can go on, and end the process.
+
+    argcomplete gives the line in the environment, see `areno completion`.
+    """
+    import argcomplete
+
+    parser = _top()
+    commands = parser.add_subparsers(metavar="COMMAND")
+    typed = os.environ.get("COMP_LINE", "").split()
+    for name, text in _names():
+        command = commands.add_parser(name, help=text, allow_abbrev=False)
+        if name in typed[1:2]:
+            _fill(command, name)
+    argcomplete.autocomplete(parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,6 @@
-"""areno check: tries what a run needs, on this machine, with the tiny model that comes with areno.
+"""What is right, wrong or missing in a model folder, without its weights being read.
+
+areno check: tries what a run needs, on this machine, with the tiny model that comes with areno.
 
 With a model folder it says whether areno can run this model, and what the folder lacks. No weights are read.
 """
@@ -15,9 +17,101 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError, CheckpointError, ConfigError, Key
+
+if TYPE_CHECKING:
+    from areno.models.config import TransformerConfig
+
+
+class Finding(NamedTuple):
+    """One line about a part of a folder."""
+
+    part: str
+    text: str
+    is_wrong: bool = False
+
+
+def findings(path: Path) -> Iterator[Finding]:
+    """Yield what there is to say of a model folder, or of its config.json alone if `path` is this file."""
+    from areno.models.adapters import is_adapter
+
+    folder = path.parent if path.name == "config.json" else path
+    if not folder.is_dir():
+        yield Finding("model", f"{folder} is no folder; expected a model folder in the Hugging Face format", True)
+        return
+    config: list[TransformerConfig] = []
+    yield from _look("model", lambda: _checked_model(folder, config))
+    for read in config:
+        yield from _special_layers(read)
+    if path is folder and not is_adapter(folder):
+        yield from _look("weights", lambda: _weights(folder, config))
+        yield from _look("tokenizer", lambda: _tokenizer(folder))
+
+
+def _look(part: str, work: Callable[[], str]) -> Iterator[Finding]:
+    """Yield the text that `work` returns, or each problem that it raises."""
+    try:
+        yield Finding(part, work())
+    except ArenoError as error:
+        for problem in error.renamed({"actor.path": "FOLDER"}.get).problems:
+            yield Finding(part, str(problem), True)
+
+
+def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
+    """Read config.json, add it to `config`, and describe it."""
+    from areno.models.adapters import base_of, is_adapter
+    from areno.models.cost import parameters
+    from areno.models.registry import has_value_head, load_config
+
+    if is_adapter(folder):
+        base = base_of(folder)
+        raise CheckpointError("{} holds adapters and no model; check the one they are for: {}", folder, base)
+    read = load_config(folder, "value" if has_value_head(folder) else "lm")
+    config.append(read)
+    about = f"{read.family}, {read.num_layers} layers, {parameters(read) / 1e6:.1f}M parameters"
+    return f"{about}, {read.max_position_embeddings} tokens of context"
+
+
+def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
+    """Yield a line for each kind of layer that is not plain attention."""
+    from areno.models.cost import state_bytes
+
+    windows = sorted({kind.window for kind in config.kinds if kind.window is not None})
+    if windows:
+        sliding = [kind.window is not None for kind in config.kinds]
+        text = f"of {windows[0]} tokens in {sum(sliding)} of {config.num_layers} layers"
+        yield Finding("sliding window", f"{text}, which free the KV cache behind it")
+    if config.delta is not None:
+        text = f"in {len(config.delta.layers)} of {config.num_layers} layers"
+        size = f"{state_bytes(config, 2) / 2**20:.1f} MiB of a sequence in bfloat16, whatever its length"
+        yield Finding("recurrent state", f"{text}; {size}")
+
+
+def _weights(folder: Path, config: list[TransformerConfig]) -> str:
+    """Compare the headers of the weight files with the model, if its config.json can be read."""
+    import torch
+
+    from areno.models.folder import tensor_files
+    from areno.models.registry import build_model
+    from areno.models.weights import check_weights
+
+    if not config:
+        return f"{len(tensor_files(folder))} tensors, which were not compared with config.json"
+    return check_weights(build_model(config[0], dtype=torch.float32, device="meta"), folder)
+
+
+def _tokenizer(folder: Path) -> str:
+    from areno.models.folder import TOKENIZER
+    from areno.plan.plan import load_tokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER):
+        text = "{} has no tokenizer; download the model again, or set {} to a folder that has one"
+        raise CheckpointError(text, folder, Key("tokenizer_path"))
+    found = load_tokenizer(str(folder))
+    return f"{len(found)} tokens, with{'' if found.chat_template else 'out'} a chat template"
+
 
 _MODEL = "examples/quickstart/model"
 _AGREEMENT = {"float32": 1e-4, "bfloat16": 0.1}  # largest mean difference of log-probabilities, rollout to training
@@ -84,7 +178,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_folder(report: _Report, path: Path) -> int:
     """Print a line for each finding in a model folder, or in its config.json alone. Returns the exit code."""
-    from areno.plan.model_folder import findings
 
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
@@ -174,7 +267,7 @@ def _folder() -> str:
 
 
 def _rewards() -> str:
-    from areno.config.rollout.reward import RewardConfig
+    from areno.config.rollout import RewardConfig
     from areno.rewards.pool import RewardPool
     from areno.types import RewardRecord
 

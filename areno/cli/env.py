@@ -39,7 +39,7 @@ def environment() -> dict[str, Any]:
 
     from areno.kernels.attention import BACKENDS, choose_backend
     from areno.kernels.backend import default_dtype
-    from areno.tracking.new_run import versions
+    from areno.tracking.run_folder import versions
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {

@@ -1,4 +1,7 @@
-"""areno evaluate: a checkpoint on data, with the reward of its run."""
+"""Evaluation of a model folder with the settings of a run: its data, its reward, its way to sample.
+
+areno evaluate: a checkpoint on data, with the reward of its run.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,51 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areno.cli.tables import show
+from areno.config.experiments import PolicyExperimentConfig
+from areno.config.run import EvaluatorConfig, SaverConfig
+from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
 from areno.files.paths import existing_path
+from areno.report.tables import show
+
+
+def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
+    """The settings of a run that only evaluates a model: no checkpoints, no states, no services."""
+    from areno.plan.lora import with_model
+
+    console = "lines" if config.stats_logger.console in ("auto", "live") else config.stats_logger.console
+    return replace(
+        config,
+        actor=with_model(config.actor, model),
+        evaluator=EvaluatorConfig(),
+        recover=replace(config.recover, mode="off"),
+        saver=SaverConfig(),
+        stats_logger=StatsLoggerConfig(console=console),
+    )
+
+
+def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) -> Mapping[str, float]:
+    """Sample and score every set of valid_dataset; the metrics by name, without eval/.
+
+    folder: gets logs/ and eval/<step>.jsonl, like the folder of a run.
+    """
+    from areno.run.setup import Setup
+    from areno.trainers.collect import evaluate_policy
+
+    setup = Setup(
+        config, "evaluation", type(config), "prompt", (), evaluate_policy, run_dir=folder, trains=False
+    )  # fmt: skip
+    try:
+        setup.run.step = step
+        return setup.run.evaluate()
+    finally:
+        setup.run.step = 0  # nothing was trained that could go on
+        setup.close()
+
 
 _FLAGS = {
     "actor.path": "FOLDER", "valid_dataset.path": "--data", "train_dataset.path": "--data", "reward.fn": "--reward",
@@ -55,9 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from areno.launch.resume import shown
-    from areno.tracking import new_run
+    from areno.tracking import run_folder
     from areno.tracking.run_log import RunLog
-    from areno.trainers.evaluation import evaluate_model, without_training
 
     of_run, model, step = _found(arguments.folder)
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run
@@ -65,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config, recipe = _config(of_run, model, arguments, settings)
     config = without_training(config, model)
     output = _output(arguments.output, of_run, model)
-    folder = new_run.make(output)
+    folder = run_folder.make(output)
     assert folder is not None
     folder.describe(config, settings, recipe)
     try:
@@ -86,8 +127,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _found(named: str) -> tuple[Path | None, str, int]:
     """The run that a folder is of, the model, and the step of a checkpoint; 0 where it is not known."""
-    from areno.tracking.new_run import is_described
     from areno.tracking.reader import RunReader
+    from areno.tracking.run_folder import is_described
 
     folder = Path(named).expanduser()
     if is_described(folder) or (folder / "logs").is_dir():
@@ -132,8 +173,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, told_version
-    from areno.tracking.description import recipe_of, settings_of
-    from areno.tracking.new_run import is_described
+    from areno.tracking.run_folder import is_described, recipe_of, settings_of
 
     of_policy = False
     if of_run is not None:

@@ -16,14 +16,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
     from areno.api.algorithms import algorithm_names, get_algorithm
-    from areno.launch import help, library
+    from areno.launch import help, yaml_files
 
     about = {name: (get_algorithm(name).config.__doc__ or "").strip().splitlines()[0] for name in algorithm_names()}
     parts = [
         help.columns("algorithms (areno train --algo NAME, or python -m areno.recipes.NAME)", about),
-        help.files("tasks (--config-name NAME)", library.tasks()),
-        help.files("tested runs (--config-name NAME)", library.experiments()),
-        help.files("variants (variant=NAME)", library.variants()),
+        help.files("tasks (--config-name NAME)", yaml_files.tasks()),
+        help.files("tested runs (--config-name NAME)", yaml_files.experiments()),
+        help.files("variants (variant=NAME)", yaml_files.variants()),
     ]
     print("\n\n".join(parts))
     return 0

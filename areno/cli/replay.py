@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from areno.cli.tables import show
+from areno.report.tables import show
 
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             row=arguments.row, device=arguments.device,
         )  # fmt: skip
     if arguments.json:
-        from areno.report.contents import without_nan
+        from areno.report.page import without_nan
 
         data = without_nan(asdict(found) | {"checkpoint": str(found.checkpoint)})
         print(json.dumps(data, ensure_ascii=False, indent=2, default=str))

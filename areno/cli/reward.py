@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areno.cli.tables import show
 from areno.errors import ArenoError, ConfigError, DataError, Problem, keys_renamed
+from areno.report.tables import show
 
 if TYPE_CHECKING:
     from areno.tracking.reader import RunReader
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from areno.report.scores import count_lines, samples_table, summary_table
+    from areno.report.tables import count_lines, samples_table, summary_table
     from areno.rewards.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
@@ -83,9 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> Any:
     """The RewardConfig that the command line describes."""
-    from areno.config.rollout.reward import OnlyReward
-    from areno.config.schema.build import build
-    from areno.launch.elsewhere import hint
+    from areno.config.build import build
+    from areno.config.rollout import OnlyReward
+    from areno.launch.hints import hint
 
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
     given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
@@ -138,7 +138,7 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 def _record(row: Any, where: str) -> Any:
     """What the functions get for a row. Texts may be messages, as TRL writes them."""
-    from areno.config.schema.values import show as shown
+    from areno.config.values import show as shown
     from areno.types import RewardRecord
 
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areno.cli.tables import show
+from areno.report.tables import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

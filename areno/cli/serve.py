@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areno.files.stopping import handled
+from areno.files.interrupts import handled
 
 logger = logging.getLogger("areno")
 
@@ -132,7 +132,7 @@ def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.plan.devices import find_devices
     from areno.plan.lora import own_tokenizer, with_model
     from areno.plan.plan import open_actor
-    from areno.server.build import build_server
+    from areno.server.app import build_server
     from areno.server.host import ServerThread
     from areno.server.sampling import ServerLimits
     from areno.types import SamplingParams

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
-from areno.cli.flags import of_train
-from areno.cli.flags.of_train import HEADINGS, REFUSED, TASK, Flag
-from areno.config.schema.fields import rows
+from areno.cli import train_flags
+from areno.cli.train_flags import HEADINGS, REFUSED, TASK, Flag
+from areno.config.fields import rows
 from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
-from areno.launch.elsewhere import RECIPES
-from areno.tracking.description import recipe_of
-from areno.tracking.new_run import is_described
+from areno.launch.hints import RECIPES
+from areno.tracking.run_folder import is_described, recipe_of
 
 _DEFAULT = "gspo"
 _ABOUT = """\
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = algorithm_names()
     about = f"{', '.join(names)} (default {_DEFAULT}; with --resume, that of the run)"
     groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
-    for flag in of_train.flags().values():
+    for flag in train_flags.flags().values():
         _add(groups[flag.heading], flag)
     for name in REFUSED:
         nargs: Any = {"action": "store_true"} if name == "--tune-params" else {}
@@ -71,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     algorithm = _algorithm(_algorithm_name(arguments))
     own_task = arguments.config_name != TASK or arguments.resume is not None
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
-    of_flags, problems = of_train.overrides(algorithm.name, given, own_task, algorithm.config)
+    of_flags, problems = train_flags.overrides(algorithm.name, given, own_task, algorithm.config)
     names = _flag_names(algorithm, arguments.settings)
-    settings, twice = of_train.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
+    settings, twice = train_flags.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
     problems += twice
     # --cfg shows what there is, also where something is missing.
     if arguments.resume is None and not arguments.cfg:
@@ -140,9 +139,9 @@ def _problems(
 
 def _tasks(**_: Any) -> list[str]:
     """What --config-name can be, for the shell."""
-    from areno.launch import library
+    from areno.launch import yaml_files
 
-    return [*library.tasks(), *library.experiments()]
+    return [*yaml_files.tasks(), *yaml_files.experiments()]
 
 
 def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.schema.fields import Missing, Section, build_check, check, setting, settings
+from areno.config.fields import Missing, Section, build_check, check, setting, settings
 from areno.errors import Key, Problem
 
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.config import datasets, models, roles, run
-from areno.config.recover import RecoverConfig
-from areno.config.rollout.agent import AgentConfig
-from areno.config.rollout.reward import RewardConfig
-from areno.config.rollout.sampling import GenerationConfig
-from areno.config.schema.fields import Missing, Section, build_check, check, forbid, setting
-from areno.config.schema.values import show
-from areno.config.tracking.stats_logger import StatsLoggerConfig
+from areno.config import datasets, models, run
+from areno.config.fields import Missing, Section, build_check, check, forbid, setting
+from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
+from areno.config.run import RecoverConfig
+from areno.config.tracking import StatsLoggerConfig
+from areno.config.values import show
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
@@ -185,8 +183,8 @@ class SupervisedExperimentConfig(ExperimentConfig):
 class PreferenceExperimentConfig(ExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer."""
 
-    ref: roles.ScoringRefConfig = setting(
-        factory=roles.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
+    ref: models.ScoringRefConfig = setting(
+        factory=models.ScoringRefConfig, help="Frozen reference model. It scores every pair once, before training"
     )
 
     def eval_metrics(self) -> tuple[str, ...]:
@@ -201,7 +199,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     """Settings of GRPO, GSPO and their relatives: sample a group, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
-    ref: roles.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
+    ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
     eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig", flags={})
     rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
@@ -340,7 +338,7 @@ class KLExperimentConfig(PolicyExperimentConfig):
 class CriticExperimentConfig(KLExperimentConfig):
     """Policy experiments with a critic."""
 
-    critic: roles.CriticConfig = setting(factory=roles.CriticConfig, help="The value function")
+    critic: models.CriticConfig = setting(factory=models.CriticConfig, help="The value function")
 
     def optimizers(self) -> list[models.OptimizerConfig]:
         """Return the optimizer of each trained model."""

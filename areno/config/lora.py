@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.schema.fields import Section, check, forbid, setting
-from areno.config.schema.values import show
+from areno.config.fields import Section, check, forbid, setting
+from areno.config.values import show
 from areno.errors import Problem
 
 ALL_LINEAR = "all-linear"

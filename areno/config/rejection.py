@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.schema.fields import Section, check, forbid, setting
+from areno.config.fields import Section, check, forbid, setting
 from areno.errors import Problem
 
 

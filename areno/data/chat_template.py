@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from areno.data.control_tokens import BREAK, control_tokens
 from areno.data.row_schema import shared_length
-from areno.data.tokens.shield import BREAK, control_tokens
 from areno.errors import DataError, Key
 from areno.types import Message
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from areno.config.schema.values import text_problem
+from areno.config.values import text_problem
 from areno.errors import DataError, printable
 
 Row = Mapping[str, Any]

@@ -5,6 +5,8 @@ A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python
 `read_rows(path, split)` for the formats that areno knows. A loader that makes its rows from nothing takes `split` only,
 and then no path may be configured. Either one also gets the keyword arguments of the setting dataset_kwargs. It returns
 a list (or any iterable) of dictionaries, or a `datasets.Dataset`. Every row is checked against areno.data.row_schema.
+
+Environments of the verifiers package as the source of rows. Needs `pip install 'areno[verifiers]'`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -24,12 +27,9 @@ from typing import Any, NamedTuple
 
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
 from areno.config.experiments import ExperimentConfig
-from areno.config.rollout.agent import VERIFIERS
-from areno.data.checked import fitting
-from areno.data.environments import environment_rows
-from areno.data.formats.json_rows import read_json, read_jsonl
-from areno.data.formats.opened import COMPRESSED, FORMATS, format_of
-from areno.data.formats.tables import read_table
+from areno.config.rollout import VERIFIERS
+from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
+from areno.data.forms import fitting
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_problem
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
@@ -309,3 +309,41 @@ def _first_line(error: BaseException) -> str:
     line = (str(error).splitlines() or [type(error).__name__])[0]
     # The library wraps what was wrong in an error that says next to nothing.
     return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"
+
+
+def load_environment(spec: str, key: str) -> Any:
+    """The environment of a `verifiers:NAME`. Raises ConfigError of the setting `key` if that is not possible."""
+    name = spec.removeprefix(VERIFIERS)
+    try:
+        import verifiers
+    except ImportError as error:
+        text = f"{spec} needs the verifiers package: pip install 'areno[verifiers]' ({error})"
+        raise ConfigError(Problem(key, text)) from error
+    # An environment takes the signals that end a process for itself.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        environment: Any = verifiers.load_environment(name)
+    except (Exception, SystemExit) as error:  # the package of the environment may raise anything
+        cause = error.__cause__ or error
+        text = f"the environment {name!r} does not load: {describe_error(cause)}; its package has to be installed"
+        raise ConfigError(Problem(key, text)) from error
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if environment.message_type != "chat":
+        raise ConfigError(Problem(key, f"the environment {name!r} asks for completions; areno trains on chat messages"))
+    return environment
+
+
+def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
+    """The rows of an environment: of its own dataset for the split `train`, else of its evaluation dataset."""
+    environment = load_environment(spec, key)
+    try:
+        found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
+    except ArenoError:
+        raise
+    except Exception as error:
+        text = f"the rows of {spec} cannot be read: {describe_error(error)}"
+        raise ConfigError(Problem(key, text)) from error
+    shared = {"tools": environment.oai_tools} if environment.oai_tools else {}
+    return [{"solutions": row.get("answer"), **shared, **row} for row in found]

@@ -14,17 +14,12 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.limits import RequestLimits, check_params
 from areno.engine.processes.workers import start_workers
-from areno.engine.requests.all import OnProgress, wait_for_all
-from areno.engine.requests.dispatch import Dispatcher
-from areno.engine.requests.gathering import Gathering
-from areno.engine.requests.streams import Consumer, FairLock, Streams
-from areno.engine.routing.rows import add_routes, routes_of_rows
-from areno.engine.scoring import share_rows
+from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, wait_for_all
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
-from areno.engine.train.rows import read_rows, read_tokens
+from areno.engine.streams import Consumer, FairLock, Gathering, Streams
+from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps
+from areno.engine.train.rows import add_routes, read_rows, read_tokens, routes_of_rows
 from areno.errors import CheckpointError, EngineError
 from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 

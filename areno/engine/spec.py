@@ -8,10 +8,10 @@ from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
-from areno.config.schema.values import flat
-from areno.engine.routing.rows import RouteShape
-from areno.layers.adapters.config import AdapterSpec
-from areno.models.cost.arithmetic import Cost
+from areno.config.values import flat
+from areno.engine.train.rows import RouteShape
+from areno.layers.config import AdapterSpec
+from areno.models.cost import Cost
 
 LOOPBACK = "127.0.0.1"
 

@@ -13,27 +13,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from areno.engine import memory
+from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.kv.layout import KVLayout
-from areno.engine.layout import advice
-from areno.engine.limits import RequestLimits
+from areno.engine.decoder.grammar import GrammarCompiler
+from areno.engine.deterministic import operations_named, places_of_their_own
 from areno.engine.memory import host_bytes_free, out_of_memory_hint, use_expandable_segments
 from areno.engine.processes.process_groups import ParallelContext
+from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
-from areno.engine.routing.rows import RouteShape
-from areno.engine.same_bits.deterministic import operations_named, places_of_their_own
-from areno.engine.sampling.grammar import GrammarCompiler
 from areno.engine.spec import EngineInfo, EngineSpec, RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
 from areno.engine.state.keeper import StateKeeper
 from areno.engine.train.backend import LossFn
 from areno.engine.train.micro_batches import StepShare, TrainResult
+from areno.engine.train.rows import RouteShape
 from areno.errors import EngineError, Key
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
-from areno.models.adapters.folder import adapter_writes
-from areno.models.adapters.model import adapter_table, refresh_adapters
-from areno.models.cost.arithmetic import Cost
-from areno.models.cost.memory import kv_bytes, state_bytes
+from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
+from areno.models.cost import Cost, kv_bytes, state_bytes
 from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -111,7 +109,7 @@ class Worker:
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         max_running = max(1, -(-spec.max_running // self.spec.dp_size))
-        options = [*advice.smaller_cache(spec.decoder), advice.FEWER_AT_ONCE]
+        options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
                 self.actor,
@@ -232,14 +230,14 @@ class Worker:
         with out_of_memory_hint("in rollout", self._rollout_advice), places_of_their_own():
             return self.decoder.step()
 
-    def _rollout_advice(self) -> Iterator[advice.Option]:
+    def _rollout_advice(self) -> Iterator[memory.Option]:
         """Return the changes that leave more memory beside the KV cache."""
         assert self._decoder_spec is not None
-        return advice.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
+        return memory.in_rollout(self._decoder_spec.decoder, on_cuda=self.context.device.type == "cuda")
 
-    def _kv_cache_advice(self) -> list[advice.Option]:
+    def _kv_cache_advice(self) -> list[memory.Option]:
         """Return the changes that leave more memory to training. None where it has no KV cache beside it."""
-        return [] if self._decoder_spec is None else [*advice.beside_training(self._decoder_spec.decoder)]
+        return [] if self._decoder_spec is None else [*memory.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
         """Counters of this rollout phase."""

@@ -1,4 +1,7 @@
-"""Files and folders that are whole or absent, also after a crash: written under another name, synced, then renamed."""
+"""Files and folders that are whole or absent, also after a crash: written under another name, synced, then renamed.
+
+One piece of work at a time in a thread, whose error comes to whoever waits for it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from areno.errors import ArenoError, CheckpointError, Problem
-from areno.files.stopping import SIGNALS, handled
+from areno.files.interrupts import SIGNALS, handled
 
 UNFINISHED = ".tmp-"
 REPLACED = ".old-"
@@ -175,3 +180,29 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+class Background:
+    """Work beside other work. name: of the thread."""
+
+    def __init__(self, name: str):
+        self._thread = ThreadPoolExecutor(1, name)
+        self._work: Future[Any] | None = None
+
+    def start(self, work: Callable[..., object], *args: Any) -> None:
+        """Begin, when what was begun before has ended. Raises as `settle` does."""
+        self.settle()
+        self._work = self._thread.submit(work, *args)
+
+    def settle(self) -> None:
+        """Wait for the end of what was begun. Raises, once, what it has raised."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
+
+    def close(self) -> None:
+        """The same, for good."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from areno.files.durable import interrupts_held
-from areno.files.reading import beginning_of
+from areno.files.paths import beginning_of
 
 MOST_BYTES = 2**20
 MOST_VALUES = 10_000

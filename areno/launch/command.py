@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm
-from areno.config.schema.build import with_defaults
-from areno.config.schema.fields import Missing
+from areno.config.build import with_defaults
+from areno.config.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
-from areno.files import starting
+from areno.files import interrupts
+from areno.files.interrupts import Terminated, handled, terminate
 from areno.files.paths import absolute
-from areno.files.stopping import Terminated, handled, terminate
 from areno.files.user_code import describe_error
-from areno.launch import help, library
-from areno.launch.elsewhere import RECIPES, listed
-from areno.launch.sweeps.results import Sweep
-from areno.launch.sweeps.side_by_side import N_JOBS, JobFailed, SideBySide, shares
+from areno.launch import help, yaml_files
+from areno.launch.hints import RECIPES, listed
+from areno.launch.side_by_side import N_JOBS, JobFailed, SideBySide, shares
+from areno.launch.sweep_results import Sweep
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
-    from areno.tracking.new_run import NewFolder
+    from areno.tracking.run_folder import NewFolder
 
 
 def run_recipe(module: str) -> NoReturn:
@@ -109,7 +109,7 @@ def _do(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Map
     from areno.launch import resume  # --help does without it and Hydra, whose import takes long
     from areno.launch.compose import HydraSession
 
-    starting.end()
+    interrupts.end()
 
     name = args.config_name or algorithm.default
     if args.resume is not None:
@@ -183,7 +183,7 @@ def _show(algorithm: Algorithm, session: HydraSession, package: str | None, reso
 
 def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
     from areno.launch import resume
-    from areno.tracking import new_run
+    from areno.tracking import run_folder
 
     composition = session.compose()
     config = composition.build(algorithm.config)
@@ -198,7 +198,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
     else:
         if is_new:
             resume.tell_unfinished(command, output_dir.parent)
-        while (folder := new_run.make(output_dir, new=output_dir in session.named_by_time)) is None:
+        while (folder := run_folder.make(output_dir, new=output_dir in session.named_by_time)) is None:
             output_dir = session.rename(output_dir)
     if not session.multirun:
         session.run(lambda job: _run(algorithm, command, job, folder))
@@ -250,7 +250,7 @@ def _run_side_by_side(
     if config.scheduler.type == "ray":
         text = "is {}, but runs on a Ray cluster go one after another; leave it out or set {}=local"
         raise ConfigError(Problem(N_JOBS, text, session.n_jobs, Key("scheduler.type")))
-    from areno.launch.sweeps.job_lines import JobLines
+    from areno.launch.side_by_side import JobLines
     from areno.tracking.display.display import chosen_console
 
     live = chosen_console(config.stats_logger.console) == "live"
@@ -355,8 +355,8 @@ def told_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iter
     try:
         yield
     except ConfigError as error:
-        file = (library.tasks(config_dir) | library.experiments()).get(config_name.removesuffix(".yaml"))
-        meant = library.recipes(file) if file else []
+        file = (yaml_files.tasks(config_dir) | yaml_files.experiments()).get(config_name.removesuffix(".yaml"))
+        meant = yaml_files.recipes(file) if file else []
         if recipe in RECIPES and meant and recipe not in meant:  # another algorithm may use the tasks of these
             problem = Problem("--config-name", f"{config_name} is for {listed(meant)}, not for {recipe}")
             raise ConfigError([problem, *error.problems]) from error

@@ -4,7 +4,7 @@ The result is one plain dictionary, together with all problems that were found.
 
 Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
 that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
-(`++key=value`). `areno.config.schema.build` then checks everything at once.
+(`++key=value`). `areno.config.build` then checks everything at once.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
+from areno.config.build import build, with_defaults
 from areno.config.experiments import NEEDS
-from areno.config.schema.build import build, with_defaults
-from areno.config.schema.fields import Section
+from areno.config.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
+from areno.files.interrupts import not_lost
 from areno.files.paths import absolute, root
-from areno.files.stopping import not_lost
-from areno.launch import library
-from areno.launch.elsewhere import hint
-from areno.launch.hydra_files import SearchPath, checked_files
-from areno.launch.hydra_text import explain, quoted
-from areno.launch.plain_values import check_references, delete, resolved
-from areno.launch.sweeps.side_by_side import N_JOBS
+from areno.launch import yaml_files
+from areno.launch.hints import hint
+from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
+from areno.launch.side_by_side import N_JOBS
 
 T = TypeVar("T", bound=Section)
 
@@ -283,10 +281,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return task
 
     def _check_config_name(self) -> None:
-        names = sorted({**library.tasks(self.config_dir), **library.experiments()})
+        names = sorted({**yaml_files.tasks(self.config_dir), **yaml_files.experiments()})
         if self.config_name not in names and not self._hydra.config_loader.get_group_options(self.config_name):
             folder, _, name = self.config_name.rpartition("/")
-            if not folder or name not in library.groups(self.config_dir).get(folder, []):
+            if not folder or name not in yaml_files.groups(self.config_dir).get(folder, []):
                 raise ConfigError(
                     f"--config-name: there is no {self.config_name!r}; there are {', '.join(names)}"
                     f"{did_you_mean(self.config_name, names)}"
@@ -311,7 +309,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """The overrides, sorted into groups, values and deletions. An unreadable one or a wrong choice is a problem."""
         self._check_config_name()
         line = _CommandLine()
-        groups = library.groups(self.config_dir)
+        groups = yaml_files.groups(self.config_dir)
         parser = OverridesParser.create(config_loader=self._hydra.config_loader)
         for text in map(quoted, self.overrides):
             try:
@@ -407,7 +405,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             if not (delete(data, key) | delete(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
-        file = library.variants(self.config_dir).get(choices.get("variant", ""))
+        file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
         return Composition(data, raw, found, (choices["variant"], file) if file else None)
 
     def _without_effect(self, group: str) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from areno.config.schema.fields import Row, Section, rows
-from areno.config.schema.values import flat
-from areno.launch import library
+from areno.config.fields import Row, Section, rows
+from areno.config.values import flat
+from areno.launch import yaml_files
 
 _USAGE = """\
 usage: {command} [--config-name NAME] [key=value ...]
@@ -36,12 +36,12 @@ options:
 def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """The whole help text of a recipe."""
     keys = {row.key for row in rows(cls)}
-    variants = {name: file for name, file in library.variants(config_dir).items() if keys.issuperset(_keys(file))}
-    groups = {group: names for group, names in library.groups(config_dir).items() if group.replace("/", ".") in keys}
+    variants = {name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    groups = {group: names for group, names in yaml_files.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts = [
         _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
-        files("tasks (conf/)", library.tasks(config_dir)),
-        files("experiments (recipes/)", library.experiments()),
+        files("tasks (conf/)", yaml_files.tasks(config_dir)),
+        files("experiments (recipes/)", yaml_files.experiments()),
         files("variants (variant=name)", variants),
         columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
         *_settings(cls),
@@ -78,9 +78,9 @@ def _line(row: Row) -> str:
 
 def files(title: str, files: dict[str, Path]) -> str:
     """A line for each file: its name, the recipes that it is for, and what it is."""
-    lines = {name: library.headline(file) for name, file in files.items()}
+    lines = {name: yaml_files.headline(file) for name, file in files.items()}
     for name, file in files.items():
-        if recipes := library.recipes(file):
+        if recipes := yaml_files.recipes(file):
             lines[name] = f"[{', '.join(recipes)}] {lines[name]}"
     return columns(title, lines)
 

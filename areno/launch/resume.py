@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.schema.values import value_at
+from areno.config.values import value_at
 from areno.errors import ConfigError, Problem
-from areno.run.changes import Change
-from areno.run.earlier_run import EarlierRun
-from areno.tracking import new_run
-from areno.tracking.description import overrides_of, sweep_of
-from areno.tracking.new_run import NewFolder
+from areno.run.resume import Change, EarlierRun
+from areno.tracking import run_folder
 from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import NewFolder, overrides_of, sweep_of
 
 
 def named_run(text: str, recipe: str) -> Path:
@@ -28,11 +26,11 @@ def named_run(text: str, recipe: str) -> Path:
     problem = ""
     if not folder.is_dir():
         problem = "there is no folder {}"
-    elif new_run.is_sweep(folder):
+    elif run_folder.is_sweep(folder):
         problem = "{} holds a sweep: start it again with the same command and its trial_name, or name one of its runs"
-    elif not new_run.is_described(folder):
+    elif not run_folder.is_described(folder):
         problem = "{} is not the folder of a run: it has no config.yaml"
-        if new_run.is_described(folder.parent.parent):
+        if run_folder.is_described(folder.parent.parent):
             problem += f"; {folder.parent.parent} is one"
     elif not EarlierRun(folder).goes_on:
         problem = "{} has no state to go on from: it was started with recover.mode=off, or {} was removed"
@@ -52,7 +50,7 @@ def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -
     """Whether the run in this folder goes on, or the sweep if its overrides are given."""
     if sweep is None:
         return earlier_run(config, folder) is not None
-    if config.recover.mode == "off" or not new_run.is_sweep(folder):
+    if config.recover.mode == "off" or not run_folder.is_sweep(folder):
         return False
     before = sweep_of(folder)
     if _unnamed(before) != _unnamed(sweep):
@@ -77,7 +75,7 @@ def take_up(
     changed = earlier.refuse_other(config, recipe, explicit)
     if changed:
         before = overrides_of(earlier.folder) if explicit else []
-        new_run.describe_again(earlier.folder, config, [*before, *overrides])
+        run_folder.describe_again(earlier.folder, config, [*before, *overrides])
     return changed
 
 
@@ -141,11 +139,11 @@ def tell_unfinished(command: str, experiment: Path) -> None:
     """Say how to go on with the last run or sweep of an experiment, if that has not come to its end."""
     if not os.path.isdir(experiment):  # False, and no error, also for a name that is too long
         return
-    folders = [path for path in experiment.iterdir() if new_run.is_described(path) or new_run.is_sweep(path)]
-    newest = max(folders, key=new_run.begun_at, default=None)
+    folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
+    newest = max(folders, key=run_folder.begun_at, default=None)
     if newest is None:
         return
-    is_sweep = new_run.is_sweep(newest)
+    is_sweep = run_folder.is_sweep(newest)
     runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
     if not any(run.is_running for run in runs) and any(run.states.are_unfinished for run in runs):
         told = _how_with_sweep(newest) if is_sweep else how(command, newest)

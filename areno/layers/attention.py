@@ -93,7 +93,7 @@ class CachedAttend:
         return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
 
     def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """See `areno/layers/recurrent/delta.py`."""
+        """See `areno/layers/delta.py`."""
         return self.states(layer, given_NP, weights)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.products import UnsplitProduct, add_product
-from areno.layers.adapters.adapter import Adapter
-from areno.layers.adapters.config import AdapterSpec
+from areno.layers.adapter import Adapter
+from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, Part, WeightSpec
 
 
@@ -24,7 +24,7 @@ class Linear(nn.Module):
 
     split (of the methods): outside of such a pair of layers the ranks have a share of the tokens each, n of N.
     unsplit: None, or how products are computed so that a row has the same bits beside any others; see
-    areno/engine/same_bits/exact.py.
+    areno/engine/exact.py.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):

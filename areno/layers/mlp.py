@@ -1,16 +1,42 @@
 """The MLP of a layer.
 
 Shape letters: N tokens, D hidden size, I inner size of this rank.
+
+The MLP of a layer as a mixture of experts, divided over the tensor-parallel ranks by whole experts.
+
+A router gives each token a probability of each expert. The token goes through the most probable ones, and their outputs
+are added up with these weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al. 2021, "Switch Transformers", arXiv
+2101.03961). No token is dropped. Each rank computes its own experts for all tokens, so the sum over the ranks that
+follows every row-parallel layer is all they exchange.
+
+Shape letters: N tokens, D hidden size, E experts (of all ranks, for the router; of this rank elsewhere), k experts of a
+token, M = N k copies of tokens, sorted by expert, I inner size of an expert.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
+from areno.kernels.experts import (
+    Groups,
+    add_grouped_product,
+    choose_experts,
+    combine,
+    group_by_expert,
+    grouped_product,
+    reference,
+    weighted_swiglu_backward,
+)
+from areno.kernels.products import float_product
+from areno.layers.config import Experts
+from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
-from areno.layers.shard import WeightSpec
+from areno.layers.routing import Routing
+from areno.layers.shard import Layout, Part, WeightSpec
 
 
 class GatedMLP(nn.Module):
@@ -72,3 +98,174 @@ class GatedMLP(nn.Module):
             wait_for(work)
         self.gate_up.accumulate(grad_gate_up_N2I, x_ND)
         return self.gate_up.input_gradient(grad_gate_up_N2I, split)
+
+
+class Router(Linear):
+    """Scores of the experts. Every rank has all of it, and the same gradient.
+
+    Its logits are kept in fp32 where the device can, and the softmax is over all experts in fp32: a rounded logit may
+    choose another expert.
+    """
+
+    def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
+        super().__init__(n_experts, hidden_size, spec, bias=False)
+        self.layout: Layout = {"weight": (Part((n_experts, hidden_size)),)}
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        """(N, E) float32 logits."""
+        return float_product(x_ND, self.weight).float()
+
+
+class ExpertMatrices(nn.Module):
+    """A matrix for each expert of this rank, one below the other: `weight` is (E * O, I).
+
+    sizes: outputs of the checkpoint tensors that each matrix consists of, from the first row down.
+    """
+
+    def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
+        super().__init__()
+        self.n_local = n_local = spec.tp.shard(n_experts, "experts")
+        self.out_size = sum(sizes)
+        self.weight = spec.empty(n_local * self.out_size, in_size)
+        parts, offset = [], 0
+        for expert in range(n_experts):
+            holder, is_here = expert // n_local, expert // n_local == spec.tp.rank
+            for size in sizes:
+                held = size if is_here else 0
+                parts.append(Part((size, in_size), offset=offset, dim=0, size=held, holder=holder))
+                offset += held
+        self.layout: Layout = {"weight": tuple(parts)}
+
+    @property
+    def stack_EOI(self) -> Tensor:
+        return self.weight.unflatten(0, (self.n_local, self.out_size))
+
+    def accumulate(self, grad_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
+        """Add what one product contributes to the float32 gradient; a frozen matrix has none."""
+        if self.weight.requires_grad:
+            assert self.weight.grad is not None
+            add_grouped_product(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
+
+
+class ExpertMLP(nn.Module):
+    """The sum of down(silu(gate x) * up x) over a token's experts, times their weights.
+
+    layer: its number among the model's expert layers. routing: what these share; see there for what can be told and
+    read. `forward` runs under autograd, the two fused halves outside it. split: see Linear. A rank then has a share of
+    the tokens as input and output, but all of them are routed on every rank.
+    """
+
+    def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
+        super().__init__()
+        self.tp, self.experts, self.layer, self.routing = spec.tp, experts, layer, routing
+        self.row_multiple = 1  # of the rows of an expert's products; see areno/engine/exact.py
+        inner = experts.inner_size
+        self.router = Router(hidden_size, experts.n_experts, spec)
+        self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
+        self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
+
+    def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
+        if split:  # the router's gradient is the same on every rank, and `copy_in` sums that of the experts
+            x_ND = self.tp.join_equal(x_ND)
+        logits_NE = self.router(x_ND)
+        chosen_Nk = self.routing.choose(self.layer, logits_NE)
+        weights_Nk = self.tp.copy_in(self._weights(logits_NE, chosen_Nk))
+        groups = self._groups(chosen_Nk)
+        rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
+        how = groups.ends_E, False, self.row_multiple
+        gate_MI, up_MI = reference.grouped_product(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
+        y_MD = reference.grouped_product(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
+        out_ND = reference.combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        return self.tp.sum_out(out_ND) if split else self.tp.reduce_out(out_ND)
+
+    def _groups(self, chosen_Nk: Tensor) -> Groups:
+        n_local = self.experts_gate_up.n_local
+        return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
+
+    def _weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
+        """(N, k) float32, of the chosen experts."""
+        probs_NE = logits_NE.softmax(-1)
+        if self.routing.balance_E is not None and torch.is_grad_enabled():
+            n_tokens = self.routing.n_tokens
+            probs_NE = _Balance.apply(probs_NE, self.routing.balance_E, n_tokens)  # type: ignore[assignment]
+        weights_Nk = probs_NE.gather(1, chosen_Nk)
+        return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
+
+    def fused_forward(
+        self, x_ND: Tensor, split: bool = False, whole: bool = True
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The output, the intermediate result that `fused_backward` takes if it is kept, and what it always needs."""
+        from areno.kernels.elementwise.triton_swiglu import swiglu
+
+        if split:
+            x_ND = self.tp.joined(x_ND)
+        logits_NE, routing = self.router(x_ND), self.routing
+        if routing.is_free:
+            chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
+            routing.note(self.layer, chosen_Nk)
+        else:
+            chosen_Nk = routing.choose(self.layer, logits_NE)
+            weights_Nk = self._weights(logits_NE, chosen_Nk)
+        groups = self._groups(chosen_Nk)
+        rows_MD = x_ND.index_select(0, groups.tokens_M)
+        gate_up_M2I = grouped_product(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
+        del rows_MD
+        y_MD = grouped_product(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
+        out_ND = combine(y_MD, groups.places_Nk, weights_Nk, groups.ends_E)
+        if whole:
+            out_ND = self.tp.summed(out_ND) if split else self.tp.reduce_out(out_ND)
+        return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
+
+    def fused_backward(
+        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool = False
+    ) -> Tensor:
+        """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again.
+
+        saved: what `fused_forward` returned last. The experts are those of the forward pass, not chosen again.
+        """
+        if split:
+            grad_ND, x_ND = self.tp.joined(grad_ND), self.tp.joined(x_ND)
+        chosen_Nk = saved[0].long()
+        groups = self._groups(chosen_Nk)
+        gate_up, down, ends_E = self.experts_gate_up, self.experts_down, groups.ends_E
+        logits_NE = self.router(x_ND)
+        with torch.enable_grad():
+            weights_Nk = self._weights(logits_NE.requires_grad_(), chosen_Nk)
+        rows_MD = x_ND.index_select(0, groups.tokens_M)
+        gate_up_M2I = grouped_product(rows_MD, gate_up.stack_EOI, ends_E) if kept is None else kept
+        grad_MD = grad_ND.index_select(0, groups.tokens_M)
+        grad_MI = grouped_product(grad_MD, down.stack_EOI, ends_E, transposed=True)
+        weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
+        grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
+        del gate_up_M2I, grad_MI
+        down.accumulate(grad_MD, act_MI, groups)
+        del grad_MD, act_MI
+        gate_up.accumulate(grad_gate_up_M2I, rows_MD, groups)
+        del rows_MD
+        grad_x_MD = grouped_product(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
+        grad_x_ND = combine(grad_x_MD, groups.places_Nk, None, ends_E)
+        grad_x_ND = self.tp.summed(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
+        grad_weights_Nk = grad_weights_M.index_select(0, groups.places_Nk.flatten()).view_as(weights_Nk)
+        # All ranks have the same of this half, so it is added after their sum.
+        grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
+        (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
+        grad_logits_NE = grad_logits_NE.to(x_ND.dtype)
+        self.router.accumulate(grad_logits_NE, x_ND)
+        return grad_x_ND + (self.tp.rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
+
+
+class _Balance(torch.autograd.Function):
+    """Identity. Its backward pass adds the gradient of the auxiliary loss to that of each token that is not padding."""
+
+    @staticmethod
+    def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None) -> Tensor:
+        ctx.save_for_backward(balance_E)
+        ctx.n_tokens = n_tokens
+        return probs_NE.view_as(probs_NE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (balance_E,) = ctx.saved_tensors
+        grad_NE = grads[0].clone()
+        grad_NE[: ctx.n_tokens] += balance_E
+        return grad_NE, None, None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.peers.memory import PeerMemory
+from areno.kernels.peers import PeerMemory
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Layout, Part, WeightSpec
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.peers.memory import PeerMemory
+from areno.kernels.peers import PeerMemory
 
 # Newer releases of torch have the same operations under other names, and warn of these.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)

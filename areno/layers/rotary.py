@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.layers.rope_config import Rope
+from areno.layers.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areno.layers.experts_config import Experts
+from areno.layers.config import Experts
 
 
 @dataclass

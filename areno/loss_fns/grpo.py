@@ -13,10 +13,18 @@ from torch import Tensor
 
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
-from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.ratio import ImportanceLevel, ProxMethod, bounded, sequence_log_ratio, token_log_ratio
-from areno.loss_fns.reduction import Reduction, reduce_tokens
-from areno.loss_fns.surrogates import Surrogate, cispo_surrogate, clipped_surrogate, sapo_surrogate
+from areno.loss_fns.policy import Reduction, add_kl, policy_stats, reduce_tokens, surrogate_stats
+from areno.loss_fns.surrogates import (
+    ImportanceLevel,
+    ProxMethod,
+    Surrogate,
+    bounded,
+    cispo_surrogate,
+    clipped_surrogate,
+    sapo_surrogate,
+    sequence_log_ratio,
+    token_log_ratio,
+)
 
 
 def grpo_loss_fn(

@@ -8,8 +8,7 @@ from torch import Tensor
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.ratio import bounded, token_log_ratio
-from areno.loss_fns.surrogates import clipped_surrogate
+from areno.loss_fns.surrogates import bounded, clipped_surrogate, token_log_ratio
 
 
 def gspo_loss_fn(

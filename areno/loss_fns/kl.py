@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from areno.loss_fns.correction import MAX_LOG_RATIO
-from areno.loss_fns.ratio import bounded
+from areno.loss_fns.surrogates import bounded
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

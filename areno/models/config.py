@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from areno.layers.experts_config import Experts
-from areno.layers.recurrent.config import Delta
-from areno.layers.rope_config import Rope
-from areno.models.families.rope import read_rope
-from areno.models.folder.raw_config import RawConfig
+from areno.layers.config import Delta, Experts, Rope
+from areno.models.folder import RawConfig
+from areno.models.rope import read_rope
 
 FamilyName = Literal[
     "qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3_text", "qwen3_moe",

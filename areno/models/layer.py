@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from areno.layers.attention import Attend
-from areno.layers.experts import ExpertMLP
+from areno.layers.delta import GatedDelta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
-from areno.layers.mlp import GatedMLP
+from areno.layers.mlp import ExpertMLP, GatedMLP
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
-from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import rotate
 from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec

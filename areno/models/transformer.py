@@ -17,16 +17,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from areno.kernels.backend import use_triton
-from areno.kernels.peers.memory import PeerMemory
+from areno.kernels.peers import PeerMemory
 from areno.kernels.products import fill_rows
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
-from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.delta import GatedDelta
+from areno.layers.embedding import ValueHead, VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
-from areno.layers.recurrent.delta import GatedDelta
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
 from areno.layers.shard import Part, WeightSpec
-from areno.layers.value_head import ValueHead
 from areno.models.config import TransformerConfig
 from areno.models.layer import Layer
 
@@ -40,7 +39,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tp = spec.tp
-        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/same_bits/exact.py
+        self.row_multiple = 1  # of the tokens of a pass; see areno/engine/exact.py
         # Called in a backward pass with a stage, when the gradients of all parameters from that stage on are there.
         self.passed: Callable[[int], None] | None = None
         vocab, size = config.vocab_size, config.hidden_size
@@ -87,7 +86,7 @@ class Transformer(nn.Module):
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since it needs Triton.
-            from areno.models.fused.layer import fused_layer, fused_norm
+            from areno.models.fused import fused_layer, fused_norm
 
             x_ND, delta_ND, peers = x_ND.float(), None, None if split else self._summing_peers(x_ND)
             for index, layer in enumerate(self.layers):

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.errors import CheckpointError, Key, Problem
-from areno.files.companions import copy_companions
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
@@ -26,10 +25,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, in_order
 from areno.layers.shard import Part
 from areno.models.config import Family, TransformerConfig
-from areno.models.families.table import FAMILIES
-from areno.models.folder.hub import resolve
-from areno.models.folder.weight_files import INDEX, opened, tensor_files
-from areno.models.names import module_names, stored_names
+from areno.models.families import FAMILIES, module_names, stored_names
+from areno.models.folder import INDEX, copy_companions, opened, resolve, tensor_files
 from areno.models.transformer import Transformer
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of what we can read

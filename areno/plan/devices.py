@@ -75,28 +75,28 @@ def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: Sche
 
 
 def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
-    from areno.engine.processes.on_ray import cluster
+    from areno.engine.processes import ray_cluster
 
     n_nodes, size = settings.n_nodes, engine.world_size
     n_each = settings.n_gpus_per_node or (size and size // n_nodes)
-    cluster.connect(n_nodes, n_each or engine.tp_size)
+    ray_cluster.connect(n_nodes, n_each or engine.tp_size)
 
-    def kind_of(nodes: Sequence[cluster.Node]) -> str:
+    def kind_of(nodes: Sequence[ray_cluster.Node]) -> str:
         return engine.device if engine.device != "auto" else "cuda" if any(node.gpus for node in nodes) else "cpu"
 
     def least_of(kind: str) -> int:
         return n_each or (engine.tp_size if kind == "cpu" else 1)
 
-    def enough(nodes: Sequence[cluster.Node]) -> bool:  # the nodes with GPUs may come last
-        return cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
+    def enough(nodes: Sequence[ray_cluster.Node]) -> bool:  # the nodes with GPUs may come last
+        return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
 
-    kind = kind_of(cluster.nodes())
-    found = cluster.wait_for(enough, scheduler.setup_timeout, cluster.wanted(kind, n_nodes, least_of(kind)))
+    kind = kind_of(ray_cluster.nodes())
+    found = ray_cluster.wait_for(enough, scheduler.setup_timeout, ray_cluster.wanted(kind, n_nodes, least_of(kind)))
     n_least = least_of(kind := kind_of(found))
-    if not cluster.has_room(found, kind, n_nodes, n_least):
-        raise ConfigError(cluster.no_room(kind, n_nodes, n_least, found, scheduler.setup_timeout))
+    if not ray_cluster.has_room(found, kind, n_nodes, n_least):
+        raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_least, found, scheduler.setup_timeout))
     if kind == "cpu" and engine.device == "auto":
-        _take_cpu(cluster.described(found))
+        _take_cpu(ray_cluster.described(found))
     if n_each is None and kind == "cuda":
         n_least = sorted((node.gpus for node in found), reverse=True)[n_nodes - 1]
         if n_least % engine.tp_size:

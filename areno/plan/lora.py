@@ -9,15 +9,14 @@ from typing import TypeVar
 
 from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
 from areno.config.models import ModelConfig
-from areno.config.schema.values import show
+from areno.config.values import show
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
-from areno.files.companions import TOKENIZER
 from areno.files.paths import existing_path, model_of
-from areno.layers.adapters.config import AdapterSpec
-from areno.models.adapters.shapes import OF_EXPERTS, kept_within, linear_shapes
+from areno.layers.config import AdapterSpec
+from areno.models.adapter_shapes import OF_EXPERTS, kept_within, linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.folder.hub import HUB_ID, resolve
+from areno.models.folder import HUB_ID, TOKENIZER, resolve
 
 KEY = "actor.init_lora_from"
 _WITHIN = (
@@ -45,7 +44,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
         targets = tuple(_adapted_shapes(actor, model))
         adapters = AdapterSpec(actor.lora_rank, float(actor.lora_alpha), targets, actor.use_rslora)
         return LoraSpec(adapters=adapters, base=base)
-    from areno.models.adapters.folder import read_adapter_config  # imports torch
+    from areno.models.adapters import read_adapter_config  # imports torch
 
     with model_of(KEY):
         folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
@@ -98,7 +97,7 @@ def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
 
 def adapter_folder(path: str) -> Path | None:
     """The local folder where `path` is one of adapters, or the hub id of one; else None."""
-    from areno.models.adapters.folder import is_adapter
+    from areno.models.adapters import is_adapter
 
     folder = existing_path(path)
     if folder is None and HUB_ID.fullmatch(path):
@@ -116,7 +115,7 @@ def with_model(actor: Actor, path: str) -> Actor:
     folder = adapter_folder(path)
     if folder is None:
         return replace(actor, **no_lora, path=path, init_from_scratch=False)
-    from areno.models.adapters.folder import base_of
+    from areno.models.adapters import base_of
 
     base = base_of(folder)
     if existing_path(base) is None and not HUB_ID.fullmatch(base):

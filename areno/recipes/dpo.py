@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
+from areno.config.fields import forbid, setting
 from areno.config.models import ModelConfig
-from areno.config.schema.fields import forbid, setting
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:

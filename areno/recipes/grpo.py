@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
+from areno.config.fields import setting
 from areno.config.models import TokenPolicyConfig
-from areno.config.schema.fields import setting
 from areno.launch import run_recipe
 
 if TYPE_CHECKING:

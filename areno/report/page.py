@@ -1,18 +1,199 @@
-"""One HTML page of runs that needs nothing beside itself: no network, no other file."""
+"""What a report shows of its runs, as plain data for the page.
+
+One HTML page of runs that needs nothing beside itself: no network, no other file.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from areno import __version__
+from areno.config.values import flat
 from areno.errors import ArenoError
 from areno.files.durable import write_text_whole
-from areno.report.contents import contents, without_nan
-from areno.tracking.reader import RunReader
+from areno.report.curves import Chart, charts, is_count, thinned, unit_of
+from areno.report.verdict import differing, run_names, verdict
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+
+SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed
+SHOWN_CHARS = 120  # of prompt and completion in the table of samples
+_TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
+_INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
+
+
+def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
+    """Everything that the page shows. sample_bytes: how much of the page the samples may be, compressed and encoded.
+
+    {"title": of the page, "runs": [{"name", "path", "status", "steps", "duration", "versions", "settings", "overrides",
+    "series", "samples"}], "verdict": see `verdict`, "headlines": [{"name", "title", "unit", "counts", "runs": [[first,
+    best, last, step of the best], or None for each run]}], "charts": {heading: [{"title", "names", "stacked", "unit",
+    "counts"}]}, "constant": {scalar: value in all steps}, "differences": {key: [value of each run]}}
+    """
+    names = run_names(runs)
+    metrics = [run.metrics() for run in runs]
+    shown, constant = _shown(metrics)
+    described = []
+    for name, run, of_run in zip(names, runs, metrics, strict=True):
+        series = {key: _pair(*thinned(found.steps, found.values)) for key, found in of_run.items()}
+        described.append(
+            {
+                "name": name,
+                "path": str(run.path),
+                "status": run.status(),
+                "steps": last_step(of_run),
+                "duration": duration(seconds(run)),
+                "versions": run.versions,
+                "settings": flat(run.config),
+                "overrides": run.overrides,
+                "series": series,
+                "samples": packed_samples(run, sample_bytes // len(runs)),
+            }
+        )
+    return {
+        "title": _title(runs),
+        "runs": described,
+        "verdict": verdict(runs, names, metrics),
+        "headlines": _headlines(metrics),
+        "charts": {
+            heading: [vars(chart) | {"unit": chart.unit, "counts": chart.counts} for chart in of]
+            for heading, of in shown.items()
+        },
+        "constant": constant,
+        "differences": differing([run.config for run in runs]) if len(runs) > 1 else {},
+    }
+
+
+def _title(runs: Sequence[RunReader]) -> str:
+    """`experiment/trial` of a run or a sweep, with the number of runs if there are several."""
+    folders = {run.sweep or run.path for run in runs}
+    of = "/".join(folders.pop().absolute().parts[-2:]) if len(folders) == 1 else ""
+    several = f"{len(runs)} runs" if len(runs) > 1 else ""
+    return ", ".join(filter(None, (of, several)))
+
+
+def _shown(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
+    """Return the charts, and the rest: the values of scalars that are the same in all steps of all runs."""
+    values: dict[str, list[float]] = {}
+    for of_run in metrics:
+        for name, series in of_run.items():
+            values.setdefault(name, []).extend(series.values)
+    constant = {name: of[0] for name, of in sorted(values.items()) if len(of) > 1 and all(one == of[0] for one in of)}
+    shown = charts(values, len(metrics))
+    if more := [chart for chart in shown.pop("More", []) if chart.title not in constant]:
+        shown["More"] = more
+    charted = {name for of in shown.values() for chart in of for name in chart.names}
+    return shown, {name: value for name, value in constant.items() if name not in charted}
+
+
+def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
+    """Return one row for each number, with the values of all runs."""
+    found = [headlines(of_run) for of_run in metrics]
+    rows = []
+    for name, (title, _) in NAMES.items():
+        lines = [of_run.get(name) for of_run in found]
+        if any(lines):
+            values = [line and [line.first, line.best, line.last, line.step] for line in lines]
+            unit = unit_of(name)
+            rows.append({"name": name, "title": title, "unit": unit, "counts": is_count(unit), "runs": values})
+    return rows
+
+
+def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
+    return [list(steps), [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]]
+
+
+def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
+    """The samples of a run: an index of all and, step by step, each in full, gzipped and in base64.
+
+    {"index": text, "steps": {step: text}, "left_out": what did not fit in most_bytes, in words; "" if all did}.
+    The values of single tokens are left out first, then whole steps, evenly, but never the first and the last.
+    """
+    steps = run.sampled_steps()
+    if not steps:
+        return {"index": "", "steps": {}, "left_out": ""}
+    index, sizes, slim = [], {}, {}
+    packed: dict[int, str] = {}
+    for step in steps:
+        samples = [without_nan(sample) for sample in run.samples(step)]
+        index += [_index_line(step, number, sample) for number, sample in enumerate(samples)]
+        packed[step] = pack(samples)
+        bare = [{name: value for name, value in sample.items() if name not in _TOKEN_VALUES} for sample in samples]
+        slim[step] = pack(bare) if bare != samples else packed[step]
+        sizes[step] = len(slim[step])
+    left = most_bytes - len(pack(index))
+    full = sum(map(len, packed.values())) <= left
+    told = ""
+    if not full:
+        kept = _evenly(steps, sizes, left)
+        detailed = _evenly(kept, {step: len(packed[step]) - sizes[step] for step in kept}, left - _total(sizes, kept))
+        packed = {step: packed[step] if step in detailed else slim[step] for step in kept}
+        told = f"{len(steps) - len(kept)} of {len(steps)} steps are without samples"
+        told += f" and {len(kept) - len(detailed)} without the values of single tokens, to keep this page small"
+    shown = set(packed)
+    return {"index": pack([line for line in index if line[0] in shown]), "steps": packed, "left_out": told}
+
+
+def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
+    return sum(sizes[step] for step in steps)
+
+
+def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
+    """As many of the steps as fit, at equal distances, with the first and the last."""
+    for stride in range(1, len(steps) + 1):
+        kept = [*steps[:-1:stride], steps[-1]]
+        if _total(sizes, kept) <= most_bytes:
+            return kept
+    return []
+
+
+def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
+    """step, number in the step, the group, the values of _INDEX, what was asked, the beginning of the completion.
+
+    The end of a prompt is shown where the task is not known: examples come before the question.
+    """
+    task = task_of(sample)
+    return [
+        step,
+        number,
+        sample.get("group", sample.get("row")),
+        *(sample.get(name) for name in _INDEX),
+        task[:SHOWN_CHARS] if task else str(sample.get("prompt") or "")[-SHOWN_CHARS:],
+        str(sample.get("completion") or "")[:SHOWN_CHARS],
+    ]
+
+
+def task_of(sample: Mapping[str, Any]) -> str:
+    """Return the task of a sample without its chat template: of an agent, the first message of the user."""
+    try:
+        messages = sample["trajectory"]["turns"][0]["messages"]
+        content = next(message["content"] for message in messages if message["role"] == "user")
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        return "\n".join(parts)
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration):  # another program's, or no agent's
+        return str(sample.get("task") or "")
+
+
+def without_nan(value: Any) -> Any:
+    """JSON of other programs knows no NaN: null stands for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: without_nan(one) for name, one in value.items()}
+    return [without_nan(one) for one in value] if isinstance(value, list) else value
+
+
+def pack(value: Any) -> str:
+    """JSON, gzipped, in base64. The page unpacks it with the browser's own DecompressionStream."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
+
 
 _STATIC = Path(__file__).with_name("static")
 _SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", "page")

@@ -1,4 +1,7 @@
-"""Computes one recorded sample again: what a checkpoint thinks of its tokens, and what they add to the loss."""
+"""What each token of a row adds to the loss.
+
+Computes one recorded sample again: what a checkpoint thinks of its tokens, and what they add to the loss.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,39 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
-from areno.config.experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.config.schema.values import value_at
+from areno.config.experiments import CriticExperimentConfig, LossFn, PolicyExperimentConfig
+from areno.config.values import value_at
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, experiment_roles, plan_of_experiment
-from areno.report.recorded import RecordedRow, recorded_row
-from areno.report.sample_form import check_sample
-from areno.tracking.description import recipe_of
+from areno.report.recorded import RecordedRow, check_sample, recorded_row
 from areno.tracking.reader import RunReader
-from areno.trainers.correct import correct_rows, needs_proximal
+from areno.tracking.run_folder import recipe_of
 from areno.trainers.rows import sample_rewards
+from areno.trainers.update import correct_rows, needs_proximal, pack_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
+
+
+def attribute_loss(
+    loss_fn: LossFn, row: TrainSequence, logprobs: Sequence[float]
+) -> tuple[float, np.ndarray | None, np.ndarray]:
+    """The loss of a row that is a step of its own, and each token's part in it: (loss, contributions, gradient).
+
+    contributions: (n,), what each token adds to the policy term of the loss. A policy loss is linear in the weights of
+    tokens (`DataPack.weights`), so these are its derivatives times the weights, and their sum is the policy term. None
+    where the loss does not use weights. gradient: (n,), of the loss by each token's log-probability: negative where
+    training makes the token more likely, 0 where it is clipped or not trained.
+    """
+    pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
+    weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
+    pack.weights = weights.requires_grad_()
+    loss, _ = loss_fn(pack, given)
+    by_logprob, by_weight = torch.autograd.grad(loss, [given, weights], allow_unused=True)
+    contributions = None if by_weight is None else (by_weight * weights).detach().numpy()
+    return loss.item(), contributions, torch.zeros(len(given)).numpy() if by_logprob is None else by_logprob.numpy()
 
 
 @dataclass(kw_only=True)
@@ -220,7 +242,6 @@ def _add_loss(
     algorithm: Algorithm,
 ) -> None:
     """Add the loss and the gradient of each token. step: in which the sample was trained on."""
-    from areno.report.attribution import attribute_loss
 
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(

@@ -1,4 +1,7 @@
-"""The verdict at the top of a report: which setting is best, by how much, and how far its seeds lie apart."""
+"""What differs between runs: their names, their settings.
+
+The verdict at the top of a report: which setting is best, by how much, and how far its seeds lie apart.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,58 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.files.reading import content_of
-from areno.launch.sweeps.results import Outcome, Sweep
-from areno.report.differences import differing
-from areno.tracking.headlines import NAMES, duration, headlines, last_step, seconds
-from areno.tracking.reader import RunReader, Series
+from areno.config.values import flat
+from areno.files.paths import content_of
+from areno.launch.sweep_results import Outcome, Sweep
+from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+
+_LONGEST = 48  # characters of what a name says about a run of a sweep
+RUN_NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Key -> its value in each of the configurations, for the keys whose values are not all equal.
+
+    A key that a configuration does not have is None there. The names of the runs do not count.
+    """
+    settings = [flat(config) for config in configs]
+    keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
+    values = {key: [one.get(key) for one in settings] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them apart."""
+    parts = [path.absolute().parts for path in paths]
+    names = [str(path) for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(of[-length:]) for of in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def run_names(runs: Sequence[RunReader]) -> list[str]:
+    """Short names. A run of a sweep is also called by the settings that not all of these runs were given.
+
+    These are cut off where they are long; the number of the run in front of them tells it apart.
+    """
+    names = short_names([run.path for run in runs])
+    given = [set(run.overrides) for run in runs if run.sweep]
+    common = set.intersection(*given) if given else set()
+    for place, run in enumerate(runs):
+        own = [line for line in run.overrides if line not in common] if run.sweep else []
+        about = " ".join(map(_in_short, own))
+        about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
+        names[place] = f"{names[place]} {about}".rstrip()
+    return names
+
+
+def _in_short(override: str) -> str:
+    """`lr=0.1` of `actor.optimizer.lr=0.1`, and `path=rows.jsonl` of `train_dataset.path=/data/rows.jsonl`."""
+    key, equals, value = override.partition("=")
+    return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]
+
 
 _LAST_STEPS = 5  # a scalar of single steps is noisy: the mean of the last ones counts
 _MOST_SETTINGS = 4  # in the title of a place

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from areno.config.rollout.reward import BUILT_IN_REWARDS, RewardConfig
+from areno.config.rollout import BUILT_IN_REWARDS, RewardConfig
 from areno.engine.processes.child import dumps
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import find_file

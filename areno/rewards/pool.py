@@ -21,14 +21,13 @@ from multiprocessing.connection import Pipe
 from typing import Any
 
 from areno import heartbeat
-from areno.config.rollout.reward import RewardConfig
+from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
 from areno.rewards.functions import KEY, Given, reward_functions, shown_names
-from areno.rewards.record import Record
+from areno.rewards.records import Record
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes.cores import default_workers
+from areno.user_processes.pool import Failure, Slow, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
-from areno.user_processes.worker_pool import Failure, Slow, WorkerPool
 
 logger = logging.getLogger("areno.rewards")
 

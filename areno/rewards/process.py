@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
-from areno.rewards.verdict import Answer, verdict
-from areno.user_processes.user_process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
+from areno.rewards.records import Answer, verdict
+from areno.user_processes.process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
 
 if TYPE_CHECKING:
     import asyncio

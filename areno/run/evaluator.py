@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from areno.checkpoint.trigger import Trigger
 from areno.config.experiments import ExperimentConfig, metric_problems
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError
+from areno.run.checkpoints import Trigger
 
 Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 """(name of a set, its rows) -> its metrics by name."""

@@ -15,23 +15,21 @@ from typing import Any, NoReturn
 import numpy as np
 
 from areno import heartbeat
-from areno.api.metrics import step_scalars, step_times, with_prefix
-from areno.checkpoint.saver import Saver
+from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
 from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, EngineError, Key, WorkerLost
-from areno.files.stopping import Stop
+from areno.files.interrupts import Stop
 from areno.plan.arguments import check_folder
-from areno.run.earlier_run import folder_for
+from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
-from areno.run.recovery import RecoverableEngine, Recovery
+from areno.run.resume import RecoverableEngine, Recovery, folder_for
 from areno.tracking.console import RESUMED, log_done, log_epoch, log_start, log_stopped
-from areno.tracking.description import overrides_of
 from areno.tracking.display.display import Display, chosen_console, settings_told
 from areno.tracking.divergence import Divergence
 from areno.tracking.recorder import open_trackers
+from areno.tracking.run_folder import overrides_of
 from areno.tracking.run_log import RunLog
-from areno.tracking.stopwatch import Stopwatch
 from areno.types import Batch
 
 logger = logging.getLogger("areno")

@@ -1,15 +1,19 @@
-"""What a training loop works with, opened from its configuration and closed together."""
+"""What stands around every training loop: a lost worker does not end it, and whatever ends it leaves a state.
+
+What a training loop works with, opened from its configuration and closed together.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from areno.agents.pool import AgentPool
 from areno.api.trainer import Trainer
@@ -26,11 +30,59 @@ from areno.plan.plan import TrainerPlan, check_copies, experiment_roles, plan_of
 from areno.plan.schedule import schedule_warnings, with_schedules
 from areno.rewards.pool import RewardPool
 from areno.run.evaluator import Evaluator
-from areno.run.inputs import folder_fingerprint, rows_fingerprint
 from areno.run.run import Run
+from areno.run.states import folder_fingerprint, rows_fingerprint
+from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
-from areno.tracking.services.tracker import check_services
 from areno.types import RewardRecord
+
+Loop = TypeVar("Loop", bound="HasRun")
+
+
+class AttendedRun(Protocol):
+    """See Run."""
+
+    def attended(self) -> AbstractContextManager[None]: ...
+
+    @property
+    def may_restart(self) -> bool: ...
+
+    def give_up(self, lost: WorkerLost) -> NoReturn: ...
+
+    def restart(self, lost: WorkerLost) -> None: ...
+
+    def has_result(self, result: float) -> None: ...
+
+
+class HasRun(Protocol):
+    """A loop with its run."""
+
+    @property
+    def run(self) -> AttendedRun: ...
+
+
+def attended(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
+    """Marks the method that runs a loop to its end; its result is that of the run. See Run.attended."""
+
+    @functools.wraps(fit)
+    def attended_fit(loop: Loop) -> float:
+        with loop.run.attended():
+            lost: WorkerLost | None = None
+            while True:
+                try:
+                    if lost is not None:
+                        loop.run.restart(lost)  # in which the next one may be lost
+                    result = fit(loop)
+                    break
+                except WorkerLost as error:
+                    if not loop.run.may_restart:
+                        loop.run.give_up(error)
+                    lost = error
+        loop.run.has_result(result)
+        return result
+
+    return attended_fit
+
 
 logger = logging.getLogger("areno")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.server.spelling import Spelled, TokenTexts
+from areno.server.text import Spelled, TokenTexts
 from areno.types import GenerationOutput, TokenScores
 
 TokenScore = tuple[int, float | None, TokenScores]

@@ -1,10 +1,14 @@
-"""The web application: routes, the key, errors in OpenAI's form, streams of events, and what happens when it ends."""
+"""The web application: routes, the key, errors in OpenAI's form, streams of events, and what happens when it ends.
+
+Puts a server together: conversations, sampling and endpoints over one engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import logging
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -14,14 +18,18 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from areno.engine.engine import Engine
+from areno.engine.requests import RequestLimits
 from areno.server import answers
-from areno.server.bodies import read_json, too_large, unpacked
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
+from areno.server.conversations import Conversations, prompt_threads
 from areno.server.errors import ApiError
+from areno.server.fields import read_json, too_large, unpacked
+from areno.server.host import Threads
+from areno.server.parsers import parser_for_template
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
-from areno.server.sampling import Sampler
-from areno.server.threads import Threads
+from areno.server.sampling import Sampler, ServerLimits
 from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
@@ -226,3 +234,41 @@ async def _whole(answer: Awaitable[bytes]) -> web.Response:
 
 def _error_response(error: ApiError) -> web.Response:
     return web.json_response(error.body(), status=error.status)
+
+
+def build_server(
+    engine: Engine,
+    room: RequestLimits,
+    tokenizer: Any,
+    *,
+    models: list[str],
+    keys: list[str],
+    defaults: SamplingParams,
+    limits: ServerLimits | None = None,
+    seed: int = 0,
+    thinking: bool | None = None,
+    session: str | None = None,
+) -> Server:
+    """A server over an engine in a rollout phase, which has `room`.
+
+    session: of training, where answers have their tokens and nothing is forced by tool_choice. The other arguments are
+    those of Server, Sampler and Conversations.
+    """
+    stop_ids = frozenset(engine.spec.eos_token_ids) | frozenset(defaults.stop_token_ids or ())
+    limits = limits or ServerLimits()
+    sampler = Sampler(engine, room, limits, seed, stop_ids)
+    threads = prompt_threads(tokenizer)
+    conversations = Conversations(
+        tokenizer, parser_for_template(tokenizer.chat_template), thinking=thinking, threads=threads,
+        most_tokens=limits.max_remembered, most_prompt=sampler.most_prompt,
+    )  # fmt: skip
+    return Server(
+        chat=ChatCompletions(conversations, sampler, session=session, enforces_calls=session is None),
+        completions=Completions(tokenizer, sampler, threads, tells_tokens=session is not None),
+        sampler=sampler,
+        threads=threads,
+        models=models,
+        keys=keys,
+        defaults=defaults,
+        created=int(time.time()),
+    )

@@ -15,14 +15,13 @@ from areno.errors import ArenoError, DataError
 from areno.server import answers
 from areno.server.conversations import Conversations, Prompt, PromptTooLong
 from areno.server.errors import ApiError
+from areno.server.host import Threads
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ParsedMessage, ToolCall, message_of
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.requests import ChatRequest
 from areno.server.sampling import Sampler
-from areno.server.spelling import Spelled, Spelling, TokenTexts
-from areno.server.stream import TextStream, special_ids
-from areno.server.threads import Threads
+from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, special_ids
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]

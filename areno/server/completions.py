@@ -11,12 +11,11 @@ from typing import Any
 from pydantic_core import to_json
 
 from areno.server import answers
-from areno.server.bounds import has_more_tokens
+from areno.server.errors import has_more_tokens
+from areno.server.host import Threads
 from areno.server.requests import CompletionRequest
 from areno.server.sampling import Sampler
-from areno.server.spelling import Spelled, Spelling, TokenTexts, spelled_prompt
-from areno.server.stream import TextStream, n_begun, special_ids
-from areno.server.threads import Threads
+from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, n_begun, special_ids, spelled_prompt
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]

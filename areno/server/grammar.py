@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areno.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarState
+from areno.engine.decoder.grammar import Grammar, GrammarCompiler, GrammarState
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark, closed, parameters_of
 from areno.server.parsers.message import END_THINK, THINK, ToolCallParser
-from areno.server.parsers.values import Schema
+from areno.server.parsers.reading import Schema
 
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
 

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.schema.values import show
+from areno.config.values import show
 from areno.data.row_schema import bad_text
-from areno.server.bodies import MOST_LEVELS
-from areno.server.bounds import is_deeper, is_larger
-from areno.server.errors import bad
-from areno.server.fields import Fields
+from areno.server.errors import bad, is_deeper, is_larger
+from areno.server.fields import MOST_LEVELS, Fields
 from areno.types import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")

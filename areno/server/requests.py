@@ -11,10 +11,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.config.schema.values import show
+from areno.config.values import show
 from areno.data.row_schema import bad_text
-from areno.server.bounds import is_larger
-from areno.server.errors import ApiError, bad
+from areno.server.errors import ApiError, bad, is_larger
 from areno.server.fields import Fields
 from areno.server.messages import (
     MOST_SCHEMA,

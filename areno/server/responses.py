@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.rollout.sampling import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from areno.config.schema.values import show
+from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
+from areno.config.values import show
 from areno.server.errors import BadTrajectory
 from areno.server.tokens import Runs, Source
 

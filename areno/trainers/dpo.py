@@ -11,13 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from areno.config.experiments import PreferenceExperimentConfig
-from areno.run.attended import attended
-from areno.tracking.console import log_stage
-from areno.tracking.display.progress import Progress
+from areno.run.setup import attended
+from areno.tracking.console import Progress, log_stage
 from areno.trainers.loop import RowLoop
-from areno.trainers.measure_loss import measure_loss
 from areno.trainers.rows import token_rows
-from areno.trainers.update import update
+from areno.trainers.update import measure_loss, update
 from areno.types import Batch, PairItem, TrainSequence
 
 logger = logging.getLogger("areno")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from areno.config.experiments import PolicyExperimentConfig
-from areno.run.attended import attended
-from areno.trainers.by_sample import joined, set_advantages
-from areno.trainers.collect import collect
-from areno.trainers.log import log_rollout, samples_logged
+from areno.run.setup import attended
+from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
+from areno.trainers.rows import joined, set_advantages
 from areno.trainers.update import correct, rows_of, update_policy
 
 

@@ -8,14 +8,12 @@ import numpy as np
 
 from areno.config.experiments import CriticExperimentConfig
 from areno.loss_fns.advantages import explained_variance
-from areno.run.attended import attended
+from areno.run.setup import attended
 from areno.tracking.console import log_stage
-from areno.trainers.by_sample import joined, set_advantages, without_truncated
-from areno.trainers.collect import collect
-from areno.trainers.log import log_rollout, samples_logged
+from areno.trainers.collect import collect, log_rollout, samples_logged
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
-from areno.trainers.rows import token_rows, trained
+from areno.trainers.rows import joined, set_advantages, token_rows, trained, without_truncated
 from areno.trainers.update import correct, rows_of, update_policy
 from areno.types import TrainSequence
 

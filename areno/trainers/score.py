@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from areno.api.session import sequence_of
-from areno.config.rollout.sampling import GenerationConfig
-from areno.data.tokens.decode import decode_all
+from areno.config.rollout import GenerationConfig
+from areno.data.encode import decode_all
 from areno.rewards.pool import report_failures
-from areno.rewards.record import CompletionRecord, Record, RecordedPrompt
-from areno.rewards.verdict import reward_problem
+from areno.rewards.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.run.setup import PolicySetup
 from areno.trainers.rows import token_arrays
 from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample

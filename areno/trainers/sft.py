@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areno.config.experiments import SupervisedExperimentConfig
-from areno.run.attended import attended
+from areno.run.setup import attended
 from areno.trainers.loop import RowLoop
-from areno.trainers.measure_loss import measure_loss
 from areno.trainers.rows import token_rows
-from areno.trainers.update import update
+from areno.trainers.update import measure_loss, update
 from areno.types import Batch, TrainSequence
 
 

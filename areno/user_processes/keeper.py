@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from areno.user_processes.user_process import run
+from areno.user_processes.process import run
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _END_LIMIT_S = 5.0  # a process of another user, or one that waits for a dead disk, cannot be ended

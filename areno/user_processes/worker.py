@@ -1,8 +1,12 @@
-"""One process of users' code as the driver sees it: what it was sent, until when it must answer, and its end."""
+"""What the processes of users' code print, as log lines: limited for each step, with control characters as escapes.
+
+One process of users' code as the driver sees it: what it was sent, until when it must answer, and its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import pickle
@@ -13,10 +17,40 @@ import threading
 import time
 from collections import deque
 from multiprocessing.connection import Pipe
-from typing import Any
+from typing import IO, Any
 
+from areno.errors import printable
 from areno.user_processes.keeper import exit_text
-from areno.user_processes.output import Output
+
+_MOST_BYTES = 2**18  # of a step, of all processes of a pool
+_OF_A_LINE, _LINE_BYTES = 64, 4096  # what the log writes before each line; a longer line is cut into several
+
+
+class Output:
+    """The printed lines of all processes of a pool. name: of the pool, which begins each line."""
+
+    def __init__(self, name: str):
+        self._name, self._lock, self._left = name, threading.Lock(), _MOST_BYTES
+
+    def begin_step(self) -> None:
+        """Log lines again, if too many were printed before."""
+        with self._lock:
+            self._left = _MOST_BYTES
+
+    def log(self, printed: IO[bytes]) -> None:
+        """Log what a process prints, until it and all that it started are gone; over the limit, only read it."""
+        logger = logging.getLogger(f"areno.{self._name}s")
+        with printed:
+            while line := printed.readline(_LINE_BYTES):
+                with self._lock:
+                    is_shown = self._left > 0
+                    self._left -= len(line) + _OF_A_LINE
+                    is_last = is_shown and self._left <= 0
+                if is_shown:
+                    logger.info("%s: %s", self._name, printable(line.decode(errors="replace").rstrip()))
+                if is_last:
+                    logger.warning("%s: more than 256 KiB printed in this step; the rest is left out", self._name)
+
 
 _ASYNC_SPARE_S = 5.0  # an async function keeps time itself; this much later its process is taken to hang
 _END_S = 10.0  # a keeper ends within this time

@@ -20,9 +20,8 @@ from functools import partial
 import areno
 from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.models import PolicyConfig
-from areno.config.roles import RefConfig
-from areno.config.schema.fields import check, setting
+from areno.config.fields import check, setting
+from areno.config.models import PolicyConfig, RefConfig
 from areno.errors import Problem
 from areno.launch import run_algorithm
 

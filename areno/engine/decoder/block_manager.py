@@ -1,4 +1,12 @@
-"""Which blocks of the paged KV cache are in use, and which hold a prefix that another request can reuse. No tensors.
+"""Which layers share blocks of the KV cache, and how many blocks a sequence takes. No tensors.
+
+Layers that see equally far make a group. A sequence needs the blocks of all its tokens in a group that sees all of
+them, and the blocks of the window alone in one with a window. All groups take blocks of the same pool, so that none of
+it lies idle while another group has too little. A block holds `block_size` tokens of `layers_per_block` layers. A group
+with more layers has several block tables. For each `block_size` tokens of a sequence it takes one block in each of
+them, together: a stack.
+
+Which blocks of the paged KV cache are in use, and which hold a prefix that another request can reuse. No tensors.
 
 What is allocated is a stack: the blocks that a group of layers needs for `block_size` tokens of one sequence
 (`kv/layout.py`). It goes by its first block, which is all of it where there is one group. A stack is in one of two
@@ -10,16 +18,126 @@ states, and blocks that are in none are free:
 A full stack of the first group is registered under (id of the prefix before it, its token ids). The id of a prefix
 stands for all of its tokens. The dictionary compares token ids, not hashes alone, so a match is always exact. Stacks of
 other groups, which see fewer tokens, are registered under the id of the prefix that ends with them.
+
+The KV blocks of one sequence. No tensors.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.engine.decoder.kv.layout import KVGroup, tables_with_windows
+from areno.models.config import TransformerConfig
+
+_MOST_TABLES = 8  # each costs the host a table entry for every block that a sequence gets
+_WORTH_IT = 0.9  # groups must need less than this share of the memory that one group needs
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers with the same window; None sees all tokens. n_tables: block tables, and blocks of a stack."""
+
+    window: int | None
+    n_tables: int = 1
+
+    def first_seen(self, position: int, block_size: int) -> int:
+        """The first of its stacks of a sequence that the token at this position, or a later one, reads."""
+        return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
+
+    def most_stacks(self, n_tokens: int, block_size: int) -> int:
+        """How many stacks a sequence of so many tokens holds at once, at least one of which is not full."""
+        n_stacks = -(-n_tokens // block_size)
+        # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
+        return n_stacks if self.window is None else min(n_stacks, -(-(self.window - 1) // block_size) + 2)
+
+
+def tables_with_windows(groups: Iterable[KVGroup]) -> int:
+    """Block tables of the groups that release what lies behind a window."""
+    return sum(group.n_tables for group in groups if group.window is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """groups: the one that sees farthest first. places: of each layer with attention its block table, and its place in
+    a block.
+    """
+
+    groups: tuple[KVGroup, ...]
+    places: tuple[tuple[int, int], ...]
+    block_size: int
+
+    @staticmethod
+    def of(config: TransformerConfig, block_size: int, max_len: int, *, by_window: bool = True) -> KVLayout:
+        """What takes the least memory for a sequence of `max_len` tokens.
+
+        by_window: else one group, which releases nothing.
+        """
+        windows = [config.kind(layer).window for layer in config.attention_layers]
+        layout = KVLayout._with([None] * len(windows), len(windows), block_size)
+        fewest = layout.bytes_of(max_len) * _WORTH_IT
+        for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
+            tried = KVLayout._with(windows, layers_per_block, block_size)
+            if tried.n_tables <= _MOST_TABLES and tried.bytes_of(max_len) < fewest:
+                layout, fewest = tried, tried.bytes_of(max_len)
+        return layout
+
+    @staticmethod
+    def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
+        """windows: of each layer."""
+        groups: list[KVGroup] = []
+        places: dict[int, tuple[int, int]] = {}
+        for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):
+            first_table = sum(group.n_tables for group in groups)
+            layers = [layer for layer, each in enumerate(windows) if each == window]
+            for index, layer in enumerate(layers):
+                places[layer] = first_table + index // layers_per_block, index % layers_per_block
+            groups.append(KVGroup(window, -(-len(layers) // layers_per_block)))
+        return KVLayout(tuple(groups), tuple(places[layer] for layer in range(len(windows))), block_size)
+
+    @property
+    def layers_per_block(self) -> int:
+        """Layers whose keys and values a block has room for."""
+        return 1 + max(place for _, place in self.places)
+
+    @property
+    def n_tables(self) -> int:
+        """Block tables of all groups."""
+        return sum(group.n_tables for group in self.groups)
+
+    def pool_size(self, n_blocks: int) -> int:
+        """How many blocks the memory of `n_blocks` of all layers makes."""
+        return n_blocks * len(self.places) // self.layers_per_block
+
+    def memory_of(self, n_blocks: int) -> int:
+        """In blocks of all layers, what so many blocks of the pool take; rounded up."""
+        return -(-n_blocks * self.layers_per_block // len(self.places))
+
+    def blocks_for(self, n_tokens: int) -> int:
+        """Most blocks of the pool that one sequence of so many tokens holds at once."""
+        return sum(group.n_tables * group.most_stacks(n_tokens, self.block_size) for group in self.groups)
+
+    def blocks_of_chunk(self, n_tokens: int) -> int:
+        """What a chunk of a prompt takes of the pool in layers with windows. The next step releases most of it."""
+        return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """The memory of these blocks, in units of `block_size` tokens of one layer."""
+        return self.blocks_for(n_tokens) * self.layers_per_block
+
+    def most_tokens(self, n_blocks: int, context_len: int) -> int:
+        """Tokens of the longest sequence that fits `n_blocks` of the pool by itself.
+
+        context_len: of the model, which bounds it where windows do not.
+        """
+        if self.groups[0].window is None:
+            context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)
+        stacks = range(-(-context_len // self.block_size) + 1)
+        fitting = bisect_right(stacks, n_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1
+        return fitting * self.block_size
+
 
 EMPTY_PREFIX = 0  # id of the prefix before the first block
 
@@ -166,3 +284,107 @@ class BlockManager:
         for stack in self._cached:
             self._free.extend(self._stacks[stack])
         self._cached.clear()
+
+
+class HeldBlocks:
+    """What one sequence holds in each group of layers, from its admission on until it leaves the cache.
+
+    stacks: for each group, one for every `block_size` of its positions. The first `n_behind` of them are no longer its
+    own, because they lie behind the window of the group. room: positions that have stacks in all groups.
+    """
+
+    __slots__ = ("_blocks", "n_behind", "n_registered", "n_uploaded", "prefix_id", "room", "stacks")
+
+    def __init__(self, blocks: BlockManager):
+        n_groups = len(blocks.groups)
+        self._blocks = blocks
+        self.stacks: list[list[int]] = [[] for _ in range(n_groups)]
+        self.n_behind = [0] * n_groups
+        self.room = 0
+        self.n_uploaded = 0  # how many stacks of each group are in the device's tables
+        self.n_registered = 0  # how many of them can be found by content
+        self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered stack
+
+    def begin(self, match: Match, n_tokens: int) -> int:
+        """Take over a prefix that was found. A group without a window takes stacks for all `n_tokens` at once.
+
+        Returns the blocks of these stacks.
+        """
+        blocks, n_taken = self._blocks, 0
+        blocks.acquire(match.found())
+        self.stacks, self.n_behind = match.stacks, match.n_behind
+        self.n_registered, self.prefix_id = match.n_stacks, match.prefix_id
+        for group, stacks in enumerate(self.stacks):
+            if blocks.groups[group].window is None:
+                n_new = blocks.blocks_for(n_tokens) - len(stacks)
+                stacks += [blocks.allocate(group) for _ in range(n_new)]
+                n_taken += n_new * blocks.groups[group].n_tables
+        self._measure()
+        return n_taken
+
+    def begin_last(self) -> None:
+        """Take one stack in each group: the part of a prompt that does not fill one, until `follow` brings the rest."""
+        for group, stacks in enumerate(self.stacks):
+            stacks.append(self._blocks.allocate(group))
+
+    def follow(self, leader: HeldBlocks, n_shared: int) -> None:
+        """Share the first `n_shared` stacks of the sequence that has computed the prompt."""
+        for group, first in enumerate(leader.n_behind):
+            shared = leader.stacks[group][:n_shared]
+            self._blocks.acquire(shared[first:])
+            self.stacks[group][:0] = shared
+        self.n_behind, self.room = list(leader.n_behind), leader.room
+        self.n_registered, self.prefix_id = leader.n_registered, leader.prefix_id
+
+    def extend(self, end: int) -> None:
+        """Take stacks for the positions up to `end` in the groups that lack them."""
+        blocks = self._blocks
+        for group, stacks in enumerate(self.stacks):
+            for _ in range(blocks.blocks_for(end) - len(stacks)):
+                stacks.append(blocks.allocate(group))
+        self._measure()
+
+    def grow(self) -> None:
+        """Take one more stack in each group, which all have the same number."""
+        for group, stacks in enumerate(self.stacks):
+            stacks.append(self._blocks.allocate(group))
+        self.room += self._blocks.block_size
+
+    def release_behind(self, position: int) -> None:
+        """Release what neither the token at this position nor a later one reads, once it can be found by content."""
+        blocks = self._blocks
+        for group, stacks in enumerate(self.stacks):
+            behind = min(blocks.groups[group].first_seen(position, blocks.block_size), self.n_registered)
+            if behind > self.n_behind[group]:
+                blocks.release(stacks[self.n_behind[group] : behind])
+                self.n_behind[group] = behind
+
+    def register(self, tokens: list[int], n_tokens: int) -> None:
+        """Make the full stacks among the first `n_tokens` tokens (known, and cached) findable by content."""
+        blocks, size = self._blocks, self._blocks.block_size
+        for i in range(self.n_registered, n_tokens // size):
+            content = tuple(tokens[i * size : (i + 1) * size])
+            self.prefix_id = blocks.register(self.stacks[0][i], self.prefix_id, content)
+            for group in range(1, len(self.stacks)):
+                blocks.register_end(self.stacks[group][i], group, self.prefix_id)
+            self.n_registered = i + 1
+
+    def new_entries(self, slot: int) -> list[tuple[int, int, int, int]]:
+        """(table, slot, column, block) of what the device's tables do not have yet; it counts as there from now on."""
+        entries: list[tuple[int, int, int, int]] = []
+        table = 0
+        for group, stacks in enumerate(self.stacks):
+            for column in range(max(self.n_uploaded, self.n_behind[group]), len(stacks)):
+                for i, block in enumerate(self._blocks.stack(stacks[column])):
+                    entries.append((table + i, slot, column, block))
+            table += self._blocks.groups[group].n_tables
+        self.n_uploaded = len(self.stacks[0])
+        return entries
+
+    def release(self) -> None:
+        """Give everything back."""
+        for stacks, behind in zip(self.stacks, self.n_behind, strict=True):
+            self._blocks.release(stacks[behind:])
+
+    def _measure(self) -> None:
+        self.room = min(map(len, self.stacks)) * self._blocks.block_size

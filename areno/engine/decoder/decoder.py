@@ -8,15 +8,13 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.kv.layout import KVLayout
+from areno.engine.decoder.block_manager import BlockManager, KVLayout
+from areno.engine.decoder.caches import PendingRoutes
+from areno.engine.decoder.grammar import Grammar
 from areno.engine.decoder.runner import PendingTokens, Runner
 from areno.engine.decoder.scheduler import Scheduler
-from areno.engine.decoder.sequence import Sequence
-from areno.engine.decoder.stop_strings import Detokenize, StopStrings
-from areno.engine.limits import RequestLimits
-from areno.engine.routing.decoded import PendingRoutes
-from areno.engine.sampling.grammar import Grammar
+from areno.engine.decoder.sequence import Detokenize, Sequence, StopStrings
+from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutStats
 from areno.errors import EngineError, non_finite_logits
 from areno.kernels.sampling import sample_key

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from areno.engine.decoder.block_manager import BlockManager, Match
-from areno.engine.decoder.kv.held_blocks import HeldBlocks
+from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, Match
 from areno.engine.decoder.sequence import Sequence
 from areno.types import GenerationRequest
 

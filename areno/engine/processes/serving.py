@@ -17,8 +17,8 @@ from areno import heartbeat
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, obey, portable
-from areno.engine.processes.pulses import Pulse
 from areno.engine.processes.stacks import StackServer
+from areno.engine.processes.watchdog import Pulse
 from areno.engine.spec import EngineSpec
 from areno.errors import ArenoError, Key, WorkerLost
 
@@ -42,8 +42,8 @@ def worker_main(
     try:
         import torch.distributed as dist
 
+        from areno.engine.deterministic import begin_deterministic
         from areno.engine.processes.process_groups import join_groups
-        from areno.engine.same_bits.deterministic import begin_deterministic
         from areno.engine.worker import Worker
 
         if spec.deterministic:

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 from areno import heartbeat
 from areno.engine.processes.local import Processes, on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
-from areno.engine.processes.pulses import Pulses
-from areno.engine.processes.watchdog import Watchdog
+from areno.engine.processes.watchdog import Pulses, Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
 from areno.types import GenerationOutput

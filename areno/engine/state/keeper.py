@@ -20,8 +20,8 @@ from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
-    from areno.engine.state.planners import PieceWriting
     from areno.engine.state.storage import HostFile
+    from areno.engine.state.transfer import PieceWriting
 
 PART_BYTES = 2**28  # of host memory taken at once: torch rounds pinned memory up to a power of two
 COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhile may have to wait for that long
@@ -145,7 +145,7 @@ class StateKeeper:
             self._thread.join()
 
     def _planned(self, with_moments: bool) -> tuple[list[_Share], PieceWriting]:
-        from areno.engine.state.planners import PieceWriting
+        from areno.engine.state.transfer import PieceWriting
 
         shares: list[_Share] = []
         dtypes: dict[str, torch.dtype] = {}

@@ -21,7 +21,7 @@ from areno.engine.train.optimizer import Optimizer, blocks
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import Part
-from areno.models.adapters.model import adapter_table
+from areno.models.adapters import adapter_table
 from areno.models.weights import checkpoint_table
 
 PIECE_ELEMENTS = 2**24  # most elements of a piece: what data-parallel ranks share out, and what is read at once

@@ -15,20 +15,17 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.engine.layout.activations import HEAD_BYTES, KeptLayers, free_bytes
-from areno.engine.layout.advice import Option, training_hint
-from areno.engine.memory import is_out_of_memory
-from areno.engine.routing.trained import StepRouting
+from areno.engine.memory import Option, is_out_of_memory, training_hint
 from areno.engine.spec import UpdateSpec
-from areno.engine.step_stats import StepStats, over_steps
-from areno.engine.train.context import TokenShare
+from areno.engine.train.activations import HEAD_BYTES, KeptLayers, free_bytes
 from areno.engine.train.flat import ALIGN, FlatParameters, flatten
-from areno.engine.train.gradients import Gradients, ReducedGradients
+from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, over_steps
 from areno.engine.train.micro_batches import StepShare, TrainResult, micro_batches
 from areno.engine.train.old_logprobs import Batches, compare_with_rollout, complete, set_before_first_update
 from areno.engine.train.old_logprobs import of_step as old_of_step
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import PackedTokens, pack_rows, pack_tokens
+from areno.engine.train.packing import PackedTokens, TokenShare, pack_rows, pack_tokens
+from areno.engine.train.routes import StepRouting
 from areno.errors import EngineError, Key
 from areno.kernels.adam import BLOCK
 from areno.kernels.logprobs import KEEP_BYTES, selected_logprobs
@@ -48,7 +45,7 @@ class TrainBackend:
     dp: the ranks that hold copies of this model. context: those of them that share the tokens of each micro-batch.
     data: those of them that have this rank's place in different micro-batches; None is all of dp.
     zero_stage, exact, sequence_parallel: see EngineSpec. section: the configuration section that messages name.
-    router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/routing/trained.py.
+    router_aux_loss_coef: of the loss that balances a model's experts; see areno/engine/train/routes.py.
     fill: see FlatParameters. stays: the frozen parameters are set and stay where they are. beside: see training_hint.
 
     Loss functions are given log-probabilities, or where the head is "value" the value of the state before each token.
@@ -148,7 +145,7 @@ class TrainBackend:
     ) -> list[np.ndarray]:
         """log p(token | tokens before it) for each token of each row, float32; 0 for the first one.
 
-        routes: of each row, see areno/engine/routing/rows.py.
+        routes: of each row, see areno/engine/train/rows.py.
         """
 
         def score(packed: PackedTokens) -> Tensor:

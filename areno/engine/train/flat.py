@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from areno.layers.parallel import ParallelGroup, wait_for
-from areno.models.cost.memory import BUCKET
+from areno.models.cost import BUCKET
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so vectorised loads stay aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each

@@ -1,6 +1,8 @@
 """Cuts rows into optimizer steps, data-parallel shares and micro-batches. The driver does this, so it imports no torch.
 
 A unit is a number of adjacent rows that are never separated: a single row, or the two rows of a preference pair.
+
+Rows to score: checked, and shared out over the copies of a model. The driver does this, so no torch in here.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.engine.spec import UpdateSpec
-from areno.engine.train.rows import FlatRows, Row
+from areno.engine.spec import EngineInfo, UpdateSpec
+from areno.engine.train.rows import FlatRows, Row, read_tokens
 from areno.errors import DataError, Key
-from areno.models.cost.arithmetic import Cost, train_flops
+from areno.models.cost import Cost, forward_flops, train_flops
 from areno.types import TrainSequence
 
 
@@ -205,3 +207,19 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
         shares[lightest].append(unit)
         load[lightest] += costs[unit]
     return [sorted(share) for share in shares]
+
+
+def share_rows(
+    rows: Sequence[Any], routes: Sequence[np.ndarray] | None, n_shares: int, info: EngineInfo
+) -> tuple[list[list[int]], list[list[list[np.ndarray]]]]:
+    """The indices of each share, and its rows, followed by their routes where there are any.
+
+    The shares take about equally long. DataError for a row that is none.
+    """
+    checked = [
+        read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
+        for index, tokens in enumerate(rows)
+    ]
+    shares = split_balanced([forward_flops(info.cost, [len(tokens)]) for tokens in checked], n_shares)
+    columns = [checked] if routes is None else [checked, list(routes)]
+    return shares, [[[column[index] for index in share] for column in columns] for share in shares]

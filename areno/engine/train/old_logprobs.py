@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.spec import OldLogprobs
-from areno.engine.step_stats import StepStats
+from areno.engine.train.gradients import StepStats
 from areno.engine.train.packing import PackedTokens
 from areno.loss_fns.pack import DataPack
 

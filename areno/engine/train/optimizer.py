@@ -1,4 +1,7 @@
-"""AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm."""
+"""The learning rate of each optimizer update: warm-up, then decay.
+
+AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,30 @@ from dataclasses import dataclass, replace
 import torch
 
 from areno.config.models import OptimizerConfig
-from areno.engine.learning_rate import learning_rate
 from areno.engine.train.flat import Bucket, Chunk, FlatParameters
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes
 from areno.layers.parallel import ParallelGroup, wait_for
+
+DECAY_STEPS = 1000
+"""Of a schedule without a length, in a script that calls Trainer itself."""
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the rate of update number `step`, counted from 0.
+
+    Linear warm-up over the first W = round(warmup_steps_proportion * lr_decay_steps) updates, the last of which has the
+    full rate; then the chosen shape down to min_lr_ratio * lr at update `lr_decay_steps`, and constant from there.
+    """
+    length = config.lr_decay_steps or DECAY_STEPS
+    warmup = round(config.warmup_steps_proportion * length)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    progress = min(1.0, (step - warmup) / max(1, length - warmup))
+    share = 1.0 - progress if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areno.kernels.adapters import reference
-from areno.kernels.adapters.places import TILE, Place, tiles
+from areno.kernels.adapters.reference import TILE, Place, tiles
 from areno.kernels.backend import use_triton
 
 __all__ = ["TILE", "Place", "add_below", "add_up", "swiglu_below", "tiles"]

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels import early
-from areno.kernels.adapters.places import TILE, Place
+from areno.kernels import jit
+from areno.kernels.adapters.reference import TILE, Place
 from areno.kernels.elementwise.triton_swiglu import activated
 from areno.kernels.jit import kernel
 
@@ -46,7 +46,7 @@ def _add_up(
             out_NO.stride(0),
             h_NR.stride(0),
             **sizes,
-            **(early.options(y_NO.device) if is_early else {}),
+            **(jit.options(y_NO.device) if is_early else {}),
         )
     return out_NO
 
@@ -75,7 +75,7 @@ def swiglu_below(
             UP_H=up[1],
             GELU=gelu,
             **sizes,
-            **early.options(both_NX.device),
+            **jit.options(both_NX.device),
         )
     return out_NI
 
@@ -147,7 +147,7 @@ def _add_up_kernel(
     b_place = b_ptr + (b_row + column).to(tl.int64)[None, :] * RANK
     b = _first_inputs(b_place, column < tl.where(h_column < 0, 0, n_columns), RANK, INPUTS)
     if EARLY:
-        early.wait()
+        jit.wait()
     y = tl.load(y_ptr + row[:, None] * y_stride + (y_column + column)[None, :], mask=inside, other=0.0).to(tl.float32)
     if h_column >= 0:
         h_place = h_ptr + row[:, None] * h_stride + h_column
@@ -188,7 +188,7 @@ def _swiglu_below_kernel(
     first_of_gate = _first_inputs(b_of_gate, real_column, RANK, INPUTS)
     first_of_up = _first_inputs(b_of_up, real_column, RANK, INPUTS)
     if EARLY:
-        early.wait()
+        jit.wait()
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + n_inner, mask=inside, other=0.0).to(tl.float32)
     if GATE_H >= 0:

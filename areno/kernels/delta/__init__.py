@@ -27,8 +27,7 @@ from torch import Tensor
 
 from areno.kernels.backend import form
 from areno.kernels.delta import reference
-from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights
-from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
 __all__ = [
     "DeltaGradients",

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights
-from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
 _EPS = 1e-6  # of the lengths of q and k
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.backend import is_before_ampere
-from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.delta.parts import RowChunks
 from areno.kernels.jit import kernel
 
 # How products are made where q, k and v are bfloat16: "split", with operands as sums of two bfloat16, is faster on an

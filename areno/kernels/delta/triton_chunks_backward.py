@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.delta.row_chunks import RowChunks
+from areno.kernels.delta.parts import RowChunks
 from areno.kernels.delta.triton_chunks import (
     Saved,
     chunk_tokens,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels import early
+from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_processors
 from areno.kernels.jit import kernel
 
@@ -58,7 +58,7 @@ def qk_norm_rope(
             HEADS_BLOCK=triton.next_power_of_2(n_heads + n_kv_heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             PLUS_ONE=plus_one,
-            BEFORE_EARLY=before_early and early.is_possible(qkv_NX.device),
+            BEFORE_EARLY=before_early and jit.is_possible(qkv_NX.device),
             num_warps=4,
         )
     return q_NHC, k_NKC, v_NKC
@@ -135,7 +135,7 @@ def _qk_norm_rope_kernel(
     BEFORE_EARLY: tl.constexpr,
 ):
     if BEFORE_EARLY:
-        early.let_next_begin()
+        jit.let_next_begin()
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]

@@ -65,7 +65,7 @@ def grouped_product(
     """Each row times the transpose of its expert's matrix, (M, O); weight is (E, O, I).
 
     transposed: times the matrix itself; then weight is (E, I, O). The reference is differentiable, and it fills groups
-    up to multiples of so many rows with zeros (see areno/engine/same_bits/exact.py). Rows behind the last group hold
+    up to multiples of so many rows with zeros (see areno/engine/exact.py). Rows behind the last group hold
     anything.
     """
     return form(x_MI, __name__).grouped_product(x_MI, weight, ends_E, transposed, row_multiple)

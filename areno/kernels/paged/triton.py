@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels import early
+from areno.kernels import jit
 from areno.kernels.jit import kernel
 from areno.kernels.paged.reference import PagedBatch
+from areno.kernels.paged.triton_spans import paged_attention
 from areno.kernels.spans.triton import heads_together
-from areno.kernels.spans.triton_paged import paged_attention
 
 _TILE = tl.constexpr(32)  # positions read together, a power of two that divides the spans of a batch
 _ROW_POINTERS = ["slots_ptr", "lengths_ptr", "shared_ptr"]  # their alignment depends on the number of rows
@@ -53,7 +53,7 @@ def decode_attention(
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    options = early.options(q_BHC.device) if batch.early else {}
+    options = jit.options(q_BHC.device) if batch.early else {}
     _piece_kernel[(n_kv_heads, n_groups * shared_splits + n_rows * own_splits)](
         q_BHC,
         k_BKC,
@@ -204,7 +204,7 @@ def _piece_kernel(
     EARLY: see `kernels/early.py`. A row's first piece always waits.
     """
     if EARLY:
-        early.let_next_begin()
+        jit.let_next_begin()
     kv_head = tl.program_id(0)
     piece = tl.program_id(1)
     n_heads = tl.num_programs(0) * GROUP
@@ -241,7 +241,7 @@ def _piece_kernel(
                         start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
                     place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
                     if EARLY:
-                        early.wait()
+                        jit.wait()
                     q = tl.load(place, mask=real, other=0.0)
                     best, total, acc = _attend(
                         q,
@@ -280,7 +280,7 @@ def _piece_kernel(
             real = (cell < GROUP)[:, None] & real_dim[None, :]
             head = kv_head * GROUP + cell
             if EARLY:
-                early.wait()
+                jit.wait()
             q = tl.load(q_ptr + row * q_stride + head[:, None] * HEAD_DIM + dim[None, :], mask=real, other=0.0)
             best = tl.full([OWN_ROWS], float("-inf"), tl.float32)
             total = tl.zeros([OWN_ROWS], tl.float32)
@@ -358,7 +358,7 @@ def _join_kernel(
     total = tl.zeros([_JOIN_HEADS], tl.float32)
     acc = tl.zeros([_JOIN_HEADS, PADDED_DIM], tl.float32)
     if EARLY:
-        early.wait()
+        jit.wait()
     for part in tl.static_range(MOST_PARTS):
         exists = real
         if part > 0:  # the first part holds the new token, so `best` is finite from there on

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.models.config import Family, TransformerConfig, read_decoder
-from areno.models.folder.raw_config import RawConfig
+from areno.models.folder import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
-from areno.models.families.rope import read_two_ropes
-from areno.models.folder.raw_config import RawConfig
+from areno.models.folder import RawConfig
+from areno.models.rope import read_two_ropes
 
 _NORMS = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)}
 

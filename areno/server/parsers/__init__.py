@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from areno.errors import ConfigError, did_you_mean
-from areno.server.parsers.hermes import HermesParser
-from areno.server.parsers.llama_json import LlamaJsonParser
+from areno.server.parsers.hermes import HermesParser, LlamaJsonParser
 from areno.server.parsers.message import (
     MessageDelta,
     MessageStream,

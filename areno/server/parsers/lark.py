@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.server.parsers.values import Schema, json_type, properties_of
+from areno.server.parsers.reading import Schema, json_type, properties_of
 
 MOST_CHARACTERS = 2_000_000
 """Of a grammar. Larger ones take many seconds to compile."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.server.parsers.cursor import Cursor, Reading, partial_tag
 from areno.server.parsers.lark import Lark
-from areno.server.parsers.values import Schema, schemas_of
+from areno.server.parsers.reading import Cursor, Reading, Schema, partial_tag, schemas_of
 
 THINK, END_THINK = "<think>", "</think>"
 

@@ -10,10 +10,18 @@ from string import hexdigits
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.server.parsers.cursor import Cursor, Reading, after_space
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.values import Schema, dump_json, properties_of, resolved, types_of
+from areno.server.parsers.reading import (
+    Cursor,
+    Reading,
+    Schema,
+    after_space,
+    dump_json,
+    properties_of,
+    resolved,
+    types_of,
+)
 
 TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 MOST_NESTED = 50

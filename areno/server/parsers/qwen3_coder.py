@@ -16,11 +16,19 @@ from __future__ import annotations
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.server.parsers.cursor import Cursor, Reading
 from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.values import Schema, dump_json, load_json, properties_of, resolved, types_of
+from areno.server.parsers.reading import (
+    Cursor,
+    Reading,
+    Schema,
+    dump_json,
+    load_json,
+    properties_of,
+    resolved,
+    types_of,
+)
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"

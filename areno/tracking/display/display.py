@@ -18,13 +18,12 @@ from rich.text import Text
 
 from areno import __version__
 from areno.config.experiments import ExperimentConfig
-from areno.config.schema.fields import changed
-from areno.config.schema.values import show
+from areno.config.fields import changed
+from areno.config.values import show
 from areno.tracking.display.board import Board, Warnings
 from areno.tracking.display.screen import Line, Screen, can_draw
 from areno.tracking.display.view import draw
-from areno.tracking.headlines import headlines
-from areno.tracking.reader import RunReader
+from areno.tracking.reader import RunReader, headlines
 from areno.tracking.run_log import Console, RunLog, host_listens
 from areno.tracking.tracker import Tracker
 from areno.types import ScoredSample

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from areno.tracking.display.board import Look, Shown
+from areno.tracking.display.board import Look, Shown, sparkline
 from areno.tracking.display.screen import Line
-from areno.tracking.display.trend import sparkline
-from areno.tracking.headlines import duration
+from areno.tracking.reader import duration
 
 _TITLE, _VALUE = 26, 9  # cells of a row: what it is called, and its value
 _TWO_COLUMNS = 100  # cells of a terminal that has room for two

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from areno.config.tracking.services import MlflowConfig
+from areno.config.tracking import MlflowConfig
 from areno.tracking.services.service import RunAbout, Service
 
 _ALLOWED = {*string.ascii_letters, *string.digits, *"_-./ :"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from areno.config.tracking.services import SwanlabConfig
+from areno.config.tracking import SwanlabConfig
 from areno.tracking.services.service import RunAbout, Service
 
 _LETTERS = string.ascii_lowercase + string.digits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areno.config.tracking.services import TrackioConfig
+from areno.config.tracking import TrackioConfig
 from areno.tracking.services.service import RunAbout, Service
 
 

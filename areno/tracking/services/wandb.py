@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from areno.config.tracking.services import WandbConfig
+from areno.config.tracking import WandbConfig
 from areno.tracking.services.service import RunAbout, Service
 
 

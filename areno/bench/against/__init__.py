@@ -1,1 +1,0 @@
-"""The same work by other libraries."""

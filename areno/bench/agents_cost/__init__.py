@@ -1,1 +1,0 @@
-"""What a rollout by agents costs."""

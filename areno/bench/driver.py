@@ -1,0 +1,242 @@
+"""Workers that play their part: they answer as devices of a given speed would, and compute nothing.
+
+What passes between driver and workers is pickled in both directions as it is over a pipe.
+
+Steps of a training loop on played devices: how long these wait for the driver.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import pickle
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from areno.bench.arguments import Settings, Work
+from areno.bench.shapes import Texts
+from areno.bench.timing import tell
+from areno.engine import engine as engine_module
+from areno.engine.processes.messages import Outputs, pack
+from areno.engine.requests import RequestLimits
+from areno.engine.spec import EngineInfo, EngineSpec, RolloutSpec, RolloutStats
+from areno.engine.train.micro_batches import TrainResult
+from areno.launch.compose import load
+from areno.models.cost import Cost
+from areno.models.registry import load_config
+from areno.recipes.gspo import GSPOConfig
+from areno.tracking.reader import RunReader
+from areno.trainers.policy_only import PolicyOnlyTrainer
+from areno.types import GenerationOutput, GenerationRequest
+
+Completion = Callable[[GenerationRequest, int], list[int]]
+"""(a request, the number of a sample) -> the tokens of the sample."""
+
+# Of a 0.6B model on an H200: a step of the decoder with 256 samples, and tokens that it trains on in a second.
+STEP_S = 0.0037
+TRAIN_TOK_S = 110_000
+
+
+class PlayedGroup:
+    """A WorkerGroup. Every copy of the model takes `step_s` for a token of each of its samples.
+
+    idle_s: seconds of each step in which all devices waited for the driver. cpu_s: those that its main thread computed
+    in the step, without what is played here.
+    """
+
+    def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
+        self.spec, self._completion, self._step_s = spec, completion, step_s
+        self._config = load_config(spec.model_path)
+        self._begun: list[tuple[int, float, GenerationRequest]] = []  # copy, when it got the request, the request
+        # When samples are done, their copy, a number, their tokens, and the message.
+        self._due: list[tuple[float, int, int, int, bytes]] = []
+        self._n, self._version = 0, 0
+        self._n_tokens = [0] * spec.dp_size
+        self._slots: list[list[float]] = []  # when each slot of each copy is free
+        self.idle_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self._trained_at = self._idle_s = self._played_cpu = 0.0
+        self._step_cpu = time.thread_time()  # when the step began
+        self._sampled_at: float | None = None  # when the last sample that was asked for will be done
+        self.watchdog = SimpleNamespace(stop=lambda: None)
+
+    @contextmanager
+    def _plays(self) -> Iterator[None]:
+        """Around what a worker would do."""
+        began = time.thread_time()
+        yield
+        self._played_cpu += time.thread_time() - began
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.call_each(method, [args] * self.spec.dp_size)
+
+    def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        packed = [pack(method, each) for each in args]
+        plays: dict[str, Callable[..., Any]] = {
+            "info": self._info, "begin_rollout": self._begin_rollout, "train": self._train,
+            "weights_version": lambda: self._version, "saved": lambda: True, "memory_table": lambda: ("no memory", ""),
+        }  # fmt: skip
+        with self._plays():
+            first = pickle.loads(packed[0])  # every worker reads its own, at the same time
+            answer = plays[method](*first) if method in plays else None
+        if method == "train":
+            now = time.thread_time()
+            self.cpu_s.append(now - self._step_cpu - self._played_cpu)
+            self._step_cpu, self._played_cpu = now, 0.0
+        return [answer] * self.spec.dp_size
+
+    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+        sent, now = pack(method, args), time.perf_counter()
+        if method == "submit":
+            if self._sampled_at is None:
+                self._idle_s, self._sampled_at = now - self._trained_at, now
+            with self._plays():
+                self._begun += [(dp_rank, now, request) for request in pickle.loads(sent)[0]]
+
+    def poll(self, timeout: float) -> list[GenerationOutput]:
+        with self._plays():
+            self._draw()
+        if not self._due:
+            return []
+        time.sleep(max(0.0, min(timeout, self._due[0][0] - time.perf_counter())))
+        now, found = time.perf_counter(), []
+        while self._due and self._due[0][0] <= now:
+            _, rank, _, n_tokens, message = heapq.heappop(self._due)
+            self._n_tokens[rank] += n_tokens
+            found += pickle.loads(message).outputs
+        return found
+
+    def stats(self) -> list[RolloutStats]:
+        return [RolloutStats(generated_tokens=n) for n in self._n_tokens]
+
+    def close(self) -> None:
+        self._due = []
+
+    def _draw(self) -> None:
+        """Make the samples of what was begun. A copy sends those together that it has done in the same step."""
+        done: defaultdict[tuple[int, float], list[GenerationOutput]] = defaultdict(list)
+        for rank, now, request in self._begun:
+            for sample in range(request.n_samples):
+                tokens = self._completion(request, sample)
+                output = GenerationOutput(
+                    request_id=request.request_id, sample=request.first_sample + sample, tokens=tokens,
+                    logprobs=[-0.6931] * len(tokens), versions=[self._version] * len(tokens), finish_reason="stop",
+                )  # fmt: skip
+                ends = max(now, heapq.heappop(self._slots[rank])) + len(tokens) * self._step_s
+                heapq.heappush(self._slots[rank], ends)
+                done[rank, math.ceil(ends / self._step_s) * self._step_s].append(output)
+        self._begun = []
+        for (rank, ends), outputs in done.items():
+            self._n += 1
+            message = pickle.dumps(Outputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
+            n_tokens = sum(len(output.tokens) for output in outputs)
+            heapq.heappush(self._due, (ends, rank, self._n, n_tokens, message))
+            self._sampled_at = max(self._sampled_at or 0.0, ends)
+
+    def _info(self) -> EngineInfo:
+        return EngineInfo(
+            n_params=Cost.of(self._config, 2).n_params, context_len=self._config.max_position_embeddings,
+            vocab_size=self._config.vocab_size, device="played", dtype=self.spec.dtype, attn_backend="sdpa",
+            memory_gib=0.0, cost=Cost.of(self._config, 2),
+        )  # fmt: skip
+
+    def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
+        n_slots = -(-spec.max_running // self.spec.dp_size)
+        self._slots = [[0.0] * n_slots for _ in range(self.spec.dp_size)]
+        self._n_tokens = [0] * self.spec.dp_size
+        return RequestLimits(
+            vocab_size=self._config.vocab_size, context_len=self._config.max_position_embeddings,
+            kv_tokens=1 << 30, stop_strings=True,
+        )  # fmt: skip
+
+    def _train(self, role: str, steps: Any, loss_fn: Any, update: Any) -> TrainResult:
+        if self._sampled_at is not None:
+            self.idle_s.append(self._idle_s + time.perf_counter() - self._sampled_at)
+        n_tokens = sum(row.n_tokens for step in steps for batch in step.micro_batches for row in batch)
+        time.sleep(n_tokens / TRAIN_TOK_S)
+        self._trained_at, self._sampled_at = time.perf_counter(), None
+        self._version += 1
+        return TrainResult({"loss": 0.0, "grad_norm": 1.0, "lr": 1e-6, "memory_gib": 0.0}, [None] * len(steps))
+
+
+_ANSWER = " The answer is \\boxed{42}."
+_SHIFTS = 7  # samples of a prompt begin at other words
+
+
+def run_driver(settings: Settings, folder: str, random_init: bool) -> dict[str, dict[str, float]]:
+    """By the number of copies, each with the samples of `settings.work`: medians over the steps, in seconds.
+
+    idle: the devices wait for the driver. outside: of rollout and training. cpu: what the driver's main thread computes
+    in the whole step. The rest are the time/* of the run. random_init: played devices have no weights.
+    """
+    del random_init
+    found = {}
+    for n_copies in settings.copies:
+        name = f"{n_copies} copies, {n_copies * settings.work.n_rows} samples"
+        found[name] = _medians(settings, folder, n_copies)
+        tell(f"{name}: devices wait {found[name]['idle']:.3f} s")
+    return found
+
+
+def driver_page(found: dict[str, dict[str, float]]) -> str:
+    """A line for each number of copies."""
+    names = next(iter(found.values()))
+    lines = ["seconds of a step".ljust(26) + "".join(name.removeprefix("time/").rjust(11) for name in names)]
+    lines += [title.ljust(26) + "".join(f"{row[name]:11.4f}" for name in names) for title, row in found.items()]
+    return "\n".join(lines)
+
+
+def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+    work, n_steps, words = settings.work, settings.repeats + 1, Texts(tokenizer)
+    texts = [text for number in range(n_copies * n_steps) for text in words.of(work, "prompt", number)]
+    rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
+    completions, groups = Completions(tokenizer, words, work), []
+
+    def start(spec: EngineSpec, mode: str) -> PlayedGroup:
+        groups.append(PlayedGroup(spec, completions))
+        return groups[-1]
+
+    overrides = [
+        f"actor.path={folder}", "actor.init_from_scratch=true", f"tokenizer_path={settings.tokenizer}",
+        "engine.device=cpu", f"engine.world_size={n_copies}", f"total_train_steps={n_steps}", "reward.fn=math",
+        f"train_dataset.batch_size={n_copies * len(work.prompt_lens)}", "valid_dataset=null", "saver.freq_steps=null",
+        f"train_dataset.max_length={4 * max(work.prompt_lens)}", f"gconfig.n_samples={work.n_samples}",
+        f"gconfig.max_new_tokens={max(work.new_lens)}", "recover.mode=off",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as run_dir, mock.patch.object(engine_module, "start_workers", start):
+        config = load(GSPOConfig, "quickstart", overrides)
+        with PolicyOnlyTrainer(config, run_dir=run_dir, train_dataset=rows) as trainer:
+            trainer.fit()
+        reader = RunReader(Path(run_dir))
+        series = {name: reader.series(name).values for name in sorted(reader.metrics()) if name.startswith("time/")}
+    phases = (series[f"time/{name}"] for name in ("step", "rollout", "train"))
+    outside = [step - rollout - train for step, rollout, train in zip(*phases, strict=True)]
+    series = {"idle": groups[0].idle_s, "outside": outside, "cpu": groups[0].cpu_s, **series}
+    return {name: statistics.median(values[1:]) for name, values in series.items()}  # the first step warms up
+
+
+class Completions:
+    """Words that end with an answer, as tokens of the lengths of a work. They are made before any step."""
+
+    def __init__(self, tokenizer: Any, words: Texts, work: Work):
+        answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
+        texts = words.of(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
+        self._tokens = [
+            [tokens[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
+            for tokens, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)
+        ]
+
+    def __call__(self, request: GenerationRequest, sample: int) -> list[int]:
+        of_prompt = self._tokens[request.request_id % len(self._tokens)]
+        return of_prompt[sample % _SHIFTS]

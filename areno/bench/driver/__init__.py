@@ -1,1 +1,0 @@
-"""What a step costs outside of rollout and training, with devices that are played."""

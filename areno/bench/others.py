@@ -1,0 +1,262 @@
+"""The same work done by the transformers library, as one would write it: generate, forward, AdamW, all with sdpa.
+
+Rollout: `generate` with its own KV cache, prompts repeated for every sample and padded on the left; log-probabilities
+are taken from the scores that its sampling sees. Training: micro-batches of whole rows, logits of the trained part, a
+policy-gradient loss on the gathered log-softmax, torch's fused AdamW on weights of the same type. Where memory runs out
+the pieces are halved: all work is done, in smaller parts, so that tokens per second stay comparable.
+
+The same rollout done by vLLM, where that is installed, with the log-probability of every sampled token returned.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from areno.bench.arguments import Settings, Work, row
+from areno.bench.device import synchronize
+from areno.errors import EngineError
+from areno.models.registry import load_config
+from areno.types import TrainSequence
+
+T = TypeVar("T")
+_MOST_TOKENS = 8192  # of a micro-batch, at the start: its logits in float32 take 5 GB with a vocabulary of 150,000
+_WARM_UP_TOKENS = 8
+
+
+class WithTransformers:
+    """A contender. prompts_at_once, rows_at_once: what a call of `generate`, and a micro-batch, holds at most."""
+
+    name = "transformers"
+
+    def __init__(self, settings: Settings, folder: str, random_init: bool):
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+        self._settings, self.device = settings, settings.device
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        started = time.perf_counter()
+        how: dict[str, Any] = {"dtype": getattr(torch, settings.dtype), "attn_implementation": "sdpa"}
+        model: Any
+        if random_init:
+            with torch.device(self.device):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **how)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder, **how)
+        self.model = model.to(self.device)
+        self.model.generation_config = GenerationConfig(pad_token_id=0)  # no token ends a completion
+        self.vocab_size: int = model.config.vocab_size
+        self._optimizer: torch.optim.Optimizer | None = None
+        if settings.trains:
+            if settings.recompute:
+                name = "activation_checkpointing_enable"  # as later versions call it
+                enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+                enable({"use_reentrant": False})
+            self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
+        self.warm_up = settings.work.with_new_at_most(_WARM_UP_TOKENS) if settings.rolls_out else None
+        self.prompts_at_once = len(settings.work.prompt_lens)
+        self.rows_at_once = max(1, min(settings.tokens_per_mb, _MOST_TOKENS) // max(settings.work.row_lens))
+        synchronize(self.device)
+        self.start_s = time.perf_counter() - started
+
+    def figures(self) -> dict[str, float]:
+        """What it says beside the times: memory, and the size of the pieces."""
+        settings, out = self._settings, {}
+        if self.device.startswith("cuda"):
+            out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        if settings.rolls_out:
+            out["prompts_at_once"] = self.prompts_at_once
+            out["parts"] = math.ceil(len(settings.work.prompt_lens) / self.prompts_at_once)
+        if not settings.rolls_out or settings.trains:
+            out["rows_at_once"] = self.rows_at_once
+        return out
+
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+        """Prompts are sampled together, as many as there is memory for."""
+        self.model.eval()
+        rows: list[TrainSequence] = []
+        while len(rows) < len(prompts) * work.n_samples:
+            start = len(rows) // work.n_samples
+            piece = slice(start, start + self.prompts_at_once)
+            generated = _in_memory(
+                self.prompts_at_once, self._generate, prompts[piece], max(work.new_lens[piece]), work.n_samples
+            )
+            if generated is None:
+                self.prompts_at_once //= 2
+                continue
+            for index, (tokens, logprobs) in enumerate(zip(*generated, strict=True)):
+                number, sample = start + index // work.n_samples, index % work.n_samples
+                new = slice(0, work.new_lens[number])
+                rows.append(row(prompts[number], tokens[new], logprobs[new], sample))
+        return rows
+
+    @torch.no_grad()
+    def _generate(self, prompts: list[list[int]], n_new: int, n_samples: int) -> tuple[list[Any], list[Any]]:
+        """New tokens and their log-probabilities, (prompts * samples, n_new) each."""
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        lens = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        mask = (torch.arange(width, device=self.device) >= width - lens[:, None]).long()
+        seen = _DrawnLogprobs()
+        out = self.model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=n_new,
+            num_return_sequences=n_samples,
+            logits_processor=[seen],
+        )
+        return out[:, width:].tolist(), seen.finish(out).tolist()
+
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """One optimizer step."""
+        assert self._optimizer is not None
+        self.model.train()
+        while _in_memory(self.rows_at_once, self._backward, rows) is None:
+            self.rows_at_once //= 2
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        synchronize(self.device)
+        return {}
+
+    def _backward(self, rows: Sequence[TrainSequence]) -> bool:
+        self.model.zero_grad(set_to_none=True)
+        n_trained = sum(list(item.prompt_mask or []).count(False) for item in rows)
+        for start in range(0, len(rows), self.rows_at_once):
+            piece = rows[start : start + self.rows_at_once]
+            logprobs_RT = self._row_logprobs(piece)
+            weights_RL = _padded([item.advantages or [] for item in piece]).to(self.device)
+            (-(weights_RL[:, -logprobs_RT.shape[1] :] * logprobs_RT).sum() / n_trained).backward()
+        synchronize(self.device)
+        return True
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Of the responses, padded at the end to the longest row of a piece."""
+        self.model.eval()
+        out: list[list[float]] = []
+        while len(out) < len(rows):
+            piece = rows[len(out) : len(out) + self.rows_at_once]
+            scored = _in_memory(self.rows_at_once, self._row_logprobs, piece, True)
+            if scored is None:
+                self.rows_at_once //= 2
+            else:
+                out += scored.tolist()
+        return out
+
+    def _row_logprobs(self, rows: Sequence[TrainSequence], all_tokens: bool = False) -> Tensor:
+        """(R, t) log-probabilities of the last t tokens of the padded rows: the trained ones, or all but the first."""
+        ids = _padded([item.tokens or [] for item in rows]).to(self.device)
+        lens, width = torch.tensor([len(item.tokens or []) for item in rows]), ids.shape[1]
+        mask = None
+        if lens.min() < width:
+            mask = (torch.arange(width) < lens[:, None]).long().to(self.device)
+        prompt_len = 1 if all_tokens else min(list(item.prompt_mask or []).count(True) for item in rows)
+        keep = width - prompt_len + 1  # the logits of token t are at t - 1
+        logits = self.model(ids, attention_mask=mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+        targets = ids[:, prompt_len:, None]
+        return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)[..., 0]
+
+
+def _padded(rows: Sequence[Any]) -> Tensor:
+    """(R, L): zeros after each row, up to the longest."""
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+
+
+def _in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
+    """What `body` returns; None where memory ran out, so that half as many at once may help. EngineError at one."""
+    try:
+        return body(*args)
+    except torch.OutOfMemoryError as error:
+        if at_once == 1:
+            raise EngineError(f"transformers ran out of device memory with a single row: {error}") from error
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None
+
+
+class _DrawnLogprobs:
+    """A logits processor that changes nothing: it keeps the log-probability of what was drawn one step before."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._drawn: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._before = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def finish(self, ids: Tensor) -> Tensor:
+        """(R, n_new), once all is drawn."""
+        self._take(ids)
+        return torch.stack(self._drawn, dim=1)
+
+    def _take(self, ids: Tensor) -> None:
+        if self._before is not None:
+            self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
+
+
+class WithVllm:
+    """A contender for rollout only."""
+
+    name = "vllm"
+    warm_up = None  # the work itself
+
+    def __init__(self, settings: Settings, folder: str, random_init: bool):
+        from vllm import LLM  # type: ignore[import-not-found]
+
+        started = time.perf_counter()
+        self._llm: Any = LLM(
+            model=folder,
+            load_format="dummy" if random_init else "auto",
+            dtype=settings.dtype,
+            skip_tokenizer_init=True,
+            max_model_len=max(settings.work.row_lens),
+            max_num_seqs=settings.work.n_rows,
+            seed=0,
+        )
+        self.vocab_size = load_config(folder).vocab_size
+        self.start_s = time.perf_counter() - started
+
+    def figures(self) -> dict[str, float]:
+        """Nothing beside the times."""
+        return {}
+
+    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+        """One call of generate."""
+        from vllm import SamplingParams  # type: ignore[import-not-found]
+
+        params = [
+            SamplingParams(
+                n=work.n_samples, temperature=1.0, max_tokens=new_len, ignore_eos=True, logprobs=0, detokenize=False
+            )
+            for new_len in work.new_lens
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        rows = []
+        for prompt, output in zip(prompts, self._llm.generate(requests, params, use_tqdm=False), strict=True):
+            for sample, drawn in enumerate(output.outputs):
+                tokens = list(drawn.token_ids)
+                logprobs = [step[token].logprob for step, token in zip(drawn.logprobs, tokens, strict=True)]
+                rows.append(row(prompt, tokens, logprobs, sample))
+        return rows
+
+    def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
+        """Not a thing it does."""
+        raise EngineError("vllm does not train; compare it in a rollout")
+
+    def logprobs(self, rows: Sequence[TrainSequence]) -> list[list[float]]:
+        """Not a thing it is compared in."""
+        raise EngineError("vllm is compared in a rollout only")

@@ -1,1 +1,0 @@
-"""What an OpenAI-compatible server costs."""

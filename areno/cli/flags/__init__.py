@@ -1,1 +1,0 @@
-"""The flags of `areno train`, and their tables on the page of the command line."""

@@ -1,0 +1,119 @@
+"""Write the generated parts of the documentation: `make reference`, or `python -m areno.cli.reference docs`.
+
+docs/reference/config.md is generated as a whole from the dataclasses of the recipes. docs/reference/cli.md has tables
+of flags between two comments, and the text around them is written by hand.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from areno.api.algorithms import get_algorithm
+from areno.cli.train_flags import HEADINGS, Flag, flags
+from areno.config.fields import Row, rows
+from areno.launch.hints import RECIPES
+
+_TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
+_HEAD = """\
+# Configuration reference
+
+This page lists every setting of every recipe. Set it on the command line (`actor.optimizer.lr=2e-6`) or in a YAML file.
+Types and bounds are checked before a run starts, and all problems are reported at once. *Recipes* names the recipes
+that have a setting, unless all of them do. If a default differs between recipes, each one is given. The page is
+generated from the dataclasses in `areno/config/` and `areno/recipes/`, and a test checks that it is up to date.
+"""
+
+
+def settings_page() -> str:
+    """The whole page."""
+    merged: dict[str, dict[str, Row]] = {}
+    for recipe in RECIPES:
+        for row in rows(get_algorithm(recipe).config):
+            merged.setdefault(row.key, {})[recipe] = row
+    sections = dict.fromkeys(key.rpartition(".")[0] for key in merged)
+    return _HEAD + "".join(_section(name, merged) for name in sections)
+
+
+def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
+    lines = ["", f"## {name or 'Top level'}", ""]
+    if name:
+        by_recipe = merged[name]
+        row = next(iter(by_recipe.values()))
+        absent = [recipe for recipe, other in by_recipe.items() if other.default == "null"]
+        where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
+        optional = f" Optional, default null{where}." if absent else ""
+        lines += [f"{row.setting.help}.{optional}{_recipes(by_recipe)}", ""]
+    lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, by_recipe in merged.items():
+        row = next(iter(by_recipe.values()))
+        if key.rpartition(".")[0] == name and not row.setting.section:
+            lines.append(f"| {' | '.join(_cells(row, by_recipe))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
+    yield f"`{row.key}`"
+    yield _escape(row.setting.type_text)
+    defaults = {recipe: other.default for recipe, other in by_recipe.items()}
+    if len(set(defaults.values())) == 1:
+        yield _escape(row.default)
+    else:
+        yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
+    yield _escape(row.setting.help) + (_recipes(by_recipe) if "." in row.key else "")
+
+
+def _recipes(by_recipe: dict[str, Row]) -> str:
+    return "" if len(by_recipe) == len(RECIPES) else f" *Recipes: {', '.join(by_recipe)}.*"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def flag_tables() -> str:
+    """A table for each heading of `areno train --help`."""
+    found = flags().values()
+    return "\n".join(_table(heading, [flag for flag in found if flag.heading == heading]) for heading in HEADINGS)
+
+
+def _table(heading: str, found: list[Flag]) -> str:
+    lines = [f"### {heading}", "", "| flag | setting | default | meaning |", "|---|---|---|---|"]
+    if heading == "Basic":
+        about = "gspo; with `--resume`, that of the run | sft, dpo, grpo, gspo, ppo, or one of another package"
+        lines.append(f"| `--algo TEXT` | the recipe | {about} |")
+    return "\n".join([*lines, *map(_line, found)]) + "\n"
+
+
+def _line(flag: Flag) -> str:
+    name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
+    keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
+    only = "" if len(flag.keys) == len(RECIPES) else f" *{', '.join(flag.keys)}*"
+    cells = [f"`{name}`", ", ".join(f"`{key}`" for key in keys), flag.default, f"{flag.about}.{only}"]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def pages(docs: Path) -> dict[Path, str]:
+    """Return the current text of each page that has generated parts.
+
+    Args:
+        docs: The folder of the documentation.
+
+    Raises:
+        ValueError: The page of the command line lacks one of the comments that enclose the tables of flags.
+    """
+    page = docs / "reference/cli.md"
+    before, start, rest = page.read_text(encoding="utf-8").partition(_TABLES_START)
+    _, end, after = rest.partition(_TABLES_END)
+    if not start or not end:
+        raise ValueError(f"{page} lacks {_TABLES_START if not start else _TABLES_END}")
+    return {
+        docs / "reference/config.md": settings_page(),
+        page: f"{before}{start}\n\n{flag_tables()}\n{end}{after}",
+    }
+
+
+if __name__ == "__main__":
+    for file, text in pages(Path(sys.argv[1])).items():
+        file.write_text(text, encoding="utf-8")

@@ -1,0 +1,251 @@
+"""The flags of `areno train`, made of what the fields of the configuration say, and the settings they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin
+
+from areno.api.algorithms import get_algorithm
+from areno.config.fields import Row, Section, rows
+from areno.config.models import OptimizerConfig
+from areno.errors import Problem
+from areno.launch.hints import NOT_HERE, RECIPES, listed
+
+TASK = "train"
+"""The task file that the flags are filled into by default: conf/train.yaml."""
+
+HEADINGS = {
+    "Basic": "what to run, on which devices",
+    "Rollout": "the completions: how many, how long, how they are sampled and scored",
+    "Train": "the update: micro-batches, optimizer, the models beside the policy, the loss",
+    "Checkpoint": "what is saved",
+    "Observability": "what is logged",
+}
+# The beginning of a key -> its heading; the longest one counts.
+_PLACES = {
+    "": "Basic", "actor.": "Train", "actor.path": "Basic", "critic.": "Train", "ref.": "Train",
+    "train_dataset.batch_size": "Rollout", "train_dataset.max_length": "Rollout", "engine.attn_backend": "Rollout",
+    "gconfig.": "Rollout", "rollout.": "Rollout", "agent.": "Rollout", "reward.": "Rollout",
+    "saver.": "Checkpoint", "stats_logger.": "Observability",
+}  # fmt: skip
+_TYPES = {int: "INTEGER", float: "FLOAT", str: "TEXT"}
+_KL_TYPES = {"low_var_kl": "k3"}
+# Where the help of the setting needs its section around it, or speaks of the value that a switch stands for.
+_HELP = {
+    "--use-kl-loss": "Add the KL to the reference model to the loss",
+    "--min-lr": "Learning rate at the end of its decay. Default: a tenth of --lr",
+    "--adam-8bit": "Keep Adam's moments in blocks of 8-bit codes, 2 bytes per parameter instead of 8",
+    "--disable-thinking": "Render the chat template with enable_thinking=false",
+    "--attn-backend": "Attention: flash is the flash-attn package, native is torch, auto is the fastest that is there",
+    "--ref-ckpt": "Reference model: folder or hub id. Default: the policy before training",
+    "--critic-ckpt": "Critic: folder or hub id. Default: the body of the policy",
+    "--critic-lr": "Peak learning rate of the critic",
+    "--critic-warmup-steps": "First steps that train only the critic",
+    "--save-interval": "Save a checkpoint every this many steps, and at the end",
+    "--save-path": "Folder of the checkpoints. Default: checkpoints/ in the folder of the run",
+    "--metrics-log-dir": "Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
+    "--greedy": "Always take the most likely token. Needs --agent-fn or --n-samples 1, as the samples of a prompt "
+    "would be equal otherwise. With --n-samples 1 also set actor.adv_norm=null: a group of one has no advantage",
+    "--dataset-path": "A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset "
+    "repo[:config[:split]]",
+    "--dataset-loader-fn": "Your own loader, as file.py[:function], for rows of another form",
+    "--agent-fn": "Agent, as file.py[:function]. Default: each sample is a single completion",
+    "--mini-bs": "Rows per micro-batch",
+}
+_UNQUOTED = set("_/+.%*@?|:-")  # beside letters and digits, what Hydra reads as text without quotes
+
+REFUSED = ("--tune-params", "--mem-frac", "--tune-max-samples")
+"""Flags of a tuner that areno does not have. They are read, so that the message says what to use instead."""
+
+
+@dataclass(kw_only=True)
+class Flag:
+    """One flag. keys: recipe -> the rows of the settings that it sets there. name: with its dashes.
+
+    value: what a switch sets; None for a flag that takes a value. negative: whether there is a --no- form, too.
+    """
+
+    name: str
+    value: str | None
+    negative: bool
+    keys: dict[str, list[Row]] = field(default_factory=dict)
+
+    @property
+    def row(self) -> Row:
+        """Of the first setting."""
+        return next(iter(self.keys.values()))[0]
+
+    @property
+    def about(self) -> str:
+        """What it is."""
+        return _HELP.get(self.name) or self.row.setting.help.replace(" null: ", " Default: ")
+
+    @property
+    def help(self) -> str:
+        """What it is, and its default."""
+        if "Default: " in self.about or self.default in ("null", "required"):
+            return self.about + (" (required)" if self.default == "required" else "")
+        return f"{self.about} (default {self.default})"
+
+    @property
+    def type_text(self) -> str:
+        """TEXT, INTEGER, FLOAT or the choices; "" for a switch."""
+        if self.value is not None:
+            return ""
+        hint = self.row.setting.hint
+        arms = [arm for arm in get_args(hint) or (hint,) if arm is not type(None)]
+        if get_origin(hint) is Literal:
+            more = _KL_TYPES if self.name == "--kl-loss-type" else ()
+            return f"[{'|'.join([*map(str, get_args(hint)), *more])}]"
+        return _TYPES[arms[0]]
+
+    @property
+    def default(self) -> str:
+        """The default, by recipe where they differ; `off` or `on` for a switch."""
+        found = {recipe: self._default_in(recipe) for recipe in self.keys}
+        if len(set(found.values())) == 1:
+            return next(iter(found.values()))
+        return ", ".join(f"{default} ({recipe})" for recipe, default in found.items())
+
+    def _default_in(self, recipe: str) -> str:
+        row = self.keys[recipe][0]
+        if self.name == "--min-lr":
+            return "a tenth of --lr"
+        if self.name == "--use-kl-loss":
+            return "off" if row.default == "0.0" else "on"
+        if self.value is None:
+            return row.default.strip("'")
+        return "on" if row.default == self.value else "off"
+
+    @property
+    def heading(self) -> str:
+        """One of HEADINGS."""
+        return _PLACES[max((start for start in _PLACES if self.row.key.startswith(start)), key=len)]
+
+
+def flags() -> dict[str, Flag]:
+    """Name -> flag, of all recipes."""
+    found: dict[str, Flag] = {}
+    for recipe in RECIPES:
+        for row in rows(get_algorithm(recipe).config):
+            for flag in _flags_of(row):
+                found.setdefault(flag.name, flag).keys.setdefault(recipe, []).append(row)
+    return found
+
+
+def _flags_of(row: Row) -> Iterator[Flag]:
+    name, _, value = row.flag.partition("=")
+    if name == "--kl-loss-coef":
+        yield Flag(name="--use-kl-loss", value="", negative=True)
+    if name:
+        is_switch = row.setting.hint is bool
+        yield Flag(name=name, value=value or ("true" if is_switch else None), negative=row.default == "true")
+
+
+def overrides(
+    algorithm: str, given: Mapping[str, Any], own_task: bool, cls: type[Section]
+) -> tuple[list[str], list[Problem]]:
+    """The settings, as key=value, that flags stand for, and what is wrong with flags that cannot be used.
+
+    given: flag -> text, or bool for a switch. own_task: the settings are filled into a task that the user has named,
+    whose values are not known here. cls: the configuration of the algorithm.
+    """
+    of_algorithm: dict[str, list[Row]] = {}
+    for row in rows(cls):
+        for flag in _flags_of(row):
+            of_algorithm.setdefault(flag.name, []).append(row)
+    known = flags()
+    problems: list[Problem] = []
+    found: list[str] = []
+    for name, value in given.items():
+        if name in REFUSED:
+            problems.append(Problem(name, NOT_HERE["tune"]))
+        elif name not in of_algorithm:
+            problems.append(Problem(name, f"is a flag of {listed(list(known[name].keys))}, not of {algorithm}"))
+        elif name == "--use-kl-loss":
+            found += _use_kl(value, given, of_algorithm[name][0], cls)
+        elif name == "--min-lr":
+            ratio, wrong = _min_lr_ratio(value, given.get("--lr"), own_task)
+            found += ratio
+            problems += wrong
+        else:
+            found += _plain(known[name], of_algorithm[name], value, own_task)
+    if "--ref-ckpt" in given and _is_null(cls, "ref"):
+        found.insert(0, "ref=default")
+    return list(dict.fromkeys(found)), problems
+
+
+def with_settings(
+    found: list[str], settings: Sequence[str], names: Mapping[str, str]
+) -> tuple[list[str], list[Problem]]:
+    """Join the settings of flags and those that are given by key, and find what is given twice.
+
+    found: of the flags, as key=value. names: setting -> its flag.
+    """
+    by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
+    problems = []
+    for line in settings:
+        key, _, value = line.lstrip("+~").partition("=")
+        if key in by_key and (line.startswith("~") or by_key[key] != value):
+            text = f"stands for {key}={by_key[key]}, and {line} is given too; leave one of the two out"
+            problems.append(Problem(names.get(key, key), text))
+    return list(dict.fromkeys([*found, *settings])), problems
+
+
+def _plain(flag: Flag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
+    """Of a flag that sets its settings to its value."""
+    if flag.name == "--kl-loss-type":
+        value = _KL_TYPES.get(value, value)
+    for row in settings:
+        text = value if isinstance(value, str) else flag.value or "" if value else "false"
+        yield f"{row.key}={_quoted(text, str in (get_args(row.setting.hint) or (row.setting.hint,)))}"
+        if flag.name == "--mini-bs" and own_task:  # the task may have a token budget, which takes its place
+            yield f"{row.key.removesuffix('mini_bs')}max_tokens_per_mb=null"
+
+
+def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]) -> Iterator[str]:
+    if not use:
+        yield from (f"{kl_ctl.key}=0", *([] if _is_null(cls, "ref") else ["ref=null"]))
+    elif kl_ctl.default == "0.0":
+        yield "ref=default"
+        if "--kl-loss-coef" not in given:
+            yield f"{kl_ctl.key}=0.001"
+
+
+def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
+    """Return --min-lr as a setting, which is a fraction of --lr, or what is wrong with the two."""
+    if lr is None and own_task:
+        return [], [Problem("--min-lr", "is a share of --lr; give that too")]
+    least, peak = _number(value), OptimizerConfig().lr if lr is None else _number(lr)
+    if peak is None or peak < 0:  # the check of the settings says so of --lr
+        return [], []
+    if least is None or not 0 <= least <= peak:
+        of_lr = f"{lr}" if lr is not None else f"{peak:g} by default"
+        text = f"is {value}; expected a number from 0 to --lr ({of_lr})"
+        return [], [Problem("--min-lr", text)]
+    return [f"actor.optimizer.min_lr_ratio={least / peak:.12g}"] if peak else [], []
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number, or None for other text."""
+    with suppress(ValueError):
+        return value if math.isfinite(value := float(text)) else None
+    return None
+
+
+def _is_null(cls: type[Section], section: str) -> bool:
+    return any(row.key == section and row.default == "null" for row in rows(cls))
+
+
+def _quoted(text: str, is_text: bool) -> str:
+    """A value as Hydra's command line reads it. is_text: the setting holds text, also where this reads as a number."""
+    plain = text and all(letter.isalnum() or letter in _UNQUOTED for letter in text)
+    if plain and not (is_text and text.lower() in ("true", "false", "null", "nan", "inf")):
+        return text
+    parts = text.split('"')
+    # A backslash counts only before a quote, so those that are there are doubled.
+    escaped = (part + "\\" * (len(part) - len(part.rstrip("\\"))) for part in parts)
+    return '"' + '\\"'.join(escaped) + '"'

@@ -1,0 +1,328 @@
+"""Settings of sampling. Imports no torch.
+
+Settings of agents. Imports no torch.
+
+Settings of the reward: functions, those that are built in, and a reward model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areno.config.fields import Missing, Section, build_check, check, forbid, setting
+from areno.config.values import show
+from areno.errors import Problem
+
+LEAST_TEMPERATURE = 1e-5
+"""Lower temperatures count as 0: logits divided by them would leave the range of float32."""
+MOST_TEMPERATURE = 1e5
+_MOST = 2**31 - 1
+
+
+@dataclass(kw_only=True)
+class SamplingConfig(Section):
+    """How one completion is sampled: what `gconfig` and a script's `SamplingParams` have in common."""
+
+    greedy: bool = setting(
+        False,
+        help="Always take the most likely token. In training only with an agent or n_samples=1, as the samples of a "
+        "prompt would be equal otherwise",
+        flag="--greedy",
+    )
+    top_p: float = setting(
+        1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
+    )
+    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, le=_MOST, flag="--top-k")
+    max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
+    min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
+    temperature: float = setting(
+        1.0,
+        help="Softmax temperature, in sampling and in training",
+        ge=0,
+        le=MOST_TEMPERATURE,
+        flag="--temperature",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        help="Lower a token's logit by this for each time that the completion has it already. Not part of logprobs",
+        ge=-2,
+        le=2,
+    )
+    presence_penalty: float = setting(
+        0.0,
+        help="Lower a token's logit by this once the completion has it. Not part of logprobs",
+        ge=-2,
+        le=2,
+    )
+    min_p: float = setting(
+        0.0,
+        help="Sample only tokens that are at least this times as likely as the most likely one. Applied before top_k "
+        "and top_p. 0: all",
+        ge=0,
+        le=1,
+    )
+    stop: list[str] | None = setting(None, help="Strings that end a completion")
+    stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
+    ignore_eos: bool = setting(False, help="Continue to max_new_tokens after an end of sequence")
+    skip_special_tokens: bool = setting(True, help="Leave special tokens out of the text that rewards and logs get")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether each token is the most likely one. A temperature below LEAST_TEMPERATURE counts as 0."""
+        return self.greedy or self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Return the temperature of the log-probabilities, which is 1 where `temperature` counts as 0."""
+        return 1.0 if self.temperature < LEAST_TEMPERATURE else self.temperature
+
+    @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
+    def shortest_above_longest(self) -> bool:
+        return self.min_new_tokens > self.max_new_tokens
+
+    @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
+    def no_token_to_sample(self) -> bool:
+        return self.top_k == 0
+
+    @forbid("stop", "contains an empty string, which would end every completion; leave it out")
+    def empty_stop_string(self) -> bool:
+        return "" in (self.stop or [])
+
+    @forbid("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
+    def negative_stop_token(self) -> bool:
+        return min(self.stop_token_ids or [0]) < 0
+
+
+@dataclass(kw_only=True)
+class GenerationConfig(SamplingConfig):
+    """How completions are sampled."""
+
+    n_samples: int = setting(8, help="Completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
+    max_new_tokens: int = setting(3071, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
+    max_tokens: int | None = setting(
+        None,
+        help="Longest prompt plus completion in tokens. null: the model's limit",
+        gt=0,
+        flag="--max-context-len",
+    )
+    # Training divides by the temperature, so it cannot be 0 in a run.
+    temperature: float = setting(
+        1.0,
+        help="Softmax temperature, in sampling and in training",
+        ge=LEAST_TEMPERATURE,
+        le=MOST_TEMPERATURE,
+        flag="--temperature",
+    )
+
+    @build_check  # a script may make a section greedy that has more settings
+    def choice_of_greedy(self) -> Iterator[Problem]:
+        for name in ("top_p", "top_k", "min_p"):
+            if self.greedy and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but greedy takes the most likely token; set greedy=false")
+
+    @forbid(
+        "max_tokens",
+        "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
+    )
+    def no_room_for_prompts(self) -> bool:
+        return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
+
+
+VERIFIERS = "verifiers:"
+"""What stands before the name of an environment of the verifiers package."""
+
+
+@dataclass(kw_only=True)
+class AgentConfig(Section):
+    """An agent that samples by itself: it asks the policy through an OpenAI-compatible endpoint."""
+
+    fn: str | None = setting(
+        None,
+        help="Agent, as file.py[:function] (default: run_agent). It is called with (ctx, batch) and returns "
+        "trajectories. verifiers:NAME is an installed environment of the verifiers package; it brings its data and its "
+        "reward. null: each sample is a single completion",
+        flag="--agent-fn",
+    )
+    timeout_s: float = setting(
+        300.0,
+        help="Time limit for the agent of one sample, and for each of its requests, in seconds",
+        gt=0,
+        le=86400,
+        flag="--agent-timeout-s",
+    )
+    workers: int = setting(2, help="Number of processes that run agents. Each runs many at once", gt=0, le=512)
+    train_tool_results: bool = setting(False, help="Also train the tokens of tool results", flag="--train-tool-results")
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether it is an environment of the verifiers package."""
+        return self.fn is not None and self.fn.startswith(VERIFIERS)
+
+    @build_check
+    def settings_of_no_agent(self) -> Iterator[Problem]:
+        for name in ("timeout_s", "workers", "train_tool_results"):
+            if self.fn is None and not self.is_default(name):
+                yield Problem(name, f"is {show(vars(self)[name])}, but fn is null, so there is no agent; leave it out")
+
+
+BUILT_IN_REWARDS = ("math", "exact_match", "choice", "format", "length", "json", "code")
+
+# A reasoning that is closed once, and an answer behind it. Many chat templates write the opening tag themselves.
+_NO_TAG = r"(?!</?think>)"
+THINK = rf"\s*(?:<think>)?(?:{_NO_TAG}.)*</think>\s*{_NO_TAG}\S(?:{_NO_TAG}.)*"
+
+
+@dataclass(kw_only=True)
+class FormatRewardConfig(Section):
+    """The built-in reward format: 1 if the whole completion has a form, else 0."""
+
+    pattern: str = setting(
+        THINK,
+        help="Regular expression (Python, dot matches newlines) that the whole completion has to match. The default is "
+        "<think>...</think> and an answer; the opening tag may be missing",
+    )
+
+    @check
+    def pattern_compiles(self) -> Iterator[Problem]:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            yield Problem("pattern", f"is {self.pattern!r}, which is no regular expression: {error}")
+
+
+@dataclass(kw_only=True)
+class LengthRewardConfig(Section):
+    """The built-in reward length: 1 between two lengths, and less the farther a completion is from them."""
+
+    min_tokens: int | None = setting(None, help="Shortest completion that gets 1. null: 0", gt=0)
+    max_tokens: int | None = setting(None, help="Longest completion that gets 1. null: no limit", gt=0)
+    margin_tokens: int = setting(
+        0, help="Outside of the limits the reward falls evenly, to 0 at so many tokens. 0: at once", ge=0
+    )
+
+    @forbid("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
+    def limits_cross(self) -> bool:
+        return self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens
+
+
+@dataclass(kw_only=True)
+class JsonRewardConfig(Section):
+    """The built-in reward json: 1 if the answer is JSON of a schema, else 0."""
+
+    schema: str | None = setting(
+        None,
+        help="File with the JSON schema of rows that have no field schema (needs the package jsonschema). null: any "
+        "JSON",
+    )
+
+
+@dataclass(kw_only=True)
+class CodeRewardConfig(Section):
+    """The built-in reward code: 1 if the program in the completion passes the tests of its row, else 0. Linux only."""
+
+    timeout_s: float = setting(10.0, help="Time limit for all tests of a sample, in seconds", gt=0, le=3600)
+    memory_mb: int = setting(1024, help="Memory that each process of the program may use, in MiB", ge=64)
+    partial: bool = setting(False, help="The reward is the share of tests that pass")
+
+
+@dataclass(kw_only=True)
+class RewardConfig(Section):
+    """The reward of a completion, from functions, a reward model, or both (their sum)."""
+
+    fn: str | list[str] | None = setting(
+        None,
+        help="Reward function: file.py[:function] (default: reward_fn) or a built-in one: "
+        f"{', '.join(BUILT_IN_REWARDS)}. A list of several is their weighted sum, and each is a part with metrics of "
+        "its own",
+        flag="--reward-fn-path",
+    )
+    weights: list[float] | None = setting(
+        None, help="Factors of the functions in the sum, one for each. null: 1 for all"
+    )
+    path: str | None = setting(
+        None,
+        help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label and the actor's "
+        "tokenizer. Its score of the whole row is added to the result of fn",
+        flag="--reward-ckpt",
+    )
+    offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
+    timeout_s: float = setting(
+        30.0,
+        help="Time limit for scoring one sample by fn, in seconds. A sample that takes longer counts as a timeout",
+        gt=0,
+        le=86400,
+    )
+    workers: int | None = setting(
+        None,
+        help="Number of processes that call fn. null: as many as there are cores for (those the run may use, less one "
+        "for the driver and one for each device), from 2 to 64",
+        gt=0,
+        le=512,
+    )
+    format: FormatRewardConfig = setting(factory=FormatRewardConfig, help="The built-in reward format")
+    length: LengthRewardConfig = setting(factory=LengthRewardConfig, help="The built-in reward length")
+    json: JsonRewardConfig = setting(factory=JsonRewardConfig, help="The built-in reward json")
+    code: CodeRewardConfig = setting(factory=CodeRewardConfig, help="The built-in reward code")
+
+    @property
+    def functions(self) -> list[str]:
+        """The functions of fn."""
+        return [self.fn] if isinstance(self.fn, str) else self.fn or []
+
+    def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
+        """What is wrong where neither a function nor a model is set. by_agent: an agent brings the reward."""
+        if self.fn is not None or self.path is not None:
+            return
+        if not by_agent:
+            text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
+            yield Missing("reward.fn", text)
+            return
+        for name in (name for name in ("weights", "timeout_s", "workers") if not self.is_default(name)):
+            text = f"is {vars(self)[name]}, but reward.fn is null and the agent brings its reward; leave it out"
+            yield Problem(f"reward.{name}", text)
+
+    @check
+    def functions_and_weights(self) -> Iterator[Problem]:
+        if self.fn == []:
+            yield Problem("fn", "is an empty list; name a function, or set it to null")
+        elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):
+            many = "1 function" if len(self.functions) == 1 else f"{len(self.functions)} functions"
+            text = f"has {len(self.weights)} numbers for {many}; give one for each"
+            yield Problem("weights", text)
+
+    @check
+    def settings_of_built_in_functions(self) -> Iterator[Problem]:
+        for name in ("format", "length", "json", "code"):
+            if name not in self.functions and not self.is_default(name):
+                yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
+
+    @forbid("length", "is in reward.fn, but has no limit; set reward.length.max_tokens or reward.length.min_tokens")
+    def length_without_a_limit(self) -> bool:
+        return "length" in self.functions and self.length.min_tokens is None and self.length.max_tokens is None
+
+    @forbid(
+        "code.timeout_s",
+        "is {self.code.timeout_s}, which has to be less than reward.timeout_s={self.timeout_s}, the limit for scoring "
+        "a sample",
+    )
+    def code_takes_longer_than_scoring(self) -> bool:
+        return "code" in self.functions and self.code.timeout_s >= self.timeout_s
+
+    @build_check
+    def limits_of_no_function(self) -> Iterator[Problem]:
+        for name in ("weights", "timeout_s", "workers"):
+            if self.fn is None and self.path is not None and not self.is_default(name):
+                yield Problem(name, f"is {vars(self)[name]}, but fn is null, so no function is called; leave it out")
+
+    @forbid("offload", "is true, but reward.path is null, so there is no reward model")
+    def nothing_to_offload(self) -> bool:
+        return self.offload and self.path is None
+
+
+@dataclass(kw_only=True)
+class OnlyReward(Section):
+    """The reward without a run, for commands that only score."""
+
+    reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)

@@ -1,1 +1,0 @@
-"""Settings of what samples: completions, agents."""

@@ -1,1 +1,0 @@
-"""What configuration dataclasses are made of: sections and settings, and how plain values become them."""

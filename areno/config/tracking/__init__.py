@@ -1,1 +1,0 @@
-"""Settings of what follows a run."""

@@ -1,0 +1,223 @@
+"""Data files by their names: which format they have, and their bytes or lines, decompressed.
+
+Rows from JSON and from JSON lines.
+
+Rows from tables: CSV, Parquet and Arrow files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections import Counter
+from gzip import GzipFile
+from pathlib import Path
+from typing import IO, Any, cast
+
+from areno.data.forms import SHOWN
+from areno.data.row_schema import Row, Rows, describe_value, json_problem
+from areno.errors import DataError, printable
+
+FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
+COMPRESSED = (".json", ".jsonl", ".csv", ".tsv")  # with .gz after them, too; the others have a compression inside
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def format_of(path: str | Path) -> str | None:
+    """Return the format in the name of a file, such as .jsonl for DATA.JSONL.gz, or None for an unknown one."""
+    name = Path(path).name.lower()
+    suffix = Path(name.removesuffix(".gz")).suffix
+    return suffix if suffix in (COMPRESSED if name.endswith(".gz") else FORMATS) else None
+
+
+def open_bytes(file: Path, shown: str) -> IO[bytes]:
+    """Open a file for its bytes, decompressed. Raises DataError for UTF-16, which spreadsheets and PowerShell write."""
+    source = GzipFile(file) if file.name.lower().endswith(".gz") else file.open("rb")
+    if source.peek(2)[:2] in _UTF_16:
+        source.close()
+        raise DataError(f"{shown} is UTF-16 text; expected UTF-8: save it in this encoding")
+    return cast(IO[bytes], source)
+
+
+def open_text(file: Path, shown: str) -> IO[str]:
+    """Open a file for its lines. A byte that is not UTF-8 becomes a surrogate, so that `raw_byte` finds its line."""
+    return io.TextIOWrapper(open_bytes(file, shown), encoding="utf-8-sig", errors="surrogateescape")
+
+
+def raw_byte(text: str) -> int | None:
+    """Return the place of the first byte that is not UTF-8, in a text decoded with surrogateescape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
+def not_utf8(text: str, place: int) -> str:
+    """Describe the byte at a place that `raw_byte` found, for a message that names the line."""
+    column = place - text.rfind("\n", 0, place)
+    return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
+
+
+_PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\d+|[][{}]', re.S)  # of JSON
+_DEEP = 300  # levels; json reads some more, depending on the version of Python and on the depth of its caller
+
+
+def read_json(file: Path, shown: str, split: str) -> list[Row]:
+    """Read a list of rows, an object that holds one under `data` or under the split, or JSON lines.
+
+    Args:
+        file: the file.
+        shown: its name in messages.
+        split: the key to read, where the file has several splits.
+
+    Raises:
+        DataError: with the line of what is wrong.
+        OSError: if the file cannot be read.
+    """
+    with open_bytes(file, shown) as source:
+        text = source.read().decode("utf-8-sig", "surrogateescape")
+    if (raw := raw_byte(text)) is not None:
+        raise DataError(f"{shown} line {_line(text, raw)}: {not_utf8(text, raw)}")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            return read_jsonl(file, shown)  # one JSON value on each line, under the wrong name
+        place, what = _json_fault(text, error)
+        raise DataError(f"{shown} line {_line(text, place)}: {what}") from error
+    if isinstance(content, dict):
+        for name in ("data", split):
+            if isinstance(content.get(name), list):
+                return content[name]
+    if not isinstance(content, list):
+        raise DataError(f'{shown}: holds {describe_value(content)}; expected a list of rows, or {{"data": [rows]}}')
+    return content
+
+
+def read_jsonl(file: Path, shown: str) -> list[Row]:
+    """Read one JSON value from each line that is not empty. Raises as `read_json`, with all lines that are wrong."""
+    rows = []
+    faults = []
+    with open_text(file, shown) as lines:
+        for number, line in enumerate(lines, start=1):
+            if (raw := raw_byte(line)) is not None:
+                faults.append(f"line {number}: {not_utf8(line, raw)}")
+                continue
+            try:
+                if line.strip():
+                    rows.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                faults.append(f"line {number}: {_json_fault(line, error)[1]}")
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
+        raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)
+    return rows
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def _json_fault(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
+    """Return where and why the text is not read as JSON."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.pos, f"not JSON: {json_problem(error)}"
+    depth, most_digits = 0, sys.get_int_max_str_digits()  # Python reads a number in quadratic time
+    for piece in _PIECE.finditer(text):
+        depth += (piece[0] in "[{") - (piece[0] in "]}")
+        if isinstance(error, RecursionError) and depth > _DEEP:
+            return piece.start(), "lists or objects are nested too deeply; write the value as a text that holds JSON"
+        if piece[0][0] != '"' and len(piece[0]) > most_digits:
+            return piece.start(), f"a number has {len(piece[0]):,} digits, more than {most_digits:,}; write it as text"
+    return 0, str(error)
+
+
+_BLOCK_BYTES = 2**26  # of a CSV file, read at once; no row can be longer
+
+
+def read_table(file: Path, form: str, shown: str) -> Rows:
+    """Read the rows of a table.
+
+    Args:
+        file: the file.
+        form: its format: .csv, .tsv, .parquet or .arrow.
+        shown: its name in messages.
+
+    Raises:
+        DataError: with the line or row of what is wrong.
+        OSError: if the file cannot be read.
+    """
+    import pyarrow as pa
+    from datasets import Dataset
+    from pyarrow import parquet
+
+    try:
+        if form in (".csv", ".tsv"):
+            table = _read_csv(file, "\t" if form == ".tsv" else ",", shown)
+        elif form == ".parquet":
+            table = parquet.read_table(file)
+        else:
+            # The stream form is what `datasets` writes, the file form what pyarrow calls Feather.
+            with pa.memory_map(str(file)) as source:
+                is_file = source.read(6) == b"ARROW1"
+            with pa.memory_map(str(file)) as source:
+                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+                table = reader.read_all()
+        _check_columns(table.column_names, shown)
+        return Dataset(table)
+    except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{shown}: not a readable {form[1:]} file: {_one_line(error)}") from error
+
+
+def _check_columns(names: list[str], shown: str) -> None:
+    """Raise DataError for a name that several columns have."""
+    if repeated := [f"{name!r} {count} times" for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{shown} has the column {', '.join(repeated[:SHOWN])}; give each column a name of its own")
+
+
+def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
+    """Read a table whose cells are text, as they stand in the file: a solution "10" must not become the number 10."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    parse, convert = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True), csv.ConvertOptions()
+    blocks = csv.ReadOptions(block_size=_BLOCK_BYTES)
+    try:
+        with open_bytes(file, shown) as source, csv.open_csv(source, blocks, parse) as head:
+            names = head.schema.names
+        _check_columns(names, shown)  # pyarrow would give only one of them its type
+        convert.column_types = dict.fromkeys(names, pa.string())
+        with open_bytes(file, shown) as source:
+            return csv.read_csv(source, blocks, parse, convert)
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # the latter for the names of columns
+        raise DataError(f"{shown} {_csv_fault(error, file, shown, parse, convert)}") from error
+
+
+def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
+    """Say what is wrong with a CSV file. It is read once more, by a single thread, which counts the rows."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    with open_text(file, shown) as lines:
+        for number, line in enumerate(lines, start=1):
+            if (raw := raw_byte(line)) is not None:
+                return f"line {number}: {not_utf8(line, raw)}"
+    uneven: list[Any] = []
+    parse.invalid_row_handler = lambda row: uneven.append(row) or "error"
+    with contextlib.suppress(pa.ArrowInvalid), open_bytes(file, shown) as source:
+        csv.read_csv(source, csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False), parse, convert)
+    if uneven:
+        row = uneven[0]
+        # pyarrow counts from 1, with the line of names.
+        return f"row {row.number - 2}: has {row.actual_columns} cells, but the file has {row.expected_columns} columns"
+    return f"is not a readable csv file: {_one_line(error)}"
+
+
+def _one_line(said: object) -> str:
+    return printable(" ".join(str(said).split()))

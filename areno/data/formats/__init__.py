@@ -1,1 +1,0 @@
-"""Data files: their bytes, and the rows in them."""

@@ -1,1 +1,0 @@
-"""Layers that see equally far, and the blocks that a sequence holds for them."""

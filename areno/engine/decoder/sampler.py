@@ -1,0 +1,292 @@
+"""Sampling with the settings of each sequence in the batch, which are kept on the device.
+
+How a token is drawn from logits is in `kernels/sampling`. Here the settings find their rows.
+
+What some draws need beside the sampling kernel: bias, presence penalty, min-p, the most likely tokens.
+
+Few requests ask for it, so it is done by torch on the rows of these requests alone, outside of captured graphs. The
+kernel then draws from the edited logits, while log-probabilities stay those of the policy.
+
+Shape letters: B rows of the batch, R rows of these that need something, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areno.engine.decoder.grammar import masks
+from areno.engine.decoder.sequence import Sequence
+from areno.kernels.sampling import SamplingFlags, SamplingSettings, sample_columns, sample_slots
+from areno.kernels.sampling.reference import apply_masks, policy_logprobs, without_banned
+from areno.layers.parallel import ParallelGroup
+from areno.types import TokenScores
+
+
+class SlotSampler:
+    """Device tensors with one entry for each slot of the batch.
+
+    A sequence's settings are written when it takes its slot, so a decode step sends slot numbers only. A temperature
+    that counts as 0 means greedy, with log-probabilities at temperature 1.
+    """
+
+    def __init__(self, n_slots: int, vocab_size: int, device: torch.device):
+        self.tensors = SamplingSettings(
+            key=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            temperature=torch.ones(n_slots, dtype=torch.float32, device=device),
+            greedy=torch.zeros(n_slots, dtype=torch.bool, device=device),
+            top_k=torch.full((n_slots,), -1, dtype=torch.int64, device=device),
+            top_p=torch.ones(n_slots, dtype=torch.float32, device=device),
+            min_new=torch.zeros(n_slots, dtype=torch.int64, device=device),
+            banned=torch.full((n_slots, 0), -1, dtype=torch.int64, device=device),
+            penalty=torch.zeros(n_slots, dtype=torch.float32, device=device),
+            counts=None,
+            last_token=torch.zeros(n_slots, dtype=torch.int64, device=device),
+        )
+        self._counts_shape = (n_slots, vocab_size)
+        self.masks_SW: Tensor | None = None  # int32, of slots with a grammar, else all bits set; None until one has it
+        self._masked_slots: set[int] = set()  # whose bits are not all set
+
+    def flags(self, sequences: list[Sequence]) -> SamplingFlags:
+        """What a batch of these needs."""
+        return SamplingFlags(
+            filtered=any(sequence.is_filtered for sequence in sequences),
+            n_banned=self.tensors.banned.shape[1] if any(sequence.bans_stop for sequence in sequences) else 0,
+            penalized=any(sequence.is_penalized for sequence in sequences),
+            masked=any(sequence.grammar is not None for sequence in sequences),
+        )
+
+    @staticmethod
+    def pack(sequences: list[Sequence]) -> np.ndarray:
+        """Slots and settings of new sequences as one int64 array (8 + n_banned, n), to be sent in one copy.
+
+        Floats are stored by their float64 bits. n_banned: as many as some sequence may not draw at first, rounded up to
+        a power of two, so that few kernels are compiled.
+        """
+        n_banned = max((len(sequence.stop_ids) for sequence in sequences if sequence.min_new > 0), default=0)
+        n_banned = 1 << (n_banned - 1).bit_length() if n_banned else 0
+        packed = np.full((8 + n_banned, len(sequences)), -1, dtype=np.int64)
+        floats = packed.view(np.float64)
+        for column, sequence in enumerate(sequences):
+            params = sequence.request.params
+            packed[0, column] = sequence.slot
+            packed[1, column] = sequence.key
+            packed[2, column] = params.is_greedy
+            # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
+            packed[3, column] = params.top_k if sequence.is_filtered else -1
+            floats[4, column] = params.logprob_temperature
+            floats[5, column] = params.top_p if sequence.is_filtered else 1.0
+            floats[6, column] = params.frequency_penalty
+            packed[7, column] = sequence.min_new
+            if sequence.min_new > 0:
+                packed[8 : 8 + len(sequence.stop_ids), column] = sorted(sequence.stop_ids)
+        return packed
+
+    def assign(self, packed: Tensor) -> None:
+        """Write what `pack` returned, once it is on the device."""
+        slots, tensors, banned_KN = packed[0], self.tensors, packed[8:]
+        tensors.key[slots] = packed[1]
+        tensors.greedy[slots] = packed[2].bool()
+        tensors.top_k[slots] = packed[3]
+        tensors.temperature[slots] = packed[4].view(torch.float64).float()
+        tensors.top_p[slots] = packed[5].view(torch.float64).float()
+        tensors.penalty[slots] = packed[6].view(torch.float64).float()
+        tensors.min_new[slots] = packed[7]
+        if (more := len(banned_KN) - tensors.banned.shape[1]) > 0:
+            tensors.banned = torch.nn.functional.pad(tensors.banned, (0, more), value=-1)
+        tensors.banned[slots, : len(banned_KN)] = banned_KN.T
+        tensors.banned[slots, len(banned_KN) :] = -1
+
+    @staticmethod
+    def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+        """(slots, (slot, token) pairs as (2, n)) of new sequences with a penalty; None without any.
+
+        A sequence that was preempted has completion tokens when it takes a slot again.
+        """
+        penalized = [sequence for sequence in sequences if sequence.is_penalized]
+        if not penalized:
+            return None
+        pairs = [(sequence.slot, token) for sequence in penalized for token in sequence.tokens[sequence.n_prompt :]]
+        slots = np.array([sequence.slot for sequence in penalized], dtype=np.int64)
+        return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
+
+    def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
+        """Write what `pack_counts` returned, once it is on the device."""
+        if self.tensors.counts is None:
+            self.tensors.counts = torch.zeros(self._counts_shape, dtype=torch.int32, device=slots.device)
+        counts = self.tensors.counts
+        counts[slots] = 0
+        counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
+
+    def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
+        """(slots, their masks (n, W)) of the sequences that are to be sampled and have a grammar or had to reset one.
+
+        All tokens of those with a grammar must have arrived. None where nothing changes.
+        """
+        with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
+        freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
+        if not with_grammar and not freed:
+            return None
+        slots = np.array([sequence.slot for sequence in with_grammar + freed], dtype=np.int64)
+        masks_KW = np.full((len(slots), -(-self._counts_shape[1] // 32)), -1, dtype=np.int32)
+        if with_grammar:
+            found = masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
+            masks_KW[: len(with_grammar)] = found[:, : masks_KW.shape[1]]
+        self._masked_slots.difference_update(sequence.slot for sequence in freed)
+        self._masked_slots.update(sequence.slot for sequence in with_grammar)
+        return slots, masks_KW
+
+    def assign_masks(self, slots: Tensor, masks_KW: Tensor) -> None:
+        """Write what `pack_masks` returned, once it is on the device."""
+        if self.masks_SW is None:
+            shape = (self._counts_shape[0], masks_KW.shape[1])
+            self.masks_SW = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
+        self.masks_SW[slots] = masks_KW
+
+    def sample(self, logits_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags) -> Tensor:
+        """Sample a token for each row: (2, B) float64, tokens and log-probabilities, as `sample_slots` returns them.
+
+        A mask changes what can be drawn but, like top-k and top-p, not the log-probability.
+        """
+        if not flags.masked:
+            return sample_slots(logits_BV, slots_B, index_B, self.tensors, flags)
+        assert self.masks_SW is not None
+        masked_BV = apply_masks(logits_BV, self.masks_SW, slots_B)
+        tokens_B, logprobs_B = sample_slots(masked_BV, slots_B, index_B, self.tensors, flags)
+        policy_B = policy_logprobs(logits_BV, self.tensors.temperature[slots_B], tokens_B.long())
+        is_masked_B = (self.masks_SW[slots_B] != -1).any(-1)
+        return torch.stack((tokens_B, torch.where(is_masked_B, policy_B, logprobs_B)))
+
+    def sample_columns(
+        self,
+        tp: ParallelGroup,
+        columns_BV: Tensor,
+        slots_B: Tensor,
+        index_B: Tensor,
+        flags: SamplingFlags,
+    ) -> Tensor:
+        """As `sample`, where each rank has some columns of the logits; see `kernels/sampling`."""
+        vocab = self._counts_shape[1]
+        out_2B = sample_columns(columns_BV, vocab, slots_B, index_B, self.tensors, flags, tp.rank, tp.every)
+        self.tensors.last_token[slots_B] = out_2B[0].long()
+        return out_2B
+
+    def note(self, tokens_B: Tensor, slots_B: Tensor, drawn_here: slice, flags: SamplingFlags) -> None:
+        """Note tokens of which only the rows `drawn_here` were drawn by this sampler, as its draws note theirs."""
+        self.tensors.last_token[slots_B] = tokens_B
+        if flags.penalized:
+            assert self.tensors.counts is not None
+            elsewhere_B = torch.ones_like(slots_B, dtype=torch.int32)
+            elsewhere_B[drawn_here] = 0
+            self.tensors.counts.index_put_((slots_B, tokens_B), elsewhere_B, accumulate=True)
+
+
+@dataclass(slots=True)
+class LogitEdits:
+    """What the rows of a batch need, on the device.
+
+    rows_R: int64, their places in the batch. bias: (rows, token ids, values) to add, one for each entry; rows count
+    within R. presence_R, frequency_R, min_p_R: float32. n_top: how many most likely tokens some row wants.
+    """
+
+    rows_R: Tensor
+    bias: tuple[Tensor, Tensor, Tensor] | None
+    presence_R: Tensor
+    frequency_R: Tensor
+    min_p_R: Tensor
+    n_top: int
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
+        """None where no sequence needs anything, as is the rule."""
+        rows = [row for row, sequence in enumerate(sequences) if sequence.needs_edits]
+        if not rows:
+            return None
+        chosen = [sequences[row] for row in rows]
+        params = [sequence.request.params for sequence in chosen]
+        biases = [(r, token, value) for r, s in enumerate(chosen) for token, value in s.request.logit_bias.items()]
+        floats = [(p.presence_penalty, p.frequency_penalty, 0.0 if p.is_greedy else p.min_p) for p in params]
+        presence_R, frequency_R, min_p_R = upload(np.array(floats, dtype=np.float32).T.copy()).unbind()
+        bias = None
+        if biases:
+            at = upload(np.array([entry[:2] for entry in biases], dtype=np.int64).T.copy())
+            bias = (at[0], at[1], upload(np.array([entry[2] for entry in biases], dtype=np.float32)))
+        n_top = max(sequence.request.top_logprobs for sequence in chosen)
+        return cls(upload(np.array(rows, dtype=np.int64)), bias, presence_R, frequency_R, min_p_R, n_top)
+
+    def apply(
+        self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor, sampler: SlotSampler, flags: SamplingFlags
+    ) -> Tensor:
+        """Return the logits with bias, presence penalty and min-p.
+
+        Frequency penalties, bans and masks are applied later. Here they only decide which tokens min-p compares with.
+        """
+        edited_RV, settings = logits_RV.clone(), sampler.tensors
+        if self.bias is not None:
+            rows, tokens, values = self.bias
+            edited_RV.index_put_((rows, tokens), values, accumulate=True)
+        drawn_RV = edited_RV
+        if settings.counts is not None:
+            counts_RV = settings.counts[slots_R]
+            edited_RV -= self.presence_R[:, None] * (counts_RV > 0)
+            drawn_RV = edited_RV - self.frequency_R[:, None] * counts_RV
+        if flags.n_banned:
+            drawn_RV = without_banned(drawn_RV, slots_R, positions_R, settings)
+        if sampler.masks_SW is not None:
+            drawn_RV = apply_masks(drawn_RV, sampler.masks_SW, slots_R)
+        # Relative to the most likely token that can be drawn; log(0) keeps all.
+        drawn_RV = drawn_RV / settings.temperature[slots_R, None]
+        least_R = drawn_RV.max(dim=-1).values + self.min_p_R.log()
+        return edited_RV.masked_fill_(drawn_RV < least_R[:, None], -torch.inf)
+
+
+def sample_edited(
+    logits_BV: Tensor,
+    slots_B: Tensor,
+    positions_B: Tensor,
+    sampler: SlotSampler,
+    flags: SamplingFlags,
+    edits: LogitEdits,
+) -> Tensor:
+    """`SlotSampler.sample` with edits.
+
+    Returns (2 + 2 * n_top, B) float64: tokens, log-probabilities, then the ids of the most likely tokens and their
+    log-probabilities, which are -1 for the rows that need nothing.
+    """
+    rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
+    policy_RV = logits_BV[rows_R]
+    edited_RV = edits.apply(policy_RV, slots_R, positions_B[rows_R], sampler, flags)
+    edited_BV = logits_BV.index_copy(0, rows_R, edited_RV)
+    out_2B = sampler.sample(edited_BV, slots_B, positions_B, flags)
+    logprobs_RV = (policy_RV / sampler.tensors.temperature[slots_R, None]).double().log_softmax(-1)
+    tokens_R = out_2B[0, rows_R].long()
+    out_2B[1, rows_R] = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
+    top_2KB = out_2B.new_full((2, edits.n_top, out_2B.shape[1]), -1)
+    if edits.n_top:
+        values_RK, ids_RK = logprobs_RV.topk(edits.n_top, dim=-1)
+        top_2KB[0, :, rows_R] = ids_RK.T.double()
+        top_2KB[1, :, rows_R] = values_RK.T
+    return torch.cat([out_2B, top_2KB.flatten(0, 1)])
+
+
+def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
+    """For K places: the log-probability of a token under softmax(scaled), and the most likely tokens."""
+    logprobs_KV = scaled_KV.double().log_softmax(-1)
+    chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]
+    values_KT, ids_KT = logprobs_KV.topk(n_top, dim=-1)
+    found = torch.cat([ids_KT.T.double(), values_KT.T]).cpu().numpy()
+    logprobs = logprobs_KV.gather(1, chosen).squeeze(1).tolist()
+    return list(zip(logprobs, token_scores(found, len(tokens)), strict=True))
+
+
+def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
+    """(2T, n) ids and log-probabilities of the T most likely tokens at n places, as lists."""
+    if not len(top):
+        return [[] for _ in range(n)]
+    ids, logprobs = np.split(top, 2)
+    pairs = zip(ids.T.astype(np.int64).tolist(), logprobs.T.tolist(), strict=True)
+    return [list(zip(*pair, strict=True)) for pair in pairs]

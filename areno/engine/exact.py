@@ -1,0 +1,174 @@
+"""Makes a model compute each token by itself, bit for bit: what `engine.exact` asks of products.
+
+Attention has one order of operations by its backend "spans". Elementwise operations and norms are computed row by row
+anyway. Matrix products are not: a library chooses its kernel by the number of rows, and some kernels divide the sum
+over the inputs. What the library at hand does is looked at once, when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from areno.errors import EngineError, Key
+from areno.kernels.adapters import add_up
+from areno.kernels.backend import use_triton
+from areno.kernels.products import UnsplitProduct
+from areno.kernels.spans import row_multiple
+from areno.layers.adapter import Adapter
+from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.linear import Linear
+from areno.layers.mlp import ExpertMLP
+from areno.layers.norm import ShardedRMSNorm
+from areno.models.transformer import Transformer
+
+_CPU_SIZES = (1, 2, 3, 4, 7, 16)  # multiples of `row_multiple` that are tried
+_CUDA_ROWS = 8192
+_TIMED, _REPEATS = (8, 16, 32, 64, 128, 256), 10
+_UNTIMED = 64  # rows up to which Triton is taken for the faster one, where nothing may follow from the clock
+_CUDA_SIZES = (*range(1, 17), 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 777, 1024, 2048, 4096)
+
+
+@torch.no_grad()
+def make_exact(model: Transformer, timed: bool = True) -> str:
+    """Set how the model's products are computed, after trying them. Returns what was found, for the log.
+
+    timed: of two ways with the same bits, choose the faster one by its time.
+    EngineError where no way gives the same bits for any number of rows.
+    """
+    if model.config.delta is not None:
+        raise EngineError(
+            "{} is not supported for a model with recurrent states, which training computes in chunks and decoding "
+            "token by token; set it to false", Key("engine.exact"),
+        )  # fmt: skip
+    if model.routing is not None and model.device.type != "cpu":
+        raise EngineError(
+            "{} is not supported on {} for a model with experts, whose products have no fixed order there; set it to "
+            "false", Key("engine.exact"), model.device.type,
+        )  # fmt: skip
+    adapters = [module for module in model.modules() if isinstance(module, Adapter)]
+    modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
+    if model.device.type == "cpu":
+        model.row_multiple = row_multiple()
+        for module in modules.values():
+            _try_on_cpu(module.weight, model.row_multiple)
+        mixtures = [module for module in model.modules() if isinstance(module, ExpertMLP)]
+        for mixture in mixtures:
+            mixture.row_multiple = model.row_multiple
+        for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
+            _try_on_cpu(matrices.stack_EOI[0], model.row_multiple)
+        _try_adapters(adapters, model.row_multiple)
+        return f"products of {model.row_multiple} rows at a time"
+    if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):
+        raise EngineError(
+            "{} cannot be kept for this model on several GPUs, which divide its norms over all queries of a token; "
+            "set it to false, or {} to 1",
+            Key("engine.exact"), Key("engine.tp_size"),
+        )  # fmt: skip
+    found = {shape: _unsplit(module, timed) for shape, module in modules.items()}
+    for module in model.modules():
+        if isinstance(module, _PRODUCTS):
+            module.unsplit = found[module.weight.shape]
+    for adapter in adapters:
+        adapter.in_order = use_triton(adapter.a)
+    _try_adapters(adapters, 1)
+    return "products without a split up to " + ", ".join(
+        f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
+        for (o, i), how in found.items()
+    )
+
+
+def _try_adapters(adapters: list[Adapter], multiple: int) -> None:
+    for adapter in {(each.a.shape, each.b.shape): each for each in adapters}.values():
+        _try_adapter(adapter, multiple)
+
+
+def _try_adapter(adapter: Adapter, multiple: int) -> None:
+    """As `_try_on_cpu`, of both products of an adapter. multiple: 1 where each row is computed by itself."""
+    x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
+    n_columns = max(column + size for column, _, size in adapter.places)
+
+    def added(n_rows: int) -> Tensor:
+        h_NR, y_NO = adapter.first_product(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
+        return add_up(y_NO, h_NR, b_SR, adapter.places, adapter.tiles, adapter.scaling)
+
+    all_NO = added(len(x_NI))
+    for n_rows in (size * multiple for size in _CPU_SIZES):
+        if not torch.equal(added(n_rows), all_NO[:n_rows]):
+            raise EngineError(
+                "{} cannot be kept on this machine: what an adapter of rank {} adds to {} rows differs in its last "
+                "bits from the same rows in a larger product; set it to false",
+                Key("engine.exact"), adapter.rank, n_rows,
+            )  # fmt: skip
+
+
+_PRODUCTS = (Linear, VocabParallelEmbedding)
+
+
+def _try_on_cpu(weight_OI: Tensor, multiple: int) -> None:
+    x_NI = _noise(multiple * _CPU_SIZES[-1], weight_OI)
+    all_NO = nn.functional.linear(x_NI, weight_OI)
+    for size in _CPU_SIZES:
+        rows = slice(0, size * multiple)
+        if not torch.equal(nn.functional.linear(x_NI[rows], weight_OI), all_NO[rows]):
+            raise EngineError(
+                "{} cannot be kept on this machine: a product of {} rows with a matrix of {} differs in its last bits "
+                "from the same rows in a larger product; set it to false",
+                Key("engine.exact"), rows.stop, tuple(weight_OI.shape),
+            )  # fmt: skip
+
+
+def _unsplit(module: Linear | VocabParallelEmbedding, timed: bool) -> UnsplitProduct:
+    """How products with these weights are computed in one order: by the library where it can, or where it is faster."""
+    x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
+    dtype = module.product(x_NI[:1]).dtype
+    as_ever = UnsplitProduct()
+    all_NO = as_ever(x_NI, weight_OI, dtype)
+
+    def differ(product: UnsplitProduct) -> list[int]:
+        return [n for n in _CUDA_SIZES if not torch.equal(product(x_NI[:n], weight_OI, dtype), all_NO[:n])]
+
+    def seconds(product: UnsplitProduct, n_rows: int) -> float:
+        return _seconds(lambda: product(x_NI[:n_rows], weight_OI, dtype))
+
+    if not (split := differ(as_ever)):
+        return as_ever
+    by_library, by_triton = UnsplitProduct(library_rows=split[-1]), UnsplitProduct(triton_rows=split[-1])
+    library_can = not differ(by_library)
+    if not use_triton(x_NI):
+        if library_can:
+            return by_library
+        raise EngineError(
+            "{} needs triton, since a product of {} rows differs in its last bits from the same rows in a larger one; "
+            "pip install triton, or set it to false",
+            Key("engine.exact"), split[-1],
+        )  # fmt: skip
+    if differ(by_triton):  # its own bits for all, where they are not the library's
+        return by_library if library_can else UnsplitProduct(triton_rows=sys.maxsize)
+    if not library_can:
+        return by_triton
+    if not timed:
+        return UnsplitProduct(min(_UNTIMED, split[-1]), split[-1])
+    slower = (n for n in _TIMED if n <= split[-1] and seconds(by_library, n) < seconds(by_triton, n))
+    return UnsplitProduct(next(slower, split[-1] + 1) - 1, split[-1])
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of one run, on CUDA: the least of several, since a busy device can only make one longer."""
+    run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return min(begin.elapsed_time(end) for begin, end in events) / 1e3
+
+
+def _noise(n_rows: int, weight_OI: Tensor) -> Tensor:
+    generator = torch.Generator(weight_OI.device).manual_seed(0)
+    shape = (n_rows, weight_OI.shape[1])
+    return torch.randn(shape, generator=generator, device=weight_OI.device).to(weight_OI.dtype)

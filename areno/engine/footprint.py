@@ -1,0 +1,342 @@
+"""What the models of a layout take on each device, computed from their configs before a weight is read.
+
+This module imports no torch.
+
+Which layouts fit: models that cannot are refused, with the changes of settings that would let them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areno.config.lora import LoraConfig
+from areno.config.models import OptimizerType
+from areno.engine.memory import RESTING, may_have_adapters
+from areno.engine.spec import EngineSpec, RoleSpec
+from areno.errors import EngineError, Key
+from areno.layers.config import AdapterSpec
+from areno.models.adapter_shapes import linear_shapes
+from areno.models.config import TransformerConfig
+from areno.models.cost import (  # fmt: skip
+    ModelBytes,
+    kv_bytes,
+    kv_bytes_of_row,
+    logits_bytes,
+    model_bytes,
+    state_bytes,
+    token_bytes,
+)
+
+RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
+GIB = 2**30
+_TYPICAL_TOKENS = 1024  # of a micro-batch
+_LEAST_TOKENS = 256  # of a micro-batch and of a KV cache that are of any use
+_LEAST_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
+
+
+@dataclass(frozen=True)
+class Model:
+    """One role of an engine, as far as memory goes. key: the section of its settings."""
+
+    name: str
+    config: TransformerConfig
+    optimizer: OptimizerType | None
+    key: str
+    offload: bool = False
+    recompute: bool = True
+    adapters: AdapterSpec | None = None  # all that is trained, where there are any
+    path: str = ""
+
+    @staticmethod
+    def of(name: str, config: TransformerConfig, role: RoleSpec, can_offload: bool) -> Model:
+        """can_offload: whether the device has memory of its own."""
+        kind = role.optimizer.type if role.optimizer else None
+        section = role.key.removesuffix(".path")
+        adapters = role.lora.adapters if role.lora else None
+        away = role.offload and can_offload
+        return Model(name, config, kind, section, away, role.gradient_checkpointing, adapters, role.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Models on a layout.
+
+    itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
+    budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
+    copies_a: whether the weights of adapted layers have copies of A below them (Adapter.make_room).
+    on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
+    """
+
+    models: tuple[Model, ...]
+    itemsize: int
+    world_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    split: bool = False
+    zero_stage: int = 0
+    budget: int | None = None
+    copies_a: bool = False
+    on_cuda: bool = True
+    may_adapt: bool = False
+
+    @staticmethod
+    def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
+        """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
+        within = models[0].config.within if models else ""
+        return Footprint(
+            models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
+            cp_size=spec.cp_size, split=spec.sequence_parallel is not False and not spec.exact,
+            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not spec.exact,
+            on_cuda=spec.devices[0].startswith("cuda"), may_adapt=may_have_adapters(spec, within),
+        )  # fmt: skip
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.tp_size
+
+    @property
+    def batch_tokens(self) -> int:
+        """Of a micro-batch; where rows are counted, an example."""
+        return self.budget * self.cp_size if self.budget else _TYPICAL_TOKENS
+
+    def of_model(self, model: Model) -> ModelBytes:
+        """While it is on the device."""
+        layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
+        return model_bytes(
+            model.config, self.itemsize, model.optimizer, adapters=model.adapters, copies_a=self.copies_a, **layout
+        )
+
+    @property
+    def resident(self) -> int:
+        """Bytes of what stays on the device all the time."""
+        return sum(self.of_model(model).total for model in self.models if not model.offload)
+
+    @property
+    def least(self) -> int:
+        """Bytes below which not the smallest piece of work is possible."""
+        work = [0]
+        for model in self.models:
+            visit = self.of_model(model).total if model.offload else 0
+            of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.batch_tokens))
+            work.append(visit + of_tokens if model.optimizer else visit)
+        actor = self.models[0].config
+        kv = _LEAST_TOKENS * kv_bytes(actor, self.itemsize, self.tp_size)
+        kv += _LEAST_SLOTS * state_bytes(actor, self.itemsize, self.tp_size)
+        return self.resident + max(*work, kv)
+
+    def training_bytes(self, model: Model, n_tokens: int) -> int:
+        """Activations of a micro-batch of n_tokens, with all layers recomputed where any may be."""
+        config, itemsize = model.config, self.itemsize
+        n_tokens = -(-n_tokens // self.cp_size)  # of this device
+        of_token = token_bytes(config, itemsize, self.tp_size, recompute=model.recompute, split=self.split)
+        found = n_tokens * of_token
+        if config.head == "lm":
+            found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.tp_size)
+        return found
+
+    # -- what is told ----------------------------------------------------------------------------------------------
+
+    def table(self, device_bytes: int) -> str:
+        """Several lines, in GiB. device_bytes: what a device has for this engine."""
+        rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
+        for model in self.models:
+            found = self.of_model(model)
+            name = f"{model.name} (in host memory)" if model.offload else model.name
+            numbers = found.weights, found.gradients, found.masters, found.moments, found.total
+            rows.append((name, *map(gib, numbers)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        actor, n_tokens = self.models[0], self.batch_tokens
+        room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
+        kv = kv_bytes(actor.config, self.itemsize, self.tp_size)
+        work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
+        if windows := [kind.window for kind in actor.config.kinds if kind.window is not None]:
+            ends = (max(windows), max(windows) + 1000)
+            less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.tp_size) for end in ends)
+            work[0] += f", and {gib(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
+        if state := state_bytes(actor.config, self.itemsize, self.tp_size):
+            work.append(f"recurrent states: {gib(100 * state)} for 100 sequences")
+        if actor.optimizer:
+            need = gib(self.training_bytes(actor, n_tokens))
+            work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
+        return "\n".join(
+            [
+                f"memory of each device in GiB, with {self.layout()}:",
+                *lines,
+                "; ".join(work),
+                f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
+            ]
+        )
+
+    def short(self, device_bytes: int) -> str:
+        """One line of it."""
+        names = ", ".join(model.name for model in self.models)
+        return f"memory: {gib(self.resident)} of {gib(device_bytes)} GiB on each device are for {names}"
+
+    def layout(self) -> str:
+        """In words."""
+        copies = f"{self.dp_size} copies, zero_stage={self.zero_stage}" if self.dp_size > 1 else "one copy"
+        together = f", {self.cp_size} of them to a row" if self.cp_size > 1 else ""
+        return f"tp_size={self.tp_size}, {copies}{together}"
+
+    def fits(self, device_bytes: int) -> bool:
+        """Whether it may; what rows and requests need beyond the least of work depends on them."""
+        return self.least <= (1 - RESERVE) * device_bytes
+
+
+def footprint_of(
+    spec: EngineSpec,
+    configs: Mapping[str, TransformerConfig],
+    roles: Mapping[str, RoleSpec],
+    itemsize: int,
+    uses_triton: bool,
+) -> Footprint:
+    """Return the footprint of these roles, whose configs are given by name."""
+    on_cuda = spec.devices[0].startswith("cuda")
+    models = [Model.of(name, configs[name], role, on_cuda) for name, role in roles.items()]
+    return Footprint.of(spec, itemsize, models, uses_triton)
+
+
+def gib(n_bytes: float) -> str:
+    """As a number of GiB."""
+    return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
+
+
+Way = dict[str, Any]
+"""Settings, and the values that they are to have."""
+
+
+def check_fits(footprint: Footprint, device_bytes: int) -> None:
+    """EngineError where it cannot fit on devices that have so much for it. It names the layouts that can."""
+    if footprint.fits(device_bytes):
+        return
+    names = " and ".join(model.name for model in footprint.models)
+    text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
+    args: list[Any] = [names, gib(footprint.least), footprint.layout(), gib(int((1 - RESERVE) * device_bytes))]
+    ways, in_adam = ways_to_fit(footprint, device_bytes), []
+    if not ways:
+        ways = _with_adapters(footprint, device_bytes)
+        if (enough := _on_more_devices(footprint, device_bytes)) is not None:
+            before = _layout(footprint)
+            ways.append(({key: value for key, value in _layout(enough).items() if value != before[key]}, enough))
+            in_adam = [model for model in enough.models if model.optimizer == "adam"]
+    if ways:
+        text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
+    else:
+        text += "choose a smaller model ({})"
+        args.append(Key("actor.path"))
+    for way, found in ways:
+        args += [part for key, value in way.items() for part in (Key(key), _shown(value))]
+        args.append(gib(found.least))
+    if in_adam:
+        verb = "takes" if len(in_adam) == 1 else "take"
+        text += "; " + " and ".join(["{}=adam_8bit"] * len(in_adam)) + f" {verb} less"
+        args += [Key(f"{model.key}.optimizer.type") for model in in_adam]
+    raise EngineError(text, *args)
+
+
+def ways_to_fit(footprint: Footprint, device_bytes: int, most: int = 3) -> list[tuple[Way, Footprint]]:
+    """The fewest kinds of changes that make it fit, up to `most` ways, and what they lead to."""
+    fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
+    fewest = min((n for n, _, _ in fitting), default=0)
+    chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
+    for n, way, found in fitting:
+        if n == fewest:
+            chosen.setdefault(tuple(way), (way, found))  # of one setting the value that is nearest
+    return list(chosen.values())[:most]
+
+
+def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
+    """The ways that train adapters of the default rank in the place of the actor's weights.
+
+    A reference of the actor's own folder takes no memory then: it is the actor without its adapters.
+    """
+    if not footprint.may_adapt:
+        return []
+    actor, *others = footprint.models
+    targets = tuple(linear_shapes(actor.config))
+    adapters = AdapterSpec(LoraConfig().lora_rank, LoraConfig().lora_alpha, targets)
+    others = [model for model in others if model.optimizer or model.config.head != "lm" or model.path != actor.path]
+    adapted = replace(footprint, models=(replace(actor, adapters=adapters), *others), may_adapt=False)
+    way: Way = {"actor.use_lora": True}
+    if adapted.fits(device_bytes):
+        return [(way, adapted)]
+    return [({**way, **more}, found) for more, found in ways_to_fit(adapted, device_bytes)]
+
+
+def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
+    """All that differ in settings which lower memory: (kinds of changes, settings, what they lead to).
+
+    The least intrusive come first. What more copies could divide is left as it is where there is one copy.
+    """
+    now = footprint
+    sizes = [size for size in range(now.tp_size, now.world_size + 1) if _divides(now, size)]
+    to_codes = [model for model in now.models if model.optimizer == "adam"]
+    to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
+    stages = range(now.zero_stage, 3)
+    for codes, away, size, stage in itertools.product((False, True), (False, True), sizes, stages):
+        divides_nothing = stage > now.zero_stage and size == now.world_size
+        if (codes and not to_codes) or (away and not to_host) or divides_nothing:
+            continue
+        changes: list[Way] = [
+            {"engine.zero_stage": stage} if stage != now.zero_stage else {},
+            {"engine.tp_size": size} if size != now.tp_size else {},
+            {f"{model.key}.offload": True for model in to_host} if away else {},
+            {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
+        ]
+        models = tuple(
+            replace(
+                model,
+                offload=model.offload or (away and model in to_host),
+                optimizer="adam_8bit" if codes and model in to_codes else model.optimizer,
+            )
+            for model in now.models
+        )
+        if n := sum(map(bool, changes)):
+            way = {key: value for change in changes for key, value in change.items()}
+            yield n, way, replace(now, models=models, tp_size=size, zero_stage=stage)
+
+
+def _divides(footprint: Footprint, tp_size: int) -> bool:
+    divided = [size for model in footprint.models for size in model.config.divided]
+    sizes = [footprint.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
+    heads = [model.config.num_kv_heads for model in footprint.models]
+    shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
+    return shared and not any(size % tp_size for size in sizes)
+
+
+def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
+    """The first that fits on twice, four times, ... as many devices, without another change than of the layout."""
+    size = footprint.world_size
+    if not footprint.on_cuda:  # they would share the memory of the machine
+        return None
+    while (size := 2 * size) <= most:
+        larger = replace(footprint, world_size=size)
+        for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
+            if found.fits(device_bytes):
+                return found
+    return None
+
+
+def _layout(footprint: Footprint) -> Way:
+    return {
+        "engine.world_size": footprint.world_size,
+        "engine.tp_size": footprint.tp_size,
+        "engine.zero_stage": footprint.zero_stage,
+    }
+
+
+def _text(way: Mapping[str, Any]) -> str:
+    return " with ".join("{}={}" for _ in way) + " ({} GiB)"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

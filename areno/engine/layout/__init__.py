@@ -1,1 +1,0 @@
-"""What models take on the devices of a layout, which layouts fit, and what a step may keep."""

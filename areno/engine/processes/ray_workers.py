@@ -1,0 +1,362 @@
+"""Worker processes on the nodes of a Ray cluster, as the driver sees them.
+
+One actor for each node holds the processes there (NodeHost). A thread of the driver for each node fetches what they
+send, and their counters, about once a second if there is nothing. So a node that does not answer is noticed whatever
+the driver does meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from areno import heartbeat
+from areno.engine.processes import ray_cluster
+from areno.engine.processes.local import Arrived
+from areno.engine.processes.messages import Command
+from areno.engine.processes.ray_host import NodeReport, leave_sign, start_actor, versions
+from areno.engine.processes.watchdog import FIELDS
+from areno.engine.spec import EngineSpec
+from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem, WorkerLost
+
+logger = logging.getLogger("areno")
+
+_ASK_S = 1.0  # a node answers after so long if there is nothing to say
+_SILENT_S = 20.0  # without an answer a node is lost; it does nothing but answer
+_DOUBT_S = 4.0  # the same once a worker has failed, perhaps since it misses a peer
+_ANSWER_S = 10.0  # for what is asked beside that
+_KILL_S = 2.0
+_CLOSE_S = 6.0  # longer than a worker has to end by itself
+_START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
+_RESERVE_S = 30.0  # for devices that should be free
+_FORGET_S = 60.0  # for Ray to see that a node is gone which is known to be: it asks 5 times, for 10 seconds each
+# Variables of the driver that workers get, where their node does not set them.
+_PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
+
+_lost_nodes: set[str] = set()  # ids of nodes of which this process knows that they are gone, or may be
+
+
+@dataclass
+class _Node:
+    """A node with the actor on it and its ranks."""
+
+    id: str
+    host: str
+    actor: Any
+    ranks: range
+
+
+class RayProcesses:
+    """See Processes. again: the workers were lost, so fewer copies of the model will do, and a node may take more."""
+
+    death_grace_s = _DOUBT_S + 2 * _ASK_S
+
+    def __init__(self, spec: EngineSpec, again: bool = False):
+        ray_cluster.connect(spec.n_nodes, spec.world_size)
+        import ray  # not before it has been told to be quiet
+
+        self._ray: Any = ray
+        self._nodes: list[_Node] = []
+        self._group: Any = None  # the placement group
+        self._inbox: SimpleQueue[Arrived] = SimpleQueue()
+        self._lost: WorkerLost | None = None
+        self._doubted = False
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.spec = spec
+        try:
+            self._place(again)
+            self._start()
+        except self._ray.exceptions.RayTaskError as error:  # the node is there, and says what is wrong
+            self.close()
+            raise EngineError("the workers cannot be started on their node: {}", ray_cluster.said(error)) from error
+        except self._ray.exceptions.RayError as error:
+            _lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
+            self.close()
+            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.said(error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def _place(self, again: bool) -> None:
+        """Reserve the devices of as many nodes as the spec says, or of those that are left."""
+        spec = self.spec
+        kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
+        what = ray_cluster.wanted(kind, n_nodes, n_each)
+        if _lost_nodes:
+            ray_cluster.wait_for(partial(_sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None)
+        found = ray_cluster.wait_for(
+            lambda found: ray_cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what
+        )
+        spread = ray_cluster.has_room(found, kind, n_nodes, n_each)
+        if not spread:
+            n_shares = ray_cluster.shares_left(found, kind, n_nodes, n_each) if again else 0
+            while n_shares * n_each % (spec.tp_size * spec.cp_size):
+                n_shares -= 1
+            if not n_shares:
+                raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
+            if n_shares < n_nodes:
+                logger.warning(
+                    "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
+                    "and no more came within %g s (%s)",
+                    n_shares * n_each // spec.tp_size, spec.dp_size, ray_cluster.described(found), spec.setup_timeout,
+                    ray_cluster.TIMEOUT,
+                )  # fmt: skip
+            self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
+        self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
+
+    def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        bundle = {ray_cluster.resource(kind): float(n_each)}
+        self._group = placement_group([bundle] * self.spec.n_nodes, strategy=strategy)
+        seconds, told = max(_RESERVE_S, self.spec.setup_timeout), False
+        limit = f"{seconds:g} s ({ray_cluster.TIMEOUT}, but at least {_RESERVE_S:g} s)"
+        deadline = time.monotonic() + seconds
+        while not self._group.wait(1):
+            heartbeat.beat()
+            what, free = (
+                ray_cluster.wanted(kind, self.spec.n_nodes, n_each),
+                sum(ray_cluster.free_devices(kind).values()),
+            )
+            if not told:
+                text = "waiting up to %s for %s, which others use; of the Ray cluster %d %ss are free in all"
+                logger.info(text, limit, what, free, ray_cluster.resource(kind))
+                told = True
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
+                    "raise {} to wait longer, or lower {}",
+                    ray_cluster.described(found), what, free, ray_cluster.resource(kind), seconds, ray_cluster.TIMEOUT,
+                    Key("cluster.n_nodes"),
+                )  # fmt: skip
+        ids = placement_group_table(self._group)["bundles_to_node_id"]
+        hosts = {node.id: node.host for node in ray_cluster.nodes()}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        for index in range(self.spec.n_nodes):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            options = {"scheduling_strategy": where, "num_cpus": n_each if kind == "cpu" else 0}
+            if kind == "cuda":
+                options["num_gpus"] = n_each
+            actor = start_actor(self._ray, options, environment)
+            ranks = range(index * n_each, (index + 1) * n_each)
+            self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
+
+    def _start(self) -> None:
+        """Check that the nodes are alike and see what they must, and start the workers."""
+        signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
+        try:
+            paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
+            asked = [_ask(node.actor.report, paths) for node in self._nodes]
+            reports = [self._report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
+        finally:
+            for sign in signs.values():
+                sign.unlink(missing_ok=True)
+        check_versions(reports)
+        check_devices(self.spec, reports)
+        check_folders(self.spec, reports, signs)
+        for node, report in zip(self._nodes, reports, strict=True):  # Ray may have moved the actor of a node it lost
+            node.id, node.host = report.id, report.host
+            _lost_nodes.discard(node.id)
+        hosts = [node.host for node in self._nodes for _ in node.ranks]
+        self.spec = spec = replace(self.spec, hosts=tuple(hosts))
+        self.counters = [0] * (FIELDS * spec.world_size)
+        port = self._ray.get(_ask(self._nodes[0].actor.listen, hosts[0]), timeout=_START_S)
+        self._ray.get([_ask(node.actor.start, spec, node.ranks, port) for node in self._nodes], timeout=_START_S)
+        for node in self._nodes:
+            thread = threading.Thread(target=self._follow, args=(node,), daemon=True, name=f"areno-node-{node.host}")
+            thread.start()
+            self._threads.append(thread)
+
+    def _report(self, node: _Node, asked: Any) -> NodeReport:
+        """What a node says about itself. EngineError where areno cannot be started there."""
+        try:
+            deadline = time.monotonic() + _START_S
+            while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
+                heartbeat.beat()
+            return self._ray.get(asked, timeout=1.0)
+        except self._ray.exceptions.RayError as error:
+            is_there = node.id in {alive.id for alive in ray_cluster.nodes()}
+            if not is_there or isinstance(error, self._ray.exceptions.OutOfMemoryError):
+                raise
+            text = "areno {} cannot be started on node {}: {}"
+            if getattr(error, "actor_init_failed", False):  # an error of Python, such as a module that is missing
+                text += "; install the same version of areno on all nodes"
+            raise EngineError(text, versions()["areno"], node.host, ray_cluster.said(error)) from error
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def _follow(self, node: _Node) -> None:
+        """Fetch what the workers of a node send, until they are closed or the node is lost. A thread of its own."""
+        first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
+        while not self._closed.is_set():
+            try:
+                asked, since = _ask(node.actor.receive, _ASK_S, group="messages"), time.monotonic()
+                while not self._ray.wait([asked], timeout=0.5)[0]:
+                    silent = time.monotonic() - since - _ASK_S
+                    if self._closed.is_set():
+                        return
+                    if silent > (_DOUBT_S if self._doubted else _SILENT_S):
+                        return self._lose(node, f"it has not answered for {silent:.0f} s")
+                arrived, counters = self._ray.get(asked)
+            except self._ray.exceptions.ActorUnavailableError:
+                return self._lose(node, "its connection has ended")
+            except Exception as error:  # what Ray raises where an actor or its node is gone, and at its own end
+                return self._lose(node, ray_cluster.said(error))
+            self.counters[first:last] = counters[first:last] or self.counters[first:last]
+            if arrived != ([], []):
+                self._inbox.put(arrived)
+        return None
+
+    def _lose(self, node: _Node, why: str) -> None:
+        if self._closed.is_set():
+            return
+        _lost_nodes.add(node.id)
+        workers = f"worker {node.ranks[0]}" if len(node.ranks) == 1 else f"workers {node.ranks[0]} to {node.ranks[-1]}"
+        self._lost = self._lost or WorkerLost("node {} with {} was lost: {}", node.host, workers, why)
+        self._inbox.put(([], []))  # wakes who waits
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def send(self, rank: int, command: Command) -> None:
+        self._raise_if_lost()
+        [node] = [node for node in self._nodes if rank in node.ranks]
+        packed = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
+        _ask(node.actor.send, rank, packed, group="commands")
+
+    def receive(self, timeout: float | None) -> Arrived:
+        self._raise_if_lost()
+        messages: list[tuple[int, bytes]] = []
+        gone: list[int] = []
+        with suppress(Empty):
+            more = self._inbox.get(timeout=timeout)
+            while True:
+                messages += more[0]
+                gone += more[1]
+                more = self._inbox.get_nowait()
+        self._raise_if_lost()
+        return messages, gone
+
+    def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        self.doubt()
+        self._raise_if_lost()
+        asked = [
+            _ask(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
+            for node in self._nodes
+        ]
+        codes: dict[int, int | None] = dict.fromkeys(range(self.spec.world_size))
+        ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=timeout + _DOUBT_S)
+        for one in ready:
+            with suppress(self._ray.exceptions.RayError):  # the node is gone, which its thread sees, too
+                codes |= self._ray.get(one)
+        self._raise_if_lost()
+        return codes
+
+    def doubt(self) -> None:
+        self._doubted = True
+
+    def look(self) -> dict[int, tuple[str, str]]:
+        shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
+        for one in self._answered([_ask(node.actor.look) for node in self._nodes], _ANSWER_S):
+            with suppress(self._ray.exceptions.RayError):
+                shown |= self._ray.get(one)
+        return shown
+
+    def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
+        return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
+
+    def kill(self) -> None:
+        self._closed.set()  # their end is meant
+        self._inbox.put(([], list(range(self.spec.world_size))))
+        self._answered(
+            [_ask(node.actor.kill) for node in self._nodes], _KILL_S
+        )  # a worker that hangs would not see the end of its actor
+        for node in self._nodes:
+            self._ray.kill(node.actor)
+
+    def close(self) -> None:
+        self._closed.set()
+        if not self._ray.is_initialized():
+            return  # the script has left the cluster, which has ended the actors
+        from ray.util.placement_group import remove_placement_group
+
+        with suppress(self._ray.exceptions.RayError):
+            asked = [_ask(node.actor.close) for node in self._nodes]
+            self._answered(asked, _DOUBT_S if self._lost else _CLOSE_S)
+            for node in self._nodes:
+                self._ray.kill(node.actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        for thread in self._threads:
+            thread.join(2 * _ASK_S)
+        self._nodes, self._group, self._threads = [], None, []
+
+
+def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
+    """Call a method of an actor. group: see NodeHost."""
+    return method.options(concurrency_group=group).remote(*args)
+
+
+def _sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
+    """Whether the nodes that are up for Ray are so: until it sees a loss, it would place workers there.
+
+    On one that hangs, the connection may still be accepted, but what its workers had is not free.
+    """
+    lost = [node for node in found if node.id in _lost_nodes]
+    free = ray_cluster.free_devices(kind) if lost else {}
+    return all(node.answers() and free.get(node.id, 0) >= n_each for node in lost)
+
+
+def check_versions(reports: Sequence[NodeReport]) -> None:
+    """EngineError where a node has other versions than this process."""
+    for report in reports:
+        pairs = [(name, report.versions.get(name), own) for name, own in versions().items()]
+        if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
+            text = "node {} has {}; install the same versions on all nodes"
+            raise EngineError(text, report.host, ", ".join(other))
+
+
+def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
+    """EngineError where torch does not see the GPUs of a node."""
+    n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
+    for report in reports:
+        if report.n_cuda < n_each:
+            text = (
+                "torch sees {} CUDA devices on node {}, where Ray gives the run {}; look at the driver and the torch "
+            )
+            text += "there, or set {}=cpu"
+            raise EngineError(text, report.n_cuda, report.host, n_each, Key("engine.device"))
+
+
+def read_folders(spec: EngineSpec) -> dict[str, str]:
+    """What every node reads itself, by setting."""
+    adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
+    return {"actor.path": spec.model_path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
+
+
+def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
+    """The error of a node that does not see the model, or not the files that this process writes."""
+    for report in reports:
+        for key, folder in read_folders(spec).items():
+            if folder in report.missing:
+                text = "node {} has no {}; each node reads the model itself, so it must be there on all of them"
+                raise CheckpointError(Problem(key, text, report.host, folder))
+        for key, sign in signs.items():
+            if str(sign) in report.missing:
+                text = "node {} does not see what is written to {}; set a folder of a file system that all nodes share"
+                raise ConfigError(Problem(key, text, report.host, sign.parent))

@@ -1,0 +1,103 @@
+"""How much of a forward pass may be kept for the backward pass: as much as there is memory for.
+
+Recompute is the price of memory that is short; where it is not, nothing has to be computed twice. What is free is an
+estimate, since free memory may lie in pieces. So a step that runs out of memory is begun again and keeps less.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from areno.kernels.logprobs import FUSED_CHUNK
+from areno.models.cost import activation_bytes, logits_bytes, token_bytes
+from areno.models.transformer import Transformer
+
+logger = logging.getLogger("areno")
+
+HEAD_BYTES = 5 * 2**29  # of logit gradients kept: 8.8k positions of a 152k vocabulary in bf16
+RESERVE = 0.06  # of the device, for what is not counted: workspaces, fragments, graphs
+
+
+def free_bytes(device: torch.device) -> int:
+    """What could be allocated: free on the device, or held by torch without use."""
+    free, total = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free + idle - int(RESERVE * total))
+
+
+class KeptLayers:
+    """Of how many layers the large matrix products are kept in a micro-batch; the others compute them again.
+
+    free: bytes that could be allocated now; None keeps no layer. alone: no other rank waits for this one in a layer.
+    split: see Transformer.forward.
+    """
+
+    def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
+        self._model, self._free, self._alone, self._split = model, free, alone, split
+        self._share = 1.0  # of the free memory that may be used; lowered when it was too much
+        self._last = 0  # layers kept in the micro-batch that was last begun
+
+    def count(self, n_tokens: int) -> int:
+        """For a micro-batch of n_tokens."""
+        if self._free is None or not torch.is_grad_enabled():
+            return 0
+        self._last = layers_to_keep(self._model, n_tokens, int(self._share * self._free()), self._split)
+        return self._last
+
+    def fitting(self) -> str:
+        """For messages: how large a micro-batch would fit into what is free now."""
+        if self._free is None:
+            return ""
+        n_tokens = fitting_tokens(self._model, self._free(), self._split) // 256 * 256
+        if not n_tokens:
+            return "; beside the models and the KV cache no micro-batch fits"
+        return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
+
+    def keep_less(self) -> bool:
+        """After memory ran out: free what is idle and keep less from now on. False if no layer was kept when it did.
+
+        Nor can a rank begin again alone where others wait for it in the collectives of a layer.
+        """
+        if not self._last or not self._alone:
+            return False
+        self._share *= 0.75
+        gc.collect()
+        torch.cuda.empty_cache()
+        logger.warning("out of device memory in training; the step begins again and keeps fewer activations")
+        return True
+
+
+def layers_to_keep(model: Transformer, n_tokens: int, free: int, split: bool = False) -> int:
+    """Of how many layers the large matrix products can be kept over a micro-batch of n_tokens within `free` bytes."""
+    need = _Need.of(model, split)
+    left = free - n_tokens * need.of_token - need.logits
+    return max(0, min(len(model.layers), left // (n_tokens * need.of_kept_layer)))
+
+
+def fitting_tokens(model: Transformer, free: int, split: bool = False) -> int:
+    """Tokens of the largest micro-batch that can be trained within `free` bytes, with no layer kept; 0 if none can."""
+    need = _Need.of(model, split)
+    return max(0, (free - need.logits) // need.of_token)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that training takes: for each token without kept layers, for a token of a kept layer, and for logits."""
+
+    of_token: int
+    of_kept_layer: int
+    logits: int
+
+    @staticmethod
+    def of(model: Transformer, split: bool = False) -> _Need:
+        itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
+        kept = activation_bytes(model.config, itemsize, tp_size).kept
+        logits = 0
+        if model.score is None:
+            logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
+        return _Need(token_bytes(model.config, itemsize, tp_size, split=split), kept, logits)

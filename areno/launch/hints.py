@@ -1,0 +1,179 @@
+"""Keys of AReaL that no recipe has: the end of the message about each of them, which says what to use instead.
+
+Hints about keys that a recipe does not have: keys of other recipes, and keys of AReaL without a counterpart.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areno.api.algorithms import get_algorithm
+from areno.config.fields import rows
+from areno.files.small_yaml import plain_yaml
+
+_OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
+_OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
+_NO_SERVERS = "rollout runs in the processes that train, so there are no inference servers"
+_NO_LORA = "adapters are for the actor; the critic is trained whole"
+_ONE_ADAPTER = "rollout uses the adapter of actor.use_lora; there are no others"
+_SECRET = "it would be kept in the files of the run; set the environment variable"
+_NO_LOSS_SCALE = "only float16 needs a loss scale, and actor.dtype has no float16"
+_NO_LOADERS = "a thread of the run encodes the rows of later steps, so there are no loader processes"
+_AGENTS = "numbers of agents are always logged, as rollout/agent_* and rollout/tool_calls_mean"
+_TIMEOUT = "see engine.stall_timeout_s"
+
+
+def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
+    """Return the texts by dotted key. texts: by the name that the key has in each of the sections."""
+    return {f"{section}.{name}": text for section in sections for name, text in texts.items()}
+
+
+_RUN = {
+    "teacher": "there is no distillation from a teacher yet",
+    "tune": "memory is not tuned by a trial run; see actor.mb_spec and rollout.mem_fraction",
+    "perf_tracer": "there is no tracer; the times of a step are logged as time/*",
+    "memory_profiler": "there is no profiler; the memory of a step is logged as train/memory_gib",
+    "enable_offload": "each model has a setting of its own: ref.offload, critic.offload, reward.offload",
+    **dict.fromkeys(("sglang", "vllm"), _OWN_ENGINE),
+    **dict.fromkeys(("launcher", "allocation_mode"), _OWN_PROCESSES),
+    **dict.fromkeys(("cluster.name_resolve", "cluster.cluster_name"), "with scheduler.type=ray, Ray finds machines"),
+    **dict.fromkeys(("scheduler.endpoint", "scheduler.deploy_mode"), _OWN_PROCESSES),
+    **dict.fromkeys(
+        ("scheduler.functioncall_service_domain", "scheduler.reward_functioncall_config"),
+        "processes of the run compute rewards; see reward.fn and reward.workers",
+    ),
+    **dict.fromkeys(
+        ("scheduler.reward_model_path", "scheduler.reward_model_service_url"),
+        "a reward model is a part of the run; see reward.path",
+    ),
+}
+
+_OF_MODELS = {
+    **dict.fromkeys(("fsdp", "megatron", "archon", "backend"), _OWN_ENGINE),
+    **dict.fromkeys(("_version", "scheduling_spec", "scheduling_strategy"), _OWN_PROCESSES),
+    **dict.fromkeys(("admin_api_key", "request_timeout"), "the processes of a run send each other no HTTP requests"),
+    **dict.fromkeys(("setup_timeout", "workers_ready_timeout"), _TIMEOUT),
+    "log_level": "stats_logger.console sets what the console shows",
+    "attn_impl": "see engine.attn_backend",
+    "use_kernels": "on a GPU, areno always uses its own kernels",
+    "is_critic": "the section decides: critic has values, actor and ref have none",
+    "temperature": "training uses that of the rollout, gconfig.temperature",
+    "pad_to_maximum": "rows are packed without padding",
+    "disable_dropout": "no model has dropout",
+    "grad_reduce_dtype": "gradients are always summed in float32",
+    "optimizer_dtype": "master weights are always float32; actor.optimizer.type sets the size of the moments",
+    "weight_update_mode": "rollout and training share the weights, so none are sent",
+    "enable_tree_training": "rollout computes the prompt of a group once, and training for each of its rows",
+}
+
+_OF_MICRO_BATCHES = {
+    "n_mbs": "set their size, not their number: mini_bs rows or max_tokens_per_mb tokens",
+    "n_mbs_divisor": "ranks may have different numbers of micro-batches",
+    "granularity": "rows are packed one by one; the two rows of a preference pair stay together",
+    "packing_algorithm": "rows are dealt to the copies of the model by cost, and packed first-fit decreasing (ffd)",
+}
+
+_OF_OPTIMIZERS = {
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _NO_LOSS_SCALE),
+    "type=adam_bf16": "adam_8bit has moments of one byte",
+}
+
+_OF_ROLLOUT = {
+    "agent": "the settings of agents are agent.fn, agent.timeout_s, agent.workers, agent.train_tool_results",
+    "backend": _OWN_ENGINE,
+    "max_head_offpolicyness": "rollout and training take turns, so samples are never stale",
+    "queue_size": "rollout and training take turns, so there is no queue between them",
+    "consumer_batch_size": "see train_dataset.batch_size",
+    "check_trajectory_format": "trajectories are always checked",
+    "enable_rollout_tracing": "rollout.dump_to_file=true keeps every sample",
+    "tokenizer_path": "see tokenizer_path",
+    "return_routed_experts": "see actor.routing_replay",
+    "request_timeout": "agent.timeout_s limits the requests of agents",
+    **dict.fromkeys(("use_lora", "lora_name"), _ONE_ADAPTER),
+    **dict.fromkeys(("_version", "scheduling_spec", "scheduling_strategy"), _OWN_PROCESSES),
+    **dict.fromkeys(("setup_timeout", "workers_ready_timeout"), _TIMEOUT),
+    **dict.fromkeys(("request_retries", "pause_grace_period", "model", "routing_strategy"), _NO_SERVERS),
+    **dict.fromkeys(("poll_interval", "admin_api_key", "api_url", "provider_api_key"), _NO_SERVERS),
+}
+
+_OF_DATASETS = {
+    **dict.fromkeys(("num_workers", "pin_memory", "num_dataset_workers"), _NO_LOADERS),
+    **dict.fromkeys(("scheduling_spec", "setup_timeout"), _NO_LOADERS),
+    "type": "the recipe says what the rows are for: sft, dpo, grpo, gspo or ppo",
+}
+
+_OF_FILES = {
+    **{name: f"a run has one for all of its parts, set by {name}" for name in ("experiment_name", "trial_name")},
+    "fileroot": "a run has one for all of its parts, set by cluster.fileroot",
+}
+
+_OF_SERVICES = {
+    "stats_logger.wandb.wandb_api_key": f"{_SECRET} WANDB_API_KEY",
+    "stats_logger.swanlab.api_key": f"{_SECRET} SWANLAB_API_KEY",
+    "stats_logger.wandb.id_suffix": "the id of a run is kept in its folder, in trackers.json",
+    **_under(("stats_logger.wandb", "stats_logger.swanlab"), {"config": "a run is always sent with all its settings"}),
+}
+
+_MODELS = ("actor", "ref", "critic")
+
+NOT_HERE = {
+    **_RUN,
+    **_under(_MODELS, _OF_MODELS),
+    "actor.offload": "the actor stays on its device; ref.offload, critic.offload and reward.offload move the others",
+    "actor.dtype=float16": "float16 needs a loss scale, which areno does not have",
+    "scheduler.type=slurm": "start Ray on the nodes that Slurm gave you, and set scheduler.type=ray",
+    **_under(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),
+    **_under(("actor", "ref"), {"max_new_tokens": "see gconfig.max_new_tokens"}),
+    **_under(("actor.reward_norm", "actor.adv_norm"), {"group_size": "a group is the samples of a prompt"}),
+    **_under(
+        ("critic",), dict.fromkeys(("use_lora", "lora_rank", "lora_alpha", "target_modules", "peft_type"), _NO_LORA)
+    ),
+    **_under(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
+    **_under(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
+    **_under(("rollout",), _OF_ROLLOUT),
+    **_under(("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}),
+    **_under(("train_dataset", "valid_dataset"), _OF_DATASETS),
+    **_under((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger"), _OF_FILES),
+    **_OF_SERVICES,
+}
+"""Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""
+
+
+RECIPES = ("sft", "dpo", "grpo", "gspo", "ppo")
+
+
+def hint(key: str, variant: tuple[str, Path] | None = None) -> str:
+    """Return the end of a message about the unknown setting `key`; "" where nothing is known of it.
+
+    Args:
+        key: the dotted name of the setting. `key=value` asks about a value that the setting does not take.
+        variant: the chosen variant and its file, which may have set the key.
+    """
+    if key in NOT_HERE:
+        return f"; {NOT_HERE[key]}"
+    names = _recipes_with(key)
+    told = f"; it is a setting of {listed(names)}" if names else ""
+    section, _, name = key.partition(".")
+    if not names and section in ("ref", "critic") and _recipes_with(f"actor.{name}"):
+        told = f"; {section} has none of its own, see actor.{name}"
+    return told + (f"; variant={variant[0]} sets it" if variant and _sets(variant[1], key) else "")
+
+
+def _recipes_with(key: str) -> list[str]:
+    """Return the recipes that have a setting."""
+    return [name for name in RECIPES if any(row.key == key for row in rows(get_algorithm(name).config))]
+
+
+def _sets(file: Path, key: str) -> bool:
+    """Return whether a YAML file has a value for a dotted key."""
+    value = plain_yaml(file)
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
+
+
+def listed(names: list[str]) -> str:
+    """Return `a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

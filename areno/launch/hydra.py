@@ -1,0 +1,194 @@
+"""The texts of Hydra: overrides as its grammar takes them, and its errors as one line.
+
+Where Hydra finds YAML files, and the check of each file before Hydra reads it.
+
+Makes plain values of what Hydra has composed: interpolations are resolved, missing keys are left out.
+
+Finds the YAML files that a run can use: tasks, experiments and group choices, in each folder of the search path.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.errors import MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+from areno.config.build import Consequence
+from areno.config.values import show
+from areno.errors import ConfigError, Problem, did_you_mean
+from areno.files.durable import interrupts_held
+from areno.files.paths import beginning_of, root
+from areno.files.small_yaml import MOST_BYTES, YamlFault, checked_text
+
+_WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
+_REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
+_HYDRA_WORD = re.compile(r"(\$\{[^}]*\}|[\w/+.$%*@?|:\s-])*", re.ASCII)
+
+
+def quoted(override: str) -> str:
+    """An override with quotes around words with letters or signs that Hydra's grammar has no place for, such as ä."""
+    try:
+        override.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"cannot read {override!r}; it is not UTF-8") from None
+    key, equals, value = override.partition("=")
+    if "'" in value or '"' in value:
+        return override
+
+    def quote(found: re.Match[str]) -> str:
+        word = found[0].strip()
+        return found[0] if _HYDRA_WORD.fullmatch(word) else found[0].replace(word, f'"{word}"')
+
+    return key + equals + _WORD.sub(quote, value)
+
+
+def references(text: str) -> list[str]:
+    """Return the keys that a text refers to as ${key}. A key that is itself made of references is left out."""
+    return _REFERENCE.findall(text)
+
+
+def explain(error: BaseException) -> str:
+    """Return an error of Hydra, OmegaConf or the YAML reader as one line."""
+    if isinstance(error, RecursionError):
+        in_defaults = any(frame.name == "_create_defaults_tree" for frame in traceback.extract_tb(error.__traceback__))
+        return "its defaults lead back to the file itself" if in_defaults else "a value is nested too deeply"
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name}, line {mark.line + 1}: {error.problem or error.context}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, MissingConfigException):
+        options = sorted(error.options or ())
+        choices = f"; there are {', '.join(options)}" if options else ""
+        name = (error.missing_cfg_file or "").rsplit("/", 1)[-1].removesuffix(".yaml")
+        return f"{lines[0].rstrip('.')}{choices}{did_you_mean(name, options)}"
+    if not lines and error.__cause__ is not None:
+        return explain(error.__cause__)
+    if len(lines) > 1 and lines[0].endswith(":"):  # "In 'task': ValidationError raised while composing config:"
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__
+
+
+class SearchPath(SearchPathPlugin):
+    """The user's --config-dir, then conf/ (Hydra's main folder), then recipes/."""
+
+    config_dir: Path | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.config_dir:
+            search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
+        search_path.append("recipes", f"file://{root() / 'recipes'}")
+
+
+@contextmanager
+def checked_files() -> Iterator[None]:
+    """Within this block, let Hydra read only files that are small. Others are a ConfigError.
+
+    Hydra has no setting for it, and its registry keeps the first class of a scheme, so the class is replaced there.
+    """
+    types = SourcesRegistry.instance().types
+    hydras: Any = types["file"]
+
+    class CheckedFiles(hydras):
+        def load_config(self, config_path: str) -> Any:
+            path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
+            try:
+                checked_text(beginning_of(path, MOST_BYTES + 1))
+            except YamlFault as error:
+                raise ConfigError("{}: {}", path, error) from error
+            # OmegaConf turns any exception in its midst into one of its own, and a signal would be lost.
+            with interrupts_held():
+                found = super().load_config(config_path)
+            section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
+            if not isinstance(section, (dict, DictConfig)):  # Hydra takes for granted that it is one
+                raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
+            return found
+
+    types["file"] = CheckedFiles
+    try:
+        yield
+    finally:
+        types["file"] = hydras
+
+
+_MOST_VALUES = 30_000
+
+
+def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys and plain values of a node. Missing values, and interpolations that fail, are left out."""
+    for key in node:
+        full = f"{prefix}{key}"
+        if full == "hydra" or OmegaConf.is_missing(node, key):
+            continue
+        try:
+            value = node[key]
+            if isinstance(value, DictConfig):
+                value = dict(resolved(value, f"{full}.", problems))
+            elif isinstance(value, ListConfig):
+                value = OmegaConf.to_container(value, resolve=True)
+        except OmegaConfBaseException as error:
+            kind = Consequence if isinstance(error, InterpolationToMissingValueError) else Problem
+            problems.append(kind(full, explain(error)))
+            continue
+        yield key, value
+
+
+def check_references(raw: Mapping[Any, Any]) -> None:
+    """Raise ConfigError if interpolations that refer to each other expand to more values than can be made.
+
+    raw: the composition with interpolations as they are written.
+    """
+    known: dict[tuple[str, ...], int] = {}
+
+    def size(path: tuple[str, ...]) -> int:
+        """The number of values that are read for the one at `path`."""
+        if path not in known:
+            known[path] = 1  # for a circle, which OmegaConf finds itself
+            value = functools.reduce(_inner, path, raw)
+            if isinstance(value, (dict, list)):
+                inner = value if isinstance(value, dict) else map(str, range(len(value)))
+                known[path] += sum(size((*path, str(name))) for name in inner)
+            elif isinstance(value, str):
+                known[path] += sum(size(_target(path, key.strip())) for key in references(value))
+        return known[path]
+
+    try:
+        if size(()) <= _MOST_VALUES:
+            return
+    except RecursionError:
+        pass
+    raise ConfigError(f"interpolations (${{...}}) expand to more than {_MOST_VALUES:,} values")
+
+
+def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
+    """The path of a key, which is relative to the section around `path` if it begins with dots."""
+    names = key.lstrip(".")
+    n_dots = len(key) - len(names)
+    start = path[: max(0, len(path) - n_dots)] if n_dots else ()
+    return (*start, *(name for name in names.replace("[", ".").replace("]", "").split(".") if name))
+
+
+def _inner(value: Any, name: str) -> Any:
+    """The value at a key or a place of a section or a list; None if there is none."""
+    if isinstance(value, dict):
+        return next((inner for key, inner in value.items() if str(key) == name), None)
+    return value[int(name)] if isinstance(value, list) and name.isdecimal() and int(name) < len(value) else None
+
+
+def delete(data: dict[Any, Any], key: str) -> bool:
+    """Remove a dotted key from nested dictionaries. False if it was not there."""
+    section, _, inner = key.partition(".")
+    if inner:
+        return isinstance(data.get(section), dict) and delete(data[section], inner)
+    return data.pop(key, delete) is not delete

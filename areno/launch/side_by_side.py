@@ -1,0 +1,312 @@
+"""What is shown of runs that go on side by side: on a terminal one line for each, kept up to date; else all lines.
+
+Runs of a sweep side by side: each in a process of its own, with its share of the devices and the threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from types import TracebackType
+from typing import Any
+
+from areno.config.run import EngineConfig
+from areno.errors import ConfigError, Problem
+from areno.files.interrupts import Terminated, terminate
+from areno.tracking.display.screen import Line, Screen
+
+_TIME = len("hh:mm:ss ")
+_STEP = "step="
+
+
+class JobLines:
+    """As a context manager, shows the runs on the terminal of stderr if `live`. objective: what they come to."""
+
+    def __init__(self, live: bool, objective: str):
+        self._objective = objective
+        self._told: dict[int, str] = {}  # the last line of each run
+        self._latest: dict[int, str] = {}  # of the runs that go on
+        self._names: dict[int, str] = {}
+        self._n_ended = 0
+        self._screen = Screen(sys.stderr, self._lines, self._failed) if live else None
+
+    def __enter__(self) -> JobLines:
+        if self._screen is not None:
+            self._screen.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._screen is not None:
+            self._screen.close()
+
+    def begin(self, number: int, overrides: Sequence[str]) -> None:
+        """A run has a process now. overrides: what it has of its own."""
+        self._names[number], self._latest[number] = f"[{number}] {' '.join(overrides)}", "starts"
+        self._print(self._names[number])
+
+    def tell(self, number: int, line: str) -> None:
+        """A line that a run has written."""
+        is_of_log = line[:_TIME:3].isdigit() and line[2:_TIME:3] == ":: "
+        if self._screen is None or not is_of_log or line.startswith(("warning", "error"), _TIME):
+            self._print(f"[{number}] {line}" if line else "")
+            self._told[number] = line
+        elif line.startswith(_STEP, _TIME) or not self._latest[number].startswith(_STEP):
+            self._latest[number] = line[_TIME:]
+
+    def end(self, number: int, objective: float | None, reason: str) -> None:
+        """A run has ended, with its objective or for this reason."""
+        self._n_ended += 1
+        self._latest.pop(number, None)
+        result = "failed" if objective is None else f"{self._objective}: {objective:.6g}"
+        if reason and not self._told.get(number, "").endswith(reason):
+            result += f": {reason}"
+        self._print(f"[{number}] {result}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)  # above the lines of the screen, if there is one
+
+    def _lines(self, width: int, height: int) -> list[Line]:
+        latest = sorted(dict(self._latest).items())  # other threads change it
+        shown = latest[: height - 2]
+        more = f", {len(latest) - len(shown)} of them not shown" if len(shown) < len(latest) else ""
+        lines: list[Line] = [[(f"{self._n_ended} runs done, {len(latest)} going on{more}"[: width - 1], "bold")]]
+        for number, text in shown:
+            name = self._names[number][: (width - 1) // 2]
+            lines.append([(name, "cyan"), (f"  {text}"[: width - 1 - len(name)], "")])
+        return lines
+
+    def _failed(self, error: Exception) -> None:
+        """The lines of the log take the place of a display that fails."""
+        self._screen = None
+        print(f"the live display failed, and lines follow: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+N_JOBS = "hydra.launcher.n_jobs"
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+_MOST_BYTES = 65536
+
+Work = Callable[[], tuple[float | None, str]]
+"""A run. It returns its objective, or None and the reason."""
+
+
+class JobFailed(Exception):
+    """One run of a sweep failed. Hydra's launcher goes on with the next run, and a sweeper sees no objective."""
+
+
+def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
+    """The environment of each of `n_jobs` runs at the same time. Raises ConfigError if there are too few devices."""
+    import torch
+
+    n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0
+    environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // n_jobs))}
+    if not n_devices:
+        return [environment] * n_jobs
+    each = engine.world_size or max(1, n_devices // n_jobs)
+    if n_jobs * each > n_devices:
+        devices = "1 device" if each == 1 else f"{each} devices"
+        raise ConfigError(Problem(N_JOBS, f"is {n_jobs}, with {devices} for each run; there are {n_devices}"))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(n_devices)))
+    visible = [name.strip() for name in names.split(",")]
+    return [
+        environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[each * job : each * (job + 1)])}
+        for job in range(n_jobs)
+    ]
+
+
+@dataclass
+class _Running:
+    process: Any
+    share: dict[str, str]
+    future: Future[float]
+    done: threading.Event
+
+
+class SideBySide:
+    """Starts runs, as many at a time as there are shares. As a context manager, leaves none behind.
+
+    told: gets each line that a run writes to stdout or stderr, with the number of the run; in any thread.
+    """
+
+    def __init__(self, shares: list[dict[str, str]], told: Callable[[int, str], None]):
+        self._told = told
+        self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+        for share in shares:
+            self._free.put(share)
+        self._running: list[_Running] = []
+        self._context = multiprocessing.get_context("spawn")
+        self._lock = threading.Lock()  # of `ended`
+        self._is_stopping = False
+
+    def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
+        """Wait for a share, and start a run with it. Its future is the objective, or JobFailed with the reason.
+
+        began: called when there is a share. ended: called with objective and reason, in any thread, never in two.
+        """
+        share = self._free.get()
+        began()
+        output, theirs_out = self._context.Pipe(duplex=False)
+        result, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_run, args=(theirs_out, theirs, work), name=f"areno-run-{number}")
+        running = _Running(process, share, Future(), threading.Event())
+        args = (running, number, output, result, ended)
+        follower = threading.Thread(target=self._follow, args=args, daemon=True, name=f"areno-follow-{number}")
+        with (
+            _environment(share),
+            _signals_blocked(),
+        ):  # a signal comes before or after all of it
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                self._free.put(share)  # the runs after it shall say so, too, and not wait
+                text = "is more than 1, but the run cannot be given to another process: {}"
+                raise ConfigError(Problem(N_JOBS, text, error)) from error
+            self._running.append(running)
+            follower.start()
+        theirs_out.close()
+        theirs.close()
+        return running.future
+
+    def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
+        """Follow a run to its end. Whatever goes wrong here is raised by its future: nobody else waits for it."""
+        try:
+            found: float | Exception = self._followed(running.process, number, output, result, ended)
+        except Exception as error:
+            found = error
+        output.close()
+        result.close()
+        if isinstance(found, Exception):
+            running.future.set_exception(found)
+        else:
+            running.future.set_result(found)
+        self._running.remove(running)
+        self._free.put(running.share)
+        running.done.set()
+
+    def _followed(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
+        """Pass the lines of a run on until it has ended, and then what it came to. Raises JobFailed with the reason."""
+        error: Exception | None = None
+        for line in _lines(output, process.sentinel):
+            try:
+                if error is None:
+                    self._told(number, line)
+            except Exception as first:  # the run goes on, for which somebody has to read what it says
+                error = first
+        process.join()
+        objective, reason = None, _how_it_ended(process.exitcode)
+        with contextlib.suppress(EOFError, OSError):
+            if result.poll():
+                objective, reason = result.recv()
+        if objective is not None or not self._is_stopping:
+            with self._lock:
+                ended(objective, reason)
+        if error is not None:
+            raise error
+        if objective is None:
+            raise JobFailed(reason)
+        return objective
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for those that run. After Ctrl-C or a signal, pass it on to them first, and each further one, too."""
+        if isinstance(error, KeyboardInterrupt):
+            self._stop(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+        for running in list(self._running):
+            running.done.wait()
+
+    def _stop(self, first: int) -> None:
+        """Pass a signal on, and each one that comes while the runs end; the third kills them."""
+        self._is_stopping = True
+        for number in (first, first, signal.SIGKILL):
+            for running in list(self._running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(running.process.pid, number)
+            with contextlib.suppress(KeyboardInterrupt):
+                for running in list(self._running):
+                    running.done.wait()
+                return
+
+
+def _run(output: Any, result: Any, work: Work) -> None:
+    """In the process of a run: do the work, and send what it came to."""
+    os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
+    for number in (1, 2):
+        os.dup2(output.fileno(), number)
+    output.close()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True, name="areno-parent-watch").start()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, terminate)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        result.send(work())
+    except KeyboardInterrupt as interrupt:
+        sys.exit(143 if isinstance(interrupt, Terminated) else 130)
+
+
+def _end_with(parent: Any) -> None:
+    """End the run, with its state, when the driver is gone."""
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _lines(output: Any, sentinel: Any) -> Iterator[str]:
+    """What a run writes, line by line, until it has ended."""
+    rest = b""
+    # What the run has started may hold its output open when it has ended.
+    while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MOST_BYTES)):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode == -signal.SIGKILL:
+        return "was killed by SIGKILL, perhaps by the kernel for lack of memory"
+    if exitcode is not None and exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return {130: "was interrupted", 143: "was terminated"}.get(exitcode or 0, f"ended with exit code {exitcode}")
+
+
+@contextlib.contextmanager
+def _environment(share: Mapping[str, str]) -> Iterator[None]:
+    """Around the start of a process, which inherits the environment."""
+    before = {name: os.environ.get(name) for name in share}
+    os.environ.update(share)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Around the start of a process, which inherits this and unblocks them when it can handle them."""
+    resource_tracker.ensure_running()  # it would be started together with the first process, and unblocks some
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,1 +1,0 @@
-"""Sweeps: what their runs came to, and running several at the same time."""

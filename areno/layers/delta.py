@@ -1,0 +1,88 @@
+"""A layer with the gated delta rule in the place of attention, divided over the tensor-parallel ranks by heads.
+
+Shape letters as in `areno/kernels/delta`, of this rank; D hidden size, I = H V.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from areno.kernels.delta import DeltaWeights
+from areno.layers.attention import PackedAttend
+from areno.layers.config import Delta
+from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
+from areno.layers.norm import RMSNorm
+from areno.layers.shard import Layout, Part, WeightSpec
+
+
+@runtime_checkable
+class Recurs(Protocol):
+    """How layers reach the states of rows: what attends has this beside it where a model has such layers."""
+
+    def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
+        """(N, I) of the tokens of all rows. layer: its number among the layers with a state."""
+        ...
+
+
+class RowConvolution(nn.Module):
+    """The weights of each channel's convolution, (X, 1, W) as in checkpoints: those of q, k and v below each other."""
+
+    def __init__(self, out_sizes: tuple[int, ...], width: int, spec: WeightSpec):
+        super().__init__()
+        local_sizes = [spec.tp.shard(size, "channels of a convolution") for size in out_sizes]
+        self.weight = spec.empty(sum(local_sizes), 1, width)
+        parts, offset = [], 0
+        for full, local in zip(out_sizes, local_sizes, strict=True):
+            parts.append(Part((full, 1, width), offset=offset, dim=0, start=spec.tp.rank * local, size=local))
+            offset += local
+        self.layout: Layout = {"weight": tuple(parts)}
+
+
+class GatedDelta(nn.Module):
+    """out(norm(delta rule(convolution(q, k, v), b, a)) * silu(z)), all of them projections of the same input.
+
+    index: the number of the layer among those with a state.
+    """
+
+    def __init__(self, hidden_size: int, delta: Delta, index: int, eps: float, spec: WeightSpec):
+        super().__init__()
+        self.index, self.delta = index, delta
+        self.n_key_heads = spec.tp.shard(delta.n_key_heads, "key heads")
+        heads, inner = delta.n_value_heads, delta.inner_size
+        self.given = ColumnParallelLinear(hidden_size, delta.projections, spec, bias=False)
+        self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
+        local = spec.tp.shard(heads, "value heads")
+        self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # as checkpoints call them
+        part = Part((heads,), dim=0, start=spec.tp.rank * local, size=local)
+        self.layout: Layout = {"A_log": (part,), "dt_bias": (part,)}
+        self.norm = RMSNorm(delta.value_dim, eps, spec, own_data=True)
+        self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
+
+    def forward(self, x_ND: Tensor, attend: object, split: bool = False) -> Tensor:
+        norm_V = self.norm.tp.copy_in(self.norm.weight)
+        return self.out(self.mixed(self.given(x_ND, split), attend, self.weights(norm_V)), split)
+
+    def weights(self, norm_V: Tensor) -> DeltaWeights:
+        """What the rule needs. norm_V: the weight of the norm, as its gradient is to be."""
+        conv_XW = self.conv.weight.squeeze(1)
+        return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
+
+    def mixed(self, given_NP: Tensor, attend: object, weights: DeltaWeights) -> Tensor:
+        """(N, I): what goes into the last product."""
+        assert isinstance(attend, Recurs), "a layer with a state needs what `attend` of attention does not have"
+        return attend.recur(self.index, given_NP, weights)
+
+    def mixed_backward(self, grad_NI: Tensor, given_NP: Tensor, attend: PackedAttend) -> Tensor:
+        """The gradient of what was given, outside autograd. Adds to the float32 gradients of the rule's weights."""
+        own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
+        of_weights = any(weight.requires_grad for weight in own)
+        grad_given_NP, found = attend.recur_backward(grad_NI, given_NP, self.weights(self.norm.weight), of_weights)
+        for weight, grad in zip(own, found or (), strict=of_weights):
+            if weight is self.norm.weight:
+                self.norm.accumulate(grad)
+            elif weight.requires_grad:
+                assert weight.grad is not None
+                weight.grad.add_(grad.view(weight.shape))
+        return grad_given_NP

@@ -1,0 +1,300 @@
+"""Adapters in a model: where they are, their names in a folder of peft, the base without them.
+
+Folders of peft (adapter_config.json, adapter_model.safetensors): read and written.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from areno.errors import CheckpointError
+from areno.files.durable import sync, sync_tree
+from areno.layers.adapter import Adapter
+from areno.layers.config import AdapterSpec
+from areno.layers.linear import Linear
+from areno.layers.parallel import ParallelGroup
+from areno.layers.rotary import head_order
+from areno.models.adapter_shapes import linear_shapes
+from areno.models.config import TransformerConfig
+from areno.models.families import module_names, stored_modules, stored_names
+from areno.models.folder import ADAPTER_CONFIG, TOKENIZER, RawConfig, copy_companions, opened, read_json, resolve
+from areno.models.transformer import Transformer
+from areno.models.weights import Entry, Stored, fill, gathered, listing, order_in, reached, write_json, write_tensors
+
+PREFIX = "base_model.model."  # of every tensor in a folder of peft
+
+
+def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
+    """Give the model adapters with uninitialised weights. From now on only they are trained."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear):
+            stored = stored_modules(name.split(".", 2)[2], model.config)
+            if chosen := [group for each, group in stored.items() if each.rsplit(".", 1)[-1] in adapters.targets]:
+                module.add_adapter(chosen, adapters)
+
+
+def init_adapters(model: Transformer, seed: int) -> None:
+    """Weights drawn from the seed, whatever the ranks and the device, with which the model still is its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, adapter in _adapters(model):
+        adapter.init(generator)
+
+
+def make_room(model: Transformer) -> None:
+    """Move the weights of layers with adapters to where sampling needs them, once they are set. See Adapter."""
+    for _, module in _adapted(model):
+        assert module.adapter is not None
+        module.adapter.make_room(module.weight, module.bias)
+
+
+def refresh_adapters(model: Transformer) -> None:
+    """Before sampling begins, since the weights may have changed."""
+    for _, adapter in _adapters(model):
+        adapter.refresh()
+
+
+def adapter_table(model: Transformer) -> list[Entry]:
+    """Every tensor of the model's adapters in a fixed order, under peft's name. None where it has no adapters.
+
+    The rows of a B that the files keep as one are a tensor for each projection here, and the A goes by the first.
+    """
+    found = []
+    for name, adapter in _adapters(model):
+        names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
+        of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
+        of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
+        found += map(Entry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
+        found += map(Entry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
+    return found
+
+
+def stored_adapters(model: Transformer) -> dict[str, Stored]:
+    """The tensors of a folder of peft by name. Rows of a head are in the order of the file, as those of its weight."""
+    config = model.config
+    order, whole = head_order(config.rope, config.head_dim), stored_names(config)
+    found: dict[str, Stored] = {}
+    for entry in adapter_table(model):
+        module, kind = entry.name.rsplit(".lora_", 1)
+        inner = ".".join(module.split(".")[-2:])
+        stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), Stored([], []))
+        stored.entries.append(entry)
+        stored.orders.append(order_in(inner, order, config) if kind == "B.weight" else None)
+    return found
+
+
+@contextmanager
+def without_adapters(model: Transformer) -> Iterator[None]:
+    """Within it the model computes as its base does. Not for captured CUDA graphs, which keep what they are."""
+    adapters = [adapter for _, adapter in _adapters(model)]
+    try:
+        for adapter in adapters:
+            adapter.on = False
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.on = True
+
+
+def _adapters(model: Transformer) -> Iterator[tuple[str, Adapter]]:
+    """The name of a layer, and its adapter."""
+    for name, module in _adapted(model):
+        assert module.adapter is not None
+        yield name, module.adapter
+
+
+def _adapted(model: Transformer) -> Iterator[tuple[str, Linear]]:
+    """The layers that have one."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.adapter is not None:
+            yield name, module
+
+
+WEIGHTS = "adapter_model.safetensors"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+# Fields that say nothing of the numbers, or only of how the adapters were trained elsewhere.
+_HARMLESS = {
+    "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core", "megatron_config",
+    "qalora_group_size", "task_type", "loftq_config", "eva_config", "target_modules", "base_model_name_or_path",
+    "exclude_modules", "runtime_config", "init_lora_weights",
+}  # fmt: skip
+_NOT_HERE = (
+    "modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out", "lora_bias",
+    "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
+_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that do
+
+
+class PeftFolder(NamedTuple):
+    """What adapter_config.json says. base: the model that the adapters were trained on; "" where it is not said."""
+
+    adapters: AdapterSpec
+    base: str
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a local folder holds adapters and no model."""
+    folder = Path(folder).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def base_of(folder: str | Path) -> str:
+    """The model that the adapters of a folder were trained on. CheckpointError where it is not said."""
+    file = Path(folder).expanduser() / ADAPTER_CONFIG
+    raw = RawConfig(read_json(file), str(file))
+    base = raw.get("base_model_name_or_path", str, "")
+    if not base and not raw.problems:
+        raw.wrong("base_model_name_or_path is missing; expected the folder or hub id of the model it belongs to")
+    if raw.problems:
+        raise raw.error()
+    return base
+
+
+def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
+    """Of a folder or hub id, for a model of this shape.
+
+    CheckpointError where there is none, and naming every field that asks for something that is not implemented.
+    """
+    folder = resolve(path)
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        raise CheckpointError("{} has no {}; expected a folder of peft", folder, ADAPTER_CONFIG)
+    raw = RawConfig(read_json(file), str(file))
+    kind = raw.get("peft_type", str)
+    if kind.upper() != "LORA" and not raw.problems:
+        raw.refuse("peft_type", "'LORA'")
+    if raw.values.get("task_type") not in (None, "CAUSAL_LM"):
+        raw.refuse("task_type", "'CAUSAL_LM'")
+    rank, alpha = raw.get("r", int, ge=1), raw.get("lora_alpha", float, gt=0)
+    use_rslora = raw.get("use_rslora", bool, False)
+    if raw.get("bias", str, "none") != "none":
+        raw.refuse("bias", "'none'")
+    init = raw.values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
+        raw.refuse("init_lora_weights", "adapters whose base is the model as it was published")
+    for name in _NOT_HERE:
+        if raw.values.get(name):
+            raw.refuse(name, "none, since adapters of one rank on whole linear layers are all that there is")
+    raw.refuse_unknown({*_HARMLESS, *_NOT_HERE})
+    if raw.problems:
+        raise raw.error()
+    targets = _targets(folder, model, raw.values.get("target_modules"))
+    return PeftFolder(AdapterSpec(rank, alpha, targets, use_rslora), raw.values.get("base_model_name_or_path") or "")
+
+
+def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
+    """The adapted modules by the names of the tensors. given: target_modules, which may also be a pattern."""
+    with opened(_weights_file(folder)) as tensors:
+        names = list(tensors.keys())
+    known = linear_shapes(model)
+    of_module = {name: name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B) for name in names}
+    strange = [
+        name for name, module in of_module.items()
+        if not name.startswith(PREFIX) or not name.endswith((_A, _B)) or module.rsplit(".", 1)[-1] not in known
+    ]  # fmt: skip
+    if strange:
+        raise CheckpointError(
+            f"{folder}: the weights hold {listing(strange)}; expected adapters of {', '.join(known)} only"
+        )
+    unnamed = [name for name, module in of_module.items() if not _is_named(module.removeprefix(PREFIX), given)]
+    if unnamed:
+        text = "{}: the weights hold {}, which target_modules of {} does not name and peft would leave out"
+        raise CheckpointError(text, folder, listing(unnamed), ADAPTER_CONFIG)
+    found = {module.rsplit(".", 1)[-1] for module in of_module.values()}
+    return tuple(name for name in known if name in found)
+
+
+def _is_named(module: str, given: object) -> bool:
+    """Whether peft would give the module of a model an adapter. given: target_modules."""
+    if isinstance(given, str) and given != "all-linear":
+        try:
+            return re.fullmatch(given, module) is not None
+        except re.error:
+            return False
+    return not isinstance(given, list) or any(f".{module}".endswith(f".{name}") for name in given)
+
+
+def load_adapters(model: Transformer, path: str | Path) -> None:
+    """Fill the model's adapters, which must be those of `read_adapter_config`, reading only this rank's pieces.
+
+    CheckpointError where tensors are missing, left over, not finite, or not of the shape that the model asks for.
+    """
+    folder = resolve(path)
+    file, table = _weights_file(folder), stored_adapters(model)
+    with opened(file) as tensors:
+        names = list(tensors.keys())
+        if missing := [name for name in table if name not in names]:
+            text = "every layer of the model has the same adapters; it may be of another model, or of some layers only"
+            raise CheckpointError(f"{folder}: the weights lack {listing(missing)}; {text}")
+        if extra := [name for name in names if name not in table]:
+            raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which the model has no place for")
+        source = f"the shape of the model and r of {ADAPTER_CONFIG}"
+        damaged = [name for name in names if not fill(name, table[name], tensors.get_slice(name), file, source)]
+    if damaged:
+        wrong = f"{folder}: {listing(damaged)}: numbers that are nan or infinite; "
+        raise CheckpointError(wrong + "expected finite weights: download or save the adapters again")
+
+
+def _weights_file(folder: Path) -> Path:
+    if not (folder / WEIGHTS).is_file():
+        advice = "; save it again with safe_serialization" if (folder / "adapter_model.bin").is_file() else ""
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{advice}")
+    return folder / WEIGHTS
+
+
+def adapter_writes(
+    model: Transformer,
+    folder: str | Path,
+    *,
+    adapters: AdapterSpec,
+    base: str,
+    source: Sequence[str | Path] = (),
+    dp: ParallelGroup | None = None,
+    pin_memory: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """The work of this rank in writing a folder that peft loads, as functions for `weights.write_all`.
+
+    As `weights.file_writes`, whose arguments these are. base: recorded as the model that they belong to.
+    """
+    if dp is not None and dp.rank > 0:
+        return
+    folder = Path(folder)
+    table = stored_adapters(model)
+    tensors = gathered(table, model, 0, model.embed.weight.dtype, pin_memory)
+    if model.tp.rank == 0:
+        yield partial(_write_companions, folder, source, _config(adapters, base))
+        yield partial(write_tensors, tensors, table, folder / WEIGHTS, reached(model.device))
+
+
+def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
+    alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "target_modules": list(adapters.targets),
+        "use_rslora": adapters.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _write_companions(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    written = copy_companions([resolve(path) for path in source], folder, (TOKENIZER,))
+    written.append(write_json(folder / ADAPTER_CONFIG, config))
+    for path in written:
+        sync_tree(path) if path.is_dir() else sync(path)
+    sync(folder)

@@ -1,0 +1,75 @@
+"""Qwen3-MoE and Mixtral: layers whose MLP is a mixture of experts, of one kind, under different names.
+
+Qwen3-MoE has Qwen3's attention, experts of an inner size of their own, and perhaps some plain layers. Mixtral has
+Llama's attention without biases, and experts in every layer, whose weights always add up to 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from areno.layers.config import Experts
+from areno.models.config import Family, TransformerConfig, read_decoder
+from areno.models.folder import RawConfig
+
+
+def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
+    """Layers in `mlp_only_layers` are plain, and so are all but every `decoder_sparse_step`-th."""
+    config = read_decoder(raw, "qwen3_moe")
+    bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
+    if raw.get("use_sliding_window", bool, False):
+        raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")
+    plain = _layers(raw, "mlp_only_layers", config.num_layers)
+    plain |= {index for index in range(config.num_layers) if (index + 1) % step}
+    if len(plain) == config.num_layers:
+        raw.wrong("mlp_only_layers and decoder_sparse_step leave no layer with experts; expected at least one")
+    experts = _read_experts(
+        raw,
+        ("num_experts", "num_local_experts"),  # transformers 5 writes the second
+        inner_size=raw.get("moe_intermediate_size", int, ge=1),
+        normalised=raw.get("norm_topk_prob", bool, False),
+        dense_layers=frozenset(plain),
+    )
+    return replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts)
+
+
+def read_mixtral(raw: RawConfig) -> TransformerConfig:
+    """`intermediate_size` is that of an expert."""
+    config = read_decoder(raw, "mixtral")
+    if raw.get("sliding_window", int, -1, ge=0) >= 0:
+        raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
+    if raw.get("router_jitter_noise", float, 0.0):
+        raw.refuse("router_jitter_noise", "0, since the router has no noise")
+    sections = raw.values, raw.values.get("rope_parameters"), raw.values.get("rope_scaling")
+    if not any(isinstance(section, dict) and section.get("rope_theta") for section in sections):
+        raw.wrong("rope_theta is missing, expected the base of the rotary frequencies (Mixtral's own is 1000000.0)")
+    experts = _read_experts(
+        raw, ("num_local_experts", "num_experts"), inner_size=config.intermediate_size, normalised=True
+    )
+    return replace(config, experts=experts)
+
+
+def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
+    """fields: two names of the number of experts."""
+    given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
+    n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
+    if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
+        raw.wrong(f"{given[1]} is {raw.values[given[1]]}, and {given[0]} is {n_experts}; expected one number")
+    top_k = raw.get("num_experts_per_tok", int, ge=1)
+    if top_k > n_experts:
+        raw.refuse("num_experts_per_tok", f"at most {given[0]}={n_experts}")
+    return Experts(n_experts=n_experts, top_k=top_k, field=given[0], **more)
+
+
+def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
+    """The numbers of layers in a list."""
+    listed = raw.get(field, list, [])
+    if not all(type(index) is int and 0 <= index < num_layers for index in listed):
+        raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")
+        return set()
+    return set(listed)
+
+
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", read_qwen3_moe)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", "MixtralForSequenceClassification", read_mixtral)

@@ -1,0 +1,114 @@
+"""Qwen2 and Qwen2.5, dense: Llama's layers with biases on q, k, v.
+
+Qwen3, dense: Llama's layers with a norm on each query and key head before rope.
+
+Qwen3.5, dense, text: three of four layers have the gated delta rule in the place of attention (arXiv 2412.06464).
+
+The others have Qwen3's attention with a gate at its output; a quarter of each head is rotated. Norms multiply by
+1 + weight. Positions of images (mrope) are those of text where there is only text. Of a model with images, the text
+model is read, and saved as one without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from areno.layers.config import Delta
+from areno.models.config import Family, TransformerConfig, read_decoder, with_windows
+from areno.models.folder import RawConfig
+from areno.models.rope import read_rope
+
+
+def read_qwen2(raw: RawConfig) -> TransformerConfig:
+    """The biases on q, k, v are always there; `config.json` has no field for them."""
+    return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
+
+
+def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
+    """With `use_sliding_window`, the layers from `max_window_layers` on have the window `sliding_window`."""
+    raw.assume(sliding_window=4096)
+    first = raw.get("max_window_layers", int, 28, ge=0)
+    if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
+        return with_windows(raw, config, lambda layer: layer >= first)
+    if "sliding_attention" in raw.get("layer_types", list, []):
+        raw.refuse("layer_types", "'full_attention' in every layer without use_sliding_window")
+    return config
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", read_qwen2)
+
+
+def read_qwen3(raw: RawConfig) -> TransformerConfig:
+    """The head dimension is 128 where not given, whatever the hidden size."""
+    bias = raw.get("attention_bias", bool, False)
+    config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
+    return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", read_qwen3)
+
+
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_MOST_KEYS = 128  # of a head: kernels hold columns of a state whole, and 256 do not fit the memory of a processor
+
+
+def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
+    """Without `layer_types`, each layer number `full_attention_interval` has attention."""
+    bias = raw.get("attention_bias", bool, False)
+    if not raw.get("attn_output_gate", bool, True):
+        raw.refuse("attn_output_gate", "true")
+    if raw.get("output_gate_type", str, "swish") not in ("swish", "silu"):  # Qwen3.6 says it of the delta rule
+        raw.refuse("output_gate_type", "'swish'")
+    rope = read_rope(raw, raw.get("max_position_embeddings", int, ge=1), partial=0.25, unused=_OF_IMAGES)
+    config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, rope=rope)
+    interval = raw.get("full_attention_interval", int, 4, ge=1)
+    types = raw.get("layer_types", list, [])
+    recurs = [kind == "linear_attention" for kind in types] or [
+        (layer + 1) % interval != 0 for layer in range(config.num_layers)
+    ]
+    delta = Delta(
+        layers=tuple(layer for layer, does in enumerate(recurs) if does),
+        n_key_heads=raw.get("linear_num_key_heads", int, 16, ge=1),
+        n_value_heads=raw.get("linear_num_value_heads", int, 32, ge=1),
+        key_dim=raw.get("linear_key_head_dim", int, 128, ge=1, le=_MOST_KEYS),
+        value_dim=raw.get("linear_value_head_dim", int, 128, ge=1),
+        width=raw.get("linear_conv_kernel_dim", int, 4, ge=2, le=64),
+    )
+    if delta.n_value_heads % delta.n_key_heads:
+        raw.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads={delta.n_key_heads}")
+    if not config.num_layers - len(delta.layers):
+        raw.refuse("layer_types", "'full_attention' in one layer at least")
+    return replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norm_plus_one=True,
+        attention_gate=True,
+        delta=delta if delta.layers else None,
+    )
+
+
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5TextForSequenceClassification",
+    read_qwen3_5,
+    names={
+        "delta": ("linear_attn",),
+        "delta.given": (
+            "linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v",
+            "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a",
+        ),
+        "delta.conv": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
+        "delta.norm": ("linear_attn.norm",),
+        "delta.out": ("linear_attn.out_proj",),
+    },
+    stacked={
+        "linear_attn.in_proj_qkv": ("linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v"),
+        "linear_attn.conv1d": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
+    },
+    around="Qwen3_5ForConditionalGeneration",
+    beginnings={"model.language_model.": "model."},
+    unread=("mtp.", "model.visual."),
+)  # fmt: skip

@@ -1,0 +1,286 @@
+"""What a fused layer does between its two norms: attention, or the gated delta rule. Written out, outside autograd.
+
+A forward function returns what is added to the residual stream, the result of its first product, which the backward
+pass takes if it is kept, and what that needs in any case.
+
+A layer as one autograd function: fused kernels between the matrix products, and a backward pass written out.
+
+Compared with the plain layer this saves three things. No elementwise result is kept for the backward pass, since the
+kernels compute it again on the way. Under recompute, attention and the two products whose results the backward pass
+does not need (attention's output and the MLP's `down`) are not computed a second time. And the matrix products
+accumulate the weight gradients in the fp32 gradient buffer themselves.
+
+The residual stream is float32 whatever the dtype of the weights. Rounding it to bf16 after each addition is the largest
+single source of error in a log-probability, and so of disagreement between rollout and training.
+
+This file imports Triton: import it only where `Transformer.runs_fused`.
+Shape letters as in `transformer.py`; X outputs of the first product of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areno.kernels.elementwise.triton_heads import qk_norm_rope, qk_norm_rope_backward
+from areno.kernels.peers import PeerMemory
+from areno.layers.attention import Attend, PackedAttend
+from areno.layers.delta import GatedDelta
+from areno.layers.norm import RMSNorm
+from areno.layers.parallel import wait_for
+from areno.models.layer import Attention, Layer
+
+Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+Angles = tuple[Tensor, Tensor]
+
+
+def mixed(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool = True) -> Forward:
+    """Of the layer's attention, or of what it has in that place. whole: of RowParallelLinear."""
+    if layer.attention is not None:
+        return _attended(layer.attention, x_ND, angles, attend, split, whole)
+    assert layer.delta is not None
+    given_NP = layer.delta.given(x_ND, split)
+    mixed_NI = layer.delta.mixed(given_NP, attend, layer.delta.weights(layer.delta.norm.weight))
+    return layer.delta.out(mixed_NI, split, whole), given_NP, (mixed_NI,)
+
+
+def mixed_backward(
+    layer: Layer,
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    kept: Tensor | None,
+    needed: Sequence[Tensor],
+    angles: Angles,
+    attend: PackedAttend,
+    split: bool,
+) -> Tensor:
+    """The gradient of x. Adds to the gradients of the parameters. kept: None is computed again."""
+    module: Attention | GatedDelta | None = layer.attention or layer.delta
+    assert module is not None
+    first, tp, work = _first_product(module), module.out.tp, None
+    if split:  # the input comes while the output's gradient goes through attention
+        grad_ND = tp.joined(grad_ND)
+        x_ND, work = tp.begin_join(x_ND)
+
+    def again() -> Tensor:
+        if kept is not None:
+            return kept
+        if work is not None:
+            wait_for(work)
+        return first(x_ND)
+
+    if isinstance(module, Attention):
+        grad_NX = _attended_backward(module, grad_ND, again, needed, angles, attend)
+    else:
+        module.out.accumulate(grad_ND, needed[0])
+        grad_NX = module.mixed_backward(module.out.input_gradient(grad_ND), again(), attend)
+    if work is not None:
+        wait_for(work)
+    first.accumulate(grad_NX, x_ND)
+    return first.input_gradient(grad_NX, split)
+
+
+def _first_product(module: Attention | GatedDelta) -> Any:
+    return module.qkv if isinstance(module, Attention) else module.given
+
+
+def _attended(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
+    both_NX = attention.qkv(x_ND, split)
+    qkv_NX, gate_NQ = attention.ungated(both_NX)
+    heads = _to_heads(attention, qkv_NX, angles, decodes=not isinstance(attend, PackedAttend))
+    if isinstance(attend, PackedAttend):
+        out_NHC, saved = attend.forward(*heads, attention.window)
+    else:  # the decoder's, which has no backward pass
+        out_NHC, saved = attend(attention.index, *heads, attention.window), ()
+    del heads, qkv_NX
+    out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
+    return out_ND, both_NX, (out_NHC, *saved)
+
+
+def _attended_backward(
+    attention: Attention, grad_ND: Tensor, again: Any, needed: Sequence[Tensor], angles: Angles, attend: PackedAttend
+) -> Tensor:
+    """The gradient of what the first product gave. again: gives that."""
+    out_NHC, *saved = needed
+    grad_gate_NQ = None
+    if attention.gated:
+        qkv_NX, gate_NQ = attention.ungated(again())
+        assert gate_NQ is not None
+        sigmoid_NQ, out_NQ = gate_NQ.float().sigmoid(), out_NHC.flatten(-2)
+        attention.out.accumulate(grad_ND, attention.gate(out_NQ, gate_NQ))
+        grad_gated_NQ = attention.out.input_gradient(grad_ND).float()
+        grad_gate_NQ = (grad_gated_NQ * out_NQ * sigmoid_NQ * (1 - sigmoid_NQ)).to(gate_NQ.dtype)
+        grad_out_NHC = (grad_gated_NQ * sigmoid_NQ).to(out_NHC.dtype).view(out_NHC.shape)
+    else:
+        attention.out.accumulate(grad_ND, out_NHC.flatten(-2))
+        grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
+        qkv_NX = again()
+    heads = _to_heads(attention, qkv_NX, angles)
+    grad_q, grad_k, grad_v = attend.backward(grad_out_NHC, *heads, out_NHC, saved, attention.window)
+    del heads
+    grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
+        grad_q, grad_k, grad_v, qkv_NX, *angles, *_head_norms(attention)
+    )
+    for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
+        if isinstance(norm, RMSNorm) and grad_C is not None:
+            norm.accumulate(grad_C)
+    return attention.ungated_gradient(attention.whole_gradient(grad_qkv_NX, qkv_NX), grad_gate_NQ)
+
+
+def _to_heads(
+    attention: Attention, qkv_NX: Tensor, angles: Angles, decodes: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_size, kv_size, _ = attention.sizes
+    dim = attention.head_dim
+    q_weight, k_weight, eps, plus_one = _head_norms(attention)
+    sizes = q_size // dim, kv_size // dim, dim
+    return qk_norm_rope(attention.norm_whole(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one, decodes)
+
+
+def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
+    """Weights of the norms of query and key heads, their eps, and whether their factors are 1 + weight."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
+        return None, None, 0.0, False
+    return q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one
+
+
+def fused_layer(
+    layer: Layer,
+    stream_ND: Tensor,
+    delta_ND: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    keep: bool,
+    split: bool = False,
+    peers: PeerMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the layer on the residual stream + delta. Returns the stream that the MLP saw, and what the MLP adds to it.
+
+    Their sum is left to the next norm, which adds and normalises in one pass.
+    keep: hold the large intermediate results of attention and MLP for the backward pass instead of recomputing them.
+    split: of Layer.
+    peers: delta, and what the MLP adds, are this rank's parts of a sum, which the next norm takes through this memory.
+    Without gradients only, and not if split.
+    """
+    stream_ND = _tracked(stream_ND, layer)
+    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, peers)  # type: ignore[return-value]
+
+
+def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, peers: PeerMemory | None = None) -> Tensor:
+    """The norm of stream + delta: the end of a model of fused layers."""
+    if peers is not None:
+        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)[1]
+    return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
+
+
+def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
+    """The stream, made a leaf of autograd if the module has the first parameters that are not frozen.
+
+    Parameters are no inputs of the functions below: autograd calls their backward pass for the sake of the stream.
+    """
+    if not torch.is_grad_enabled() or stream_ND.requires_grad:
+        return stream_ND
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    return stream_ND.detach().requires_grad_() if trained else stream_ND
+
+
+def _add(
+    norm: RMSNorm | None,
+    stream_ND: Tensor,
+    delta_ND: Tensor | None,
+    dtype: torch.dtype,
+    peers: PeerMemory | None = None,
+) -> tuple[Tensor, Tensor]:
+    """stream + delta, and its norm in the dtype of the weights; without a norm, the sum in this dtype."""
+    if peers is not None and delta_ND is not None:
+        assert norm is not None
+        return norm.add_parts_and_norm(stream_ND, delta_ND, peers)
+    if norm is not None:
+        return norm.add_and_norm(stream_ND, delta_ND)
+    sum_ND = stream_ND if delta_ND is None else stream_ND + delta_ND
+    return sum_ND, sum_ND.to(dtype)
+
+
+def _add_backward(norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of what `_add` summed, in the dtypes of the sum and of the other gradient."""
+    if norm is not None:
+        return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
+    grad_sum_ND = grad_sum_ND + grad_ND
+    return grad_sum_ND, grad_sum_ND.to(grad_ND.dtype)
+
+
+def _normed(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
+    """The norm behind attention or MLP, where there is one."""
+    return x_ND if norm is None else norm.add_and_norm(x_ND, None)[1]
+
+
+def _normed_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
+    return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
+
+
+class _FusedLayer(torch.autograd.Function):
+    """Parameters are not inputs: their gradients go straight into their buffers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: Layer,
+        stream_ND: Tensor,
+        delta_ND: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Any,
+        keep: bool,
+        split: bool,
+        peers: PeerMemory | None,
+    ) -> tuple[Tensor, Tensor]:
+        dtype, whole = layer.dtype, peers is None
+        stream_ND, normed_ND = _add(layer.input_norm, stream_ND, delta_ND, dtype, peers)
+        added_ND, given_NX, mixer = mixed(layer, normed_ND, (cos, sin), attend, split, whole)
+        middle_ND, normed_ND = _add(layer.post_norm, stream_ND, _normed(layer.attention_norm, added_ND), dtype, peers)
+        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole)
+        kept = (given_NX, inner) if keep else (None, None)
+        behind = (None if layer.attention_norm is None else added_ND, None if layer.mlp_norm is None else down_ND)
+        ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *behind, *needed, *mixer)
+        ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
+        ctx.n_needed = len(needed)
+        return middle_ND, _normed(layer.mlp_norm, down_ND)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stream_ND, middle_ND, cos, sin, given_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
+        needed, mixer = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
+        layer: Layer = ctx.layer
+        split, dtype = ctx.split, layer.dtype
+        grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
+
+        grad_down_ND = _normed_backward(layer.mlp_norm, grad_down_ND, down_ND)
+        _, normed_ND = _add(layer.post_norm, middle_ND, None, dtype)
+        grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed, split)
+        grad_ND, grad_added_ND = _add_backward(layer.post_norm, grad_normed_ND, grad_middle_ND, middle_ND)
+        grad_added_ND = _normed_backward(layer.attention_norm, grad_added_ND, added_ND)
+
+        _, normed_ND = _add(layer.input_norm, stream_ND, None, dtype)
+        angles, attend = (cos, sin), ctx.attend
+        grad_normed_ND = mixed_backward(layer, grad_added_ND, normed_ND, given_NX, mixer, angles, attend, split)
+        grad_ND, grad_delta_ND = _add_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
+        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None, None
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream_ND: Tensor, delta_ND: Tensor, norm: RMSNorm) -> Tensor:
+        sum_ND, normed_ND = norm.add_and_norm(stream_ND, delta_ND)
+        ctx.save_for_backward(sum_ND)
+        ctx.norm = norm
+        return normed_ND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (sum_ND,) = ctx.saved_tensors
+        return *ctx.norm.sum_gradient(grads[0].contiguous(), None, sum_ND), None

@@ -1,1 +1,0 @@
-"""Layers as single autograd functions with fused kernels. Its modules import Triton."""

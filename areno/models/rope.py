@@ -1,0 +1,183 @@
+"""Fields of `config.json` that nothing reads because they have no effect on what a model computes, by family.
+
+Rotary positions as `config.json` describes them, read as transformers reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from areno.layers.config import Rope
+from areno.models.folder import RawConfig
+
+_NAMES = "architectures model_type transformers_version name_or_path model_name torch_dtype dtype tokenizer_class"
+_TOKENS = "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id bos_token eos_token pad_token unk_token"
+_LABELS = "id2label label2id num_labels problem_type finetuning_task task_specific_params"
+_HOW_IT_RUNS = (
+    "use_cache cache_implementation return_dict output_attentions output_hidden_states torchscript is_decoder "
+    "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
+)
+_LENGTHS = "model_max_length tokenizer_model_max_length max_sequence_length max_seq_length seq_length"
+_SAMPLING = (  # older versions of transformers kept them here
+    "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size num_return_sequences"
+)
+_TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
+_EVERYWHERE = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
+_UNUSED_WINDOW = {"sliding_window", "max_window_layers"}  # without use_sliding_window
+_MORE_TOKENS_AT_ONCE = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}  # layers that nothing reads
+_ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
+
+HARMLESS: dict[str, frozenset[str]] = {
+    "gemma3_text": _EVERYWHERE,
+    "glm4": _EVERYWHERE,
+    "llama": _EVERYWHERE | {"pretraining_tp"},
+    "mistral": _EVERYWHERE,
+    "olmo2": _EVERYWHERE,
+    "olmo3": _EVERYWHERE,
+    "phi3": _EVERYWHERE | {"attention_bias"},  # there is none
+    "qwen2": _EVERYWHERE | _UNUSED_WINDOW | {"attention_bias"},  # q, k and v have a bias whatever it says
+    "qwen3": _EVERYWHERE | _UNUSED_WINDOW,
+    "qwen3_5_text": _EVERYWHERE | _MORE_TOKENS_AT_ONCE | {"mamba_ssm_dtype"},  # states are float32 here, always
+    "qwen3_moe": _EVERYWHERE | _UNUSED_WINDOW | _ROUTER_LOSS,
+    "mixtral": _EVERYWHERE | _ROUTER_LOSS,
+    "smollm3": _EVERYWHERE | _UNUSED_WINDOW | {"pretraining_tp"},
+}
+HARMLESS_IN_ROPE = frozenset({"original_max_position_embeddings", "finetuned"})
+
+
+def read_rope(
+    raw: RawConfig,
+    max_positions: int,
+    *,
+    partial: float | None = None,
+    interleaved: bool = False,
+    unused: Collection[str] = (),
+) -> Rope:
+    """partial, interleaved: as of `read_decoder`. unused: more fields of the section that change nothing.
+
+    Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before).
+
+    Where both are there, transformers takes `rope_scaling` alone, and so the other must not say anything else.
+    """
+    scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
+    if not scaling.values:
+        rope = _read_section(parameters, raw, max_positions, partial, unused=unused)
+        return replace(rope, interleaved=interleaved)
+    rope = _read_section(scaling, raw, max_positions, partial, unused=unused)
+    if parameters.values:
+        other = _read_section(parameters, raw, max_positions, partial, unused=unused)
+        if other.theta != rope.theta or (other.kind != "default" and other != rope):
+            expected = "expected one of them, with rope_theta in it"
+            raw.wrong(f"rope_scaling says {_spelled(rope)}, and rope_parameters says {_spelled(other)}; {expected}")
+    return replace(rope, interleaved=interleaved)
+
+
+def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens, and of those with a window: a section of `rope_parameters` for each.
+
+    Before transformers 5, `rope_theta` and `rope_scaling` were those of the former, and the field `local_theta` that of
+    the latter.
+    """
+    sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
+    full, local = sections.section("full_attention"), sections.section("sliding_attention")
+    sections.refuse_unknown((), " beside full_attention and sliding_attention")
+    if scaling.values:
+        full = RawConfig({**full.values, **scaling.values}, scaling.origin, raw.problems)
+    theta = raw.get(local_theta, float, 10000.0, gt=1)
+    return _read_section(full, raw, max_positions, None), _read_section(local, raw, max_positions, None, theta)
+
+
+def _read_section(
+    params: RawConfig,
+    raw: RawConfig,
+    max_positions: int,
+    partial: float | None,
+    theta: float | None = None,
+    unused: Collection[str] = (),
+) -> Rope:
+    """theta: where the section has none, else the field outside of it."""
+    theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
+    kind = params.get("rope_type", str, params.get("type", str, "default"))
+    if kind not in _KINDS:
+        *most, last = map(repr, _KINDS)
+        params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
+        return Rope(theta)
+    share = partial or 1.0
+    for section in (raw, params):  # the field in the section counts more
+        share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
+        if partial is None and share != 1.0:
+            section.refuse("partial_rotary_factor", "1.0")
+            break
+    name = "original_max_position_embeddings"
+    original = params.get(name, int, max_positions, ge=1)
+    original = raw.get(name, int, original, ge=1)  # the field outside of the section counts more
+    rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
+    params.refuse_unknown({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
+    return rope
+
+
+def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    return {}
+
+
+def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    return {"factor": params.get("factor", float, ge=1)}
+
+
+def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    low = params.get("low_freq_factor", float, gt=0, le=1e6)
+    high = params.get("high_freq_factor", float, gt=low, le=1e6)
+    factor = params.get("factor", float, ge=1)
+    return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_positions": original}
+
+
+def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """As transformers: without `factor` it follows from the two lengths, without `attention_factor` from `factor`."""
+    factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
+    above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
+    if not (above and below):
+        above, below = 1.0, 0.0
+    attention_factor = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
+    fast = params.get("beta_fast", float, 32.0, ge=1e-6, le=1e6)
+    return {
+        "factor": factor,
+        "original_max_positions": original,
+        "attention_factor": params.get("attention_factor", float, attention_factor, gt=0, le=1e3),
+        "beta_fast": fast,
+        "beta_slow": params.get("beta_slow", float, 1.0, ge=1e-6, le=fast),
+        "truncate": params.get("truncate", bool, "truncate" not in params.values),
+    }
+
+
+def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """As transformers. The factors of longer texts are only looked at."""
+    params.get("long_factor", list)
+    factors = params.get("short_factor", list)
+    if not all(type(each) in (int, float) and each > 0 for each in factors):
+        params.refuse("short_factor", "a number above 0 for each frequency")
+    factor = params.get("factor", float, max(1.0, max_positions / original), ge=1)
+    scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return {
+        "original_max_positions": original,
+        "attention_factor": params.get("attention_factor", float, scale, gt=0, le=1e3),
+        "short_factors": tuple(factors),
+    }
+
+
+_KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
+    "default": _none,
+    "linear": _factor,
+    "dynamic": _factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def _spelled(rope: Rope) -> str:
+    return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

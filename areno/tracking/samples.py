@@ -1,0 +1,249 @@
+"""Samples for people to read, in the log (ARENO_LOG_COMPLETIONS) and in files.
+
+rollouts/<step>.jsonl has those of training, eval/<step>.jsonl or eval/<set>/<step>.jsonl those of evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areno.errors import ArenoError, ConfigError, Problem
+from areno.files.durable import Background
+from areno.tracking.tracker import END_OF_STEP, Tracker
+from areno.types import PromptItem, ScoredSample, Trajectory
+
+logger = logging.getLogger("areno.rollout")
+
+VARIABLE = "ARENO_LOG_COMPLETIONS"
+_SHOWN_CHARS = 1000
+_SHOWN_TOKENS = 64
+_TASK_CHARS = 500
+
+
+class SampleLog(Tracker):
+    """Logs the first samples of each step, as many as ARENO_LOG_COMPLETIONS says. ConfigError if that is no number."""
+
+    def __init__(self) -> None:
+        text = os.environ.get(VARIABLE, "").strip()
+        if text and not text.isdecimal():
+            expected = "expected how many samples to log for each step"
+            raise ConfigError(f"the environment variable {VARIABLE} is {text!r}; {expected}")
+        self._n_samples = int(text or 0)
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        for number, sample in enumerate(samples[: self._n_samples]):
+            outcome = sample.outcome
+            reward = outcome.status if outcome.value is None else f"{outcome.value:g}"
+            logger.info(
+                "completion step=%d sample=%d reward=%s finish_reason=%s tokens=%d\n  prompt: %s\n  completion: %s%s",
+                step, number, reward, sample.sequence.finish_reason, sample.sequence.n_tokens,
+                _short(sample.item.text), _short(sample.completion),
+                "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
+            )  # fmt: skip
+
+
+class SampleFiles(Tracker):
+    """Writes samples of a step to <folder>/<step>.jsonl, one line each. A file is whole or absent.
+
+    most: how many of each step, as whole groups drawn at random; None: all. token_text: the text of a token id.
+
+    A thread writes while the models are trained; at the end of its step a file is there.
+    """
+
+    def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
+        self.folder, self._most = Path(folder), most
+        self._lines = _Lines(token_text)
+        self._writer = Background("areno-samples")
+
+    def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        self._writer.start(self._write, step, list(samples))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        if END_OF_STEP in scalars:
+            self._writer.settle()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
+        kept = None if self._most is None else chosen([sample.group for sample in samples], self._most, step)
+        key, advice = "rollout.dump_n_samples", "set it to 0"
+        if kept is None:
+            key, advice = "rollout.dump_to_file", "set it to false"
+        _write(self.folder / f"{step:06d}.jsonl", self._lines.of(samples, {"step": step}, kept), key, advice)
+
+
+class EvalFiles(Tracker):
+    """Writes all samples of an evaluation set to <folder>/<name>/<step>.jsonl, one line each; whole or absent."""
+
+    def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
+        self.folder, self._lines = Path(folder), _Lines(token_text)
+
+    def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
+        lines = self._lines.of(samples, {"step": step, "set": name or None})
+        _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
+
+
+def chosen(groups: Sequence[int], most: int, step: int) -> list[bool]:
+    """Which of the samples to keep: at most `most`, in whole groups, or the first ones of a group that is larger.
+
+    The groups are drawn at random, so that they are typical of their step. The same step always has the same ones.
+    """
+    sizes = Counter(groups)
+    order = list(sizes)
+    random.Random(step).shuffle(order)
+    left: dict[int, int] = {}
+    for group in order:
+        if sizes[group] <= most or not left:
+            left[group] = min(sizes[group], most)
+            most -= left[group]
+    kept = []
+    for group in groups:
+        kept.append(left.get(group, 0) > 0)
+        left[group] = left.get(group, 0) - 1
+    return kept
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
+    """Write a file, whole or not at all. An ArenoError names the setting `key` and what to do with it."""
+    unfinished = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("w", encoding="utf-8") as file:
+            for line in lines:
+                # What is not JSON in a user's solutions, such as a date of a parquet file, is written as text.
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        text = "{} cannot be written: {}; free space there, or {}"
+        raise ArenoError(Problem(key, text, path, error.strerror, advice)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _trajectory_lines(trajectory: Trajectory) -> str:
+    """What an agent did, for people."""
+    said = {
+        "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
+        "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
+        "tool calls": _short(json.dumps(trajectory.tool_calls, ensure_ascii=False)),
+        "tool results": _short(json.dumps(trajectory.tool_results, ensure_ascii=False, default=str)),
+    }
+    for number, row in enumerate(trajectory.rows):
+        name = "tokens" if len(trajectory.rows) == 1 else f"tokens of row {number}"
+        said[name] = f"{row.tokens[:_SHOWN_TOKENS]} of {len(row)}"
+        said["trained" if number == 0 else f"trained of row {number}"] = (
+            f"{int(row.trained.sum())} of {len(row)}, {int(row.sampled.sum())} sampled; runs {_runs(row.trained)}"
+        )
+    return "".join(f"\n  {name}: {text}" for name, text in said.items())
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """(value, how often) for each run of equal values."""
+    edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
+    return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
+
+
+def _replay(trajectory: Trajectory) -> dict[str, object]:
+    """A trajectory with all that is needed to go through it again without a model."""
+    rows = [
+        {
+            "tokens": row.tokens,
+            "sources": _runs(row.sources),
+            "trained": _runs(row.trained),
+            "logprobs": [round(float(value), 6) for value in row.logprobs[row.sampled]],
+            "versions": _runs(row.versions[row.sampled]),
+        }
+        for row in trajectory.rows
+    ]
+    return {"turns": trajectory.turns, "rows": rows}
+
+
+class _Lines:
+    """Makes lines of samples. token_text: the text of a token id, which is remembered."""
+
+    def __init__(self, token_text: Callable[[int], str]):
+        self._token_text, self._texts = token_text, dict[int, str]()
+
+    def of(
+        self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
+    ) -> Iterator[dict[str, object]]:
+        """The lines of the samples that are kept; None: of all. first: what each begins with."""
+        numbers: Counter[int] = Counter()  # of the samples of each group so far
+        for place, sample in enumerate(samples):
+            number = numbers[sample.group]
+            numbers[sample.group] += 1
+            if kept is None or kept[place]:
+                yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
+
+    def _tokens(self, sample: ScoredSample) -> dict[str, object]:
+        """What is known of each token: of an agent, with its trajectory; otherwise of the completion."""
+        if sample.trajectory is not None:
+            return {"trajectory": _replay(sample.trajectory)}
+        tokens, texts = sample.sequence.resp_tokens, self._texts
+        for token in set(tokens).difference(texts):
+            texts[token] = self._token_text(token)
+        found: dict[str, object] = {
+            "prompt_token_ids": sample.item.tokens,
+            "token_ids": tokens,
+            "tokens": [texts[token] for token in tokens],
+            "logprobs": _rounded(sample.sequence.resp_logprobs),
+            "versions": _runs(np.asarray(sample.sequence.resp_versions)),
+        }
+        if sample.train_logprobs is not None:
+            found["train_logprobs"] = [None if value != value else value for value in _rounded(sample.train_logprobs)]
+        if sample.advantages is not None and np.ptp(sample.advantages) > 0:
+            found["token_advantages"] = _rounded(sample.advantages)
+        return found
+
+
+def _rounded(values: Any) -> list[float]:
+    """Four digits are more than bfloat16 has, and half the size of all."""
+    return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
+
+
+def _line(sample: ScoredSample) -> dict[str, object]:
+    parts, advantages = sample.outcome.parts, sample.advantages
+    return {
+        "row": sample.item.index,
+        **({"task": task} if (task := _task(sample.item)) else {}),
+        "prompt": sample.item.text,
+        "completion": sample.completion,
+        "reward": sample.outcome.value,
+        **({"parts": dict(parts)} if parts else {}),
+        **(
+            {}
+            if advantages is None
+            else {"advantage": round(float(np.mean(advantages)), 6) if len(advantages) else 0.0}
+        ),
+        "status": sample.outcome.status,
+        "message": sample.outcome.message,
+        "solutions": sample.item.solutions,
+        "prompt_tokens": len(sample.item.tokens),
+        "response_tokens": sample.sequence.n_tokens,
+        "finish_reason": sample.sequence.finish_reason,
+    }
+
+
+def _task(item: PromptItem) -> str:
+    """Return the beginning of what the row asks, or "" if its prompt has no chat template around it."""
+    asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
+    text = asked[-1] if asked else item.prompt
+    return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
+
+
+def _short(text: str) -> str:
+    text = repr(text)[1:-1]
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"
