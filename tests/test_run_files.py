@@ -64,7 +64,7 @@ def test_samples_that_are_being_written_are_no_part_of_a_state(tmp_path, monkeyp
     session(files, range(1, 2))
     (tmp_path / "rollouts/000002.tmp").write_text("half")
     synced = []
-    monkeypatch.setattr("areno.tracking.recorder.sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr("areno.tracking.run_folder.sync", lambda path: synced.append(path.name))
     files.sync()
     assert synced.count("000001.jsonl") == 3
     assert "000002.tmp" not in synced
