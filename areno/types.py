@@ -123,7 +123,7 @@ class GenerationRequest:
     work to do with the tokens and would otherwise begin with it when the sample ends.
 
     grammar: only tokens that it allows are sampled, and the sample ends where nothing else is allowed. Its form is
-    explained in engine/sampling/grammar.py. A sample whose grammar becomes too complex on the way ends with "abort".
+    explained in engine/decoder/grammar.py. A sample whose grammar becomes too complex on the way ends with "abort".
 
     These take a slower path through the decoder: logit_bias (token id -> what is added to its logit; log-probabilities
     do not know of it), top_logprobs (so many most likely tokens are told for each token), and prompt_logprobs (those of

@@ -1,6 +1,6 @@
 """Checks on the shape of a package: who imports whom, how long files are, and habits that a parser can see.
 
-A check is a function from modules to the set of violations it finds. tests/test_structure.py applies them.
+A check is a function from modules to the set of violations it finds. tests/repository/test_structure.py applies them.
 """
 
 from __future__ import annotations

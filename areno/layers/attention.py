@@ -45,7 +45,7 @@ class PackedAttend:
         return RowChunks.of(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, given_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """What a layer with a recurrent state makes of rows that begin with none; see `layers/recurrent/delta.py`."""
+        """What a layer with a recurrent state makes of rows that begin with none; see `layers/delta.py`."""
         assert self.context.size == 1, "ranks of a context have no states of each other's tokens"
         return delta_rows(given_NP, weights, self.chunks)[0]
 

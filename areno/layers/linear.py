@@ -1,6 +1,6 @@
 """Linear layers divided over the tensor-parallel ranks: by output (column) or by input (row).
 
-The fused layers of `models/fused/layer.py` write their backward pass out: they call `input_gradient` and `accumulate`.
+The fused layers of `models/fused.py` write their backward pass out: they call `input_gradient` and `accumulate`.
 
 Shape letters: N tokens, I input features, O output features.
 """

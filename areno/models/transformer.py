@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         return -1 if module == "embed" else len(self.layers)
 
     def runs_fused(self, attend: Attend) -> bool:
-        """Whether the layers run as fused kernels (`models/fused/layer.py`), with the same results as the plain ones.
+        """Whether the layers run as fused kernels (`models/fused.py`), with the same results as the plain ones.
 
         With gradients, every parameter that is not frozen needs a float32 `grad` to accumulate in, and attention a
         backward pass that can be called.

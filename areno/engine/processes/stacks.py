@@ -28,7 +28,7 @@ _STATES = {
 # Functions in which side threads of a worker wait for the driver.
 _WAITING = ("serving.py", " in _fill"), ("stacks.py", " in _tell_collectives"), ("child.py", " in watch")
 # Where a worker waits for other ranks: torch's collectives, their ends, and commands of its leader.
-_FOR_OTHERS = ("distributed_c10d", " in wait_for", "relay.py")
+_FOR_OTHERS = ("distributed_c10d", " in wait_for", "process_groups.py")
 # A process in one of these states does not run the handler of a signal.
 _DEAF = {"T", "t"}
 

@@ -1,7 +1,7 @@
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 """All projections of a fused layer in one launch, added in fp32 and rounded once. Letters as in the package.
 
-Behind a product that gives y and h together, kernels begin early (`kernels/early.py`): b was there before.
+Behind a product that gives y and h together, kernels begin early (`kernels/jit.py`): b was there before.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Chunks follow section 3 of the paper ("extended WY representation"): within a chunk, what each token writes solves a
 triangular system, so that a chunk is a few products of matrices. Only the states go from chunk to chunk, one step for
-all rows. Letters as in the package and in `row_chunks.py`.
+all rows. Letters as in the package and in `parts.py`.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _head_kernel(
 ):
     """Gates and the step of the state of one head of a row; and its gated norm, unless other programs have a part.
 
-    EARLY: see `kernels/early.py`. All but q, k and v was there before the convolution.
+    EARLY: see `kernels/jit.py`. All but q, k and v was there before the convolution.
     """
     if EARLY:
         jit.let_next_begin()

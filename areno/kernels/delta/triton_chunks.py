@@ -14,7 +14,7 @@ the state before it, and a row for each token in q, k, v and what follows:
 Three kernels: `inverse`, `held` and `values` of all chunks; `new` and the states, along each row; the results. No
 exponent is above 0. g is in fp32, what it lacks of float64 beside it; all that is kept and all sums are in fp32.
 
-Letters as in the package and in `row_chunks.py`. Blocks of K and V are padded to a power of two.
+Letters as in the package and in `parts.py`. Blocks of K and V are padded to a power of two.
 """
 
 from __future__ import annotations

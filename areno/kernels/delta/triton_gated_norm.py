@@ -23,7 +23,7 @@ PROGRAMS = 8  # of the backward kernel, for each processor of the device; see `t
 def gated_norm(out_NHV: Tensor, given_NP: Tensor, weights: DeltaWeights, is_early: bool = False) -> Tensor:
     """(N, H V) in the dtype given. given_NP: contiguous, for its part z.
 
-    is_early: it ends a chain of kernels (`kernels/early.py`) that have made out, and none of what is given.
+    is_early: it ends a chain of kernels (`kernels/jit.py`) that have made out, and none of what is given.
     """
     n, n_heads, value_dim = out_NHV.shape
     normed_NI = given_NP.new_empty(n, n_heads * value_dim)

@@ -61,7 +61,7 @@ def convolved(
     given_ptr, conv_ptr, before_ptr, rows_ptr, token, age, is_token, channel, is_channel,
     GIVEN: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of some channels of some tokens, in the order of `triton_step.py`: the token, then the oldest."""
+    """The convolution of some channels of some tokens, in the order of `triton.py`: the token, then the oldest."""
     inside = is_token[:, None] & is_channel[None, :]
     place = token.to(tl.int64)[:, None] * GIVEN + channel[None, :]
     weight = tl.load(conv_ptr + channel * WIDTH + WIDTH - 1, mask=is_channel, other=0.0).to(tl.float32)

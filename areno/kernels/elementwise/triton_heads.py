@@ -34,7 +34,7 @@ def qk_norm_rope(
     """q_NHC and k_NKC, each head normalised (where there are weights) and rotated, and v_NKC, a view of qkv.
 
     plus_one: the factors of the norms are 1 + weight.
-    before_early: the next kernel may be an early one (`kernels/early.py`).
+    before_early: the next kernel may be an early one (`kernels/jit.py`).
     qkv_NX: the heads of q, k and v side by side, X = (H + 2 K) C.
     """
     n = qkv_NX.shape[0]

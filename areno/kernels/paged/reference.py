@@ -47,7 +47,7 @@ class PagedBatch:
     `kernels.spans`, shared_lens_B is where a span begins, and spans[1] how many positions, from the first on, a group
     has in one piece: whole spans.
 
-    early: kernels may look at the batch while the one in front of attention still runs (`kernels/early.py`), so neither
+    early: kernels may look at the batch while the one in front of attention still runs (`kernels/jit.py`), so neither
     that one nor one that may run beside it makes any of it. In a decode step, products lie between. This changes the
     speed, not the result.
 

@@ -201,7 +201,7 @@ def _piece_kernel(
 ):
     """One program for each piece and key head. A piece without positions leaves nothing; the join knows which.
 
-    EARLY: see `kernels/early.py`. A row's first piece always waits.
+    EARLY: see `kernels/jit.py`. A row's first piece always waits.
     """
     if EARLY:
         jit.let_next_begin()

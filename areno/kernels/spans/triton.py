@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""The Triton form for packed rows, and what it shares with that for decode steps (triton_paged.py).
+"""The Triton form for packed rows, and what it shares with that for decode steps (kernels/paged/triton_spans.py).
 
 What fixes the bits of a result: the tiles of TILE keys are taken in order within a span, each span from scratch, and
 the spans are joined in order. How many queries share a program is free, and so is whether they are the rows or the

@@ -1,0 +1,314 @@
+"""Training on what agents did: by the recipes, by the example of the SDK, with failures and filters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_model import made, model_folder
+from openai import AsyncOpenAI
+from policy_runs import Played, play
+from resumed import lost_in
+
+import areno
+from areno import SamplingParams
+from areno.agents.pool import _Running
+from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
+from areno.errors import ArenoError, DataError, WorkerLost
+from areno.loss_fns import group_advantages, gspo_loss_fn
+from areno.trainers.agents import reward_records, trajectory_rows
+
+AGENTS = Path(__file__).parents[1] / "agents"
+REWARD = AGENTS / "reward.py"
+DATA = [{"prompt": f"hello {number}", "solutions": number} for number in range(8)]
+
+
+def run(folder: Path, agent: str, *overrides: str, recipe: str = "gspo", rows: Any = DATA, **given: Any) -> Played:
+    file = AGENTS / agent
+    settings = [
+        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn={file}", f"reward.fn={REWARD}",
+        "reward.workers=1", "agent.workers=1", "train_dataset.max_length=50", "gconfig.max_tokens=400",
+        "gconfig.temperature=1", "saver.freq_steps=null",
+    ]  # fmt: skip
+    return play(recipe, folder, *settings, *overrides, train_dataset=rows, **given)
+
+
+def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "areno"):
+        played = run(tmp_path, "two_turns.py")
+    assert [len(rows) for rows in played.rows] == [16, 16]
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4  # over turns and tool results, in fp32
+    assert max(played.series("train/grad_norm")) > 0
+    assert played.series("rollout/agent_turns_mean") == [2.0, 2.0]
+    assert played.series("rollout/agent_rows_mean") == [1.0, 1.0]
+    assert played.series("rollout/agent_errors") == [0.0, 0.0]
+    for row in played.rows[0]:
+        trained = np.flatnonzero(~np.asarray(row.prompt_mask))
+        assert 2 <= len(trained) <= 12
+        assert trained[-1] - trained[0] >= len(trained)  # the tool result is between the turns
+    assert "agentic rollout batch prompts=4 n_samples=4 expected_requests=16 max_running_prompts=16" in caplog.text
+    assert "agentic train batch built samples=16 tokens=" in caplog.text
+
+
+def test_the_example_with_a_tool_trains(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples/agentic/tools"
+    orders = [{"prompt": f"Go {way}.", "solutions": way} for way in ("up", "down", "left", "right")]
+    played = run(
+        tmp_path, str(example / "run_agent.py"), f"reward.fn={example / 'reward.py'}", "total_train_steps=1",
+        "gconfig.max_tokens=900", rows=orders,
+    )  # fmt: skip
+    assert len(played.rows[0]) == 16
+    assert {row.reward for row in played.rows[0]} == {-1.0}  # random weights call nothing
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4
+
+
+def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
+    def drawn(folder: Path) -> list[Any]:
+        played = run(folder, "quick_turns.py", "total_train_steps=1")
+        return sorted(tuple(np.asarray(row.tokens).tolist()) for row in played.rows[0])
+
+    assert drawn(tmp_path / "a") == drawn(tmp_path / "b")
+
+
+@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
+def test_greedy_agents(tmp_path: Path, recipe: str) -> None:
+    """Samples of a prompt differ only by what tools answer, and these answer alike: a conversation for each prompt."""
+    played = run(tmp_path, "quick_turns.py", "gconfig.greedy=true", "total_train_steps=1", recipe=recipe)
+    found = {tuple(np.asarray(row.tokens).tolist()) for row in played.rows[0]}
+    assert (len(played.rows[0]), len(found)) == (16, 4)
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4
+
+
+def test_a_critic_trains_on_turns_too(tmp_path: Path) -> None:
+    settings = ["critic.warmup_steps=0", "ref=null", "actor.kl_ctl=0"]
+    played = run(tmp_path, "quick_turns.py", *settings, recipe="ppo", task="quickstart_ppo")
+    assert [len(rows) for rows in played.critic_rows] == [16, 16]
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4
+
+
+def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> None:
+    played = run(tmp_path, "quick_turns.py", "agent.train_tool_results=true", "total_train_steps=1")
+    for row in played.rows[0]:
+        trained = ~np.asarray(row.prompt_mask)
+        assert trained.sum() > 12
+        assert row.logprobs is not None
+        assert (np.asarray(row.logprobs)[trained] < 0).all()  # the policy's own of what it did not sample
+    assert played.series("train/logp_abs_diff_max")[0] < 1e-4
+
+
+def test_failing_samples_leave_their_group_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, told, settle = tmp_path / "over", [], _Running._settle
+    rows = [{"prompt": word} for word in ("ok", "raise", "edited", "nothing", f"sleep {over}")]
+
+    def settled(self: _Running, *outcome: Any) -> None:
+        told.append(outcome)
+        if len(told) == 8:  # the others
+            over.touch()
+        settle(self, *outcome)
+
+    monkeypatch.setattr(_Running, "_settle", settled)
+    with caplog.at_level(logging.INFO, "areno"):
+        played = run(
+            tmp_path, "faulty.py", "agent.timeout_s=60", "train_dataset.batch_size=5", "total_train_steps=1",
+            "gconfig.n_samples=2", "train_dataset.max_length=200", rows=rows,
+        )  # fmt: skip
+    assert len(played.rows[0]) == 2
+    assert played.series("rollout/agent_errors") == [6.0]
+    assert played.series("rollout/agent_timeouts") == [2.0]
+    assert played.series("rollout/num_sequences") == [2.0]
+    assert "agent_error: ValueError: no luck" in caplog.text
+    told = {sample["prompt"]: sample["status"] for sample in played.samples(1)}
+    assert "agent_timeout" in told.values()
+
+
+def test_a_response_with_other_numbers_costs_only_its_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changed = {
+        "choices.0.token_ids.0 1000000 whole": "token_ids holds 1000000; numbers from 0 to 388 are expected",
+        "prompt_token_ids.2 -1 whole": "prompt_token_ids holds -1; numbers from 0 to 388",
+        "choices.0.token_ids.1 5": "token_ids holds 5.0; whole numbers are expected",
+        "choices.0.logprobs.1 nan": "logprobs holds nan; a log-probability is finite and not positive",
+        "choices.0.logprobs.0 -inf": "logprobs holds -inf",
+        "choices.0.logprobs.0 0.5": "logprobs holds 0.5",
+        "choices.0.versions.0 1e30 whole": "versions holds 1000000000000000019884624838656",
+        "sources.0.1 7 whole": "sources is of",
+        "temperature 0": "temperature is 0.0",
+    }
+    rows = [{"prompt": "ok"}, *({"prompt": f"told {change}"} for change in changed)]
+    settings = ["gconfig.n_samples=2", f"train_dataset.batch_size={len(rows)}", "total_train_steps=1"]
+    with caplog.at_level(logging.WARNING, "areno"):
+        played = run(tmp_path, "faulty.py", *settings, "train_dataset.max_length=100", rows=rows)
+    assert len(played.rows[0]) == 2
+    assert played.series("rollout/agent_errors") == [18.0]
+    said = {sample["prompt"].split("told ")[-1]: sample["message"] for sample in played.samples(1) if sample["message"]}
+    assert len(said) == len(changed)
+    for message in changed.values():
+        assert any(f"the response of turn 0 was changed: {message}" in text for text in said.values()), message
+    assert "agent_error: the response of turn 0 was changed" in caplog.text
+
+
+def test_a_run_whose_agents_all_fail_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ArenoError, match=r"agent\.fn: none of the 16 trajectories can be trained on; .*no luck"):
+        run(tmp_path, "faulty.py", rows=[{"prompt": "raise"}] * 8)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_is_told_at_once_however_slow_agents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost_in(monkeypatch, "rollout_stats", 1)
+    settings = ["engine.workers=spawn", "recover.retries=0", "agent.timeout_s=100"]
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
+        run(tmp_path, "faulty.py", *settings, rows=[{"prompt": "sleep"}] * 8)
+    assert time.monotonic() - started < 80
+
+
+def test_rows_that_are_too_long_are_filtered_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One has no room for its second turn; a row over the limit, though each request fitted, is dropped as well."""
+    long = [{"prompt": "ok"}, {"prompt": "hello world " * 3}]
+    with caplog.at_level(logging.INFO, "areno"):
+        played = run(
+            tmp_path, "two_turns.py", "gconfig.max_tokens=140", "gconfig.n_samples=2", "train_dataset.batch_size=2",
+            "total_train_steps=1", rows=long,
+        )  # fmt: skip
+    assert len(played.rows[0]) == 2
+    assert played.series("rollout/agent_filtered") == [2.0]
+    assert "agentic trajectory filtered: BadRequestError" in caplog.text
+    assert "(tokens=" in caplog.text
+    assert "messages=3 assistant_turns=1 tool_results=1)" in caplog.text
+
+
+def test_the_log_and_the_files_tell_what_an_agent_did(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARENO_LOG_COMPLETIONS", "1")
+    with caplog.at_level(logging.INFO, "areno.rollout"):
+        played = run(tmp_path, "quick_turns.py", "total_train_steps=1")
+    [line] = [record.getMessage() for record in caplog.records if record.name == "areno.rollout"]
+    for word in ("messages:", "final answer:", "tool calls:", "tool results:", "tokens:", "trained:"):
+        assert word in line
+    sample = played.samples(1)[0]
+    turns = sample["trajectory"]["turns"]
+    assert [message["role"] for message in turns[1]["messages"]] == ["user", "assistant", "tool"]
+    assert turns[0]["message"]["role"] == "assistant"
+    [row] = sample["trajectory"]["rows"]
+    assert len(row["tokens"]) == sum(n for _, n in row["sources"]) == sum(n for _, n in row["trained"])
+    assert json.dumps(sample)
+
+
+# By hand, as in the reference of the SDK
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "choose_move",
+            "parameters": {
+                "type": "object",
+                "properties": {"direction": {"type": "string", "enum": ["up", "down", "left", "right"]}},
+                "required": ["direction"],
+            },
+        },
+    }
+]
+
+
+async def run_agent(ctx: Any, batch: Any) -> Any:
+    client = AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0)
+
+    async def run_one(item: Any) -> Any:
+        messages: Any = [
+            {"role": "system", "content": "Call choose_move with the selected direction."},
+            {"role": "user", "content": item.prompt},
+        ]
+        tool_choice: Any = {"type": "function", "function": {"name": "choose_move"}}
+        response = await client.chat.completions.create(
+            model="policy",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice=tool_choice,
+            max_tokens=16,
+            temperature=0.7,
+        )
+        return AgentTrajectoryTurn(
+            item=item,
+            messages=messages,
+            response=response,
+            tools=TOOLS,
+            tool_choice=tool_choice,
+        )
+
+    try:
+        turns = await asyncio.gather(*(run_one(item) for item in batch.iter_samples()))
+        return [AgentTrajectory(turns=[turn]) for turn in turns]
+    finally:
+        await client.close()
+
+
+async def collect_agentic_trajectories(trainer: Any, prompt_batch: Any) -> Any:
+    agent_batch = AgentBatch.from_prompt_batch(prompt_batch, n_samples=4)
+    async with trainer.rollout_session(
+        sampling_params=SamplingParams(max_new_tokens=16, temperature=0.7),
+        max_running_prompts=len(agent_batch),
+    ) as ctx:
+        return await run_agent(ctx, agent_batch)
+
+
+def test_the_example_of_the_reference_trains() -> None:
+    with made() as trainer:
+        [prompt_batch] = trainer.load_prompt_batches(DATA[:2], batch_size=2, max_prompt_tokens=64)
+        trajectories = asyncio.run(collect_agentic_trajectories(trainer, prompt_batch))
+        records = reward_records(trainer, trajectories)
+        assert [record.solutions for record in records] == [0] * 4 + [1] * 4
+        assert all(record.messages[0]["role"] == "system" for record in records)
+        rewards = [-1.0 if not record.tool_calls else 1.0 for record in records]
+        lengths = [float(len(record.tokens)) for record in records]
+        rows = trajectory_rows(trainer, trajectories, group_advantages(lengths, [0] * 4 + [1] * 4).tolist(), rewards)
+        assert [row.reward for row in rows] == rewards
+        stats = trainer.train(rows, gspo_loss_fn)
+        assert stats["logp_abs_diff_max"] < 1e-4
+        with pytest.raises(DataError, match="1 advantages for 8 trajectories"):
+            trajectory_rows(trainer, trajectories, [0.0])
+        with pytest.raises(DataError, match="the agent returned nothing"):
+            reward_records(trainer, None)
+
+
+def test_streams_are_responses_too_and_other_temperatures_are_scored_again() -> None:
+    async def main(trainer: areno.Trainer, batch: AgentBatch) -> Any:
+        async with (
+            trainer.rollout_session(
+                sampling_params=SamplingParams(max_new_tokens=8), loss_mask_policy=LossMaskPolicy(user_prompt=True)
+            ) as ctx,
+            AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client,
+        ):
+            found = []
+            for item in batch.iter_samples():
+                messages: Any = [{"role": "user", "content": item.prompt}]
+                stream = await client.chat.completions.create(
+                    model="policy", messages=messages, stream=True, temperature=0.5
+                )
+                chunks = [chunk async for chunk in stream]
+                found.append(AgentTrajectoryTurn(item=item, messages=messages, response=chunks))
+            return found
+
+    with made() as trainer:
+        batch = AgentBatch([{}], ["hello"], [[1]], 2)
+        turns = asyncio.run(main(trainer, batch))
+        asked = [trainer.engine.logprobs]
+        score = lambda *args, **more: asked.append(args) or asked[0](*args, **more)  # noqa: E731
+        trainer.engine.logprobs = score  # type: ignore[method-assign]
+        rows = trajectory_rows(trainer, turns, [1.0, -1.0])
+        assert len(asked[1:]) == 1, "rows are scored together"
+        for row, record in zip(rows, reward_records(trainer, turns), strict=True):
+            trained = ~np.asarray(row.prompt_mask)
+            assert trained.sum() == len(record.tokens) + 1  # hello
+            [expected] = trainer.score_logprobs("actor", [row.tokens], 1.0)
+            assert np.asarray(row.logprobs)[trained] == pytest.approx(np.asarray(expected)[trained], abs=1e-5)
+            assert record.logprobs != pytest.approx(np.asarray(row.logprobs)[trained][1:].tolist(), abs=1e-3)

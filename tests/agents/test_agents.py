@@ -1,0 +1,264 @@
+"""Agents in their processes: whatever one of them does, the others go on, and it is told why it has no trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_model import VOCAB, made
+from processes import until_ended
+from waiting import until
+
+from areno import SamplingParams, Trainer, heartbeat
+from areno.agents import process
+from areno.agents.pool import AgentPool
+from areno.agents.rows import RowBuilder
+from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
+from areno.api.trainer import RolloutSession
+from areno.config.rollout import AgentConfig
+from areno.errors import ConfigError
+
+FILE = Path(__file__).parents[1] / "agents" / "faulty.py"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[RolloutSession]:
+    with (
+        made() as trainer,
+        trainer.rollout_session(sampling_params=SamplingParams(), max_running_prompts=16) as session,
+    ):
+        yield session
+
+
+def batch_of(*prompts: str) -> AgentBatch:
+    return AgentBatch([{} for _ in prompts], list(prompts), [[1] for _ in prompts], 1)
+
+
+def run(
+    session: RolloutSession,
+    *prompts: str,
+    function: str = "run_agent",
+    timeout_s: float = 60.0,
+    workers: int = 1,
+    **told: Callable[..., object],
+) -> Any:
+    """told: on_wait, on_done."""
+    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, timeout_s)
+    with AgentPool(AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers)) as pool:
+        pool.wait_ready()
+        return pool.run(list(batch_of(*prompts)), context, **told)
+
+
+def after(n: int, file: Path) -> Callable[..., object]:
+    """Makes the file at the n-th call."""
+    calls = itertools.count(1)
+    return lambda *_: next(calls) == n and file.touch()
+
+
+def builder(session: RolloutSession) -> RowBuilder:
+    return RowBuilder(session.proxy.server.chat.conversations, LossMaskPolicy(), VOCAB, session.proxy.session)
+
+
+def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> None:
+    wrong = {
+        "raise": r"ValueError: no luck \(faulty.py:\d+\)",
+        "exit": "SystemExit: 3",
+        "nothing": "it returned nothing",
+        "empty": "it returned no trajectory",
+        "text": "it returned a str; an AgentTrajectory",
+        "many": "two trajectories of item",
+        "foreign": r"of item \(99, 0\), which it was not given",
+        "bare": "does not have its tokens",
+    }
+    prompts = ["ok", *wrong, "print", "fork", "loose", "thread"]
+    outcomes = dict(zip(prompts, run(session, *prompts), strict=True))
+    for name in ("ok", "print", "fork", "loose", "thread"):
+        assert outcomes[name].status == "ok", outcomes[name]
+        [row] = builder(session).trajectory(outcomes[name].turns).rows
+        assert 1 <= row.trained.sum() <= 4
+    for name, message in wrong.items():
+        assert outcomes[name].status == "error"
+        assert re.search(message, outcomes[name].message), outcomes[name]
+
+
+def test_agents_that_only_wait_are_no_hang(session: RolloutSession, tmp_path: Path) -> None:
+    beats: list[int] = []
+    over = after(2, tmp_path / "over")
+    run(session, f"sleep {tmp_path}/over", on_wait=lambda n: (beats.append(heartbeat.count()), over()))
+    assert len(beats) >= 2
+    assert sorted(set(beats)) == beats
+
+
+def test_what_an_agent_prints_is_logged(session: RolloutSession, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "areno.agents"):
+        run(session, "print")
+    assert "agent: said by the agent" in caplog.text
+
+
+def test_an_agent_out_of_time_is_a_timeout_and_others_are_done(session: RolloutSession, tmp_path: Path) -> None:
+    outcomes = run(session, f"sleep {tmp_path}/over", "ok", "ok again", on_done=after(2, tmp_path / "over"))
+    assert [outcome.status for outcome in outcomes] == ["timeout", "ok", "ok"]
+    assert re.fullmatch(r"not done within 60 s \(agent.timeout_s\); it waits at faulty.py:\d+", outcomes[0].message)
+    line = int(outcomes[0].message.rpartition(":")[2])
+    assert "asyncio.sleep(1_000_000)" in FILE.read_text().splitlines()[line - 1]
+
+
+def test_an_agent_that_holds_the_loop_is_found_and_the_others_run_again(session: RolloutSession) -> None:
+    outcomes = run(session, "ok", "block for ever", "ok too")
+    assert [outcome.status for outcome in outcomes] == ["ok", "timeout", "ok"]
+    assert "held the event loop" in outcomes[1].message
+    assert "faulty.py" in outcomes[1].message
+
+
+def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSession, tmp_path: Path) -> None:
+    told: list[tuple[int, Any]] = []
+    over = after(4, tmp_path / "over")
+    items = list(batch_of("raise", f"sleep {tmp_path}/over", "ok", "die", "locked"))
+    items[4].record["lock"] = threading.Lock()
+    with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=60.0, workers=2)) as pool:
+        pool.wait_ready()
+        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
+        done = pool.run(items, context, on_done=lambda *given: (told.append(given), over()))
+        assert [outcome.status for outcome in done] == ["error", "timeout", "ok", "error", "error"]
+        assert "cannot pickle '_thread.lock'" in done[4].message
+        assert sorted(place for place, _ in told) == list(range(5))
+        assert all(done[place] is outcome for place, outcome in told)
+        assert told[-1][0] == 1, "the one that waited until the others were told"
+
+        def full(place: int, outcome: Any) -> None:
+            raise OSError("no space left")  # of who asks, not of the process
+
+        with pytest.raises(OSError, match="no space left"):
+            pool.run(list(batch_of("ok", "sleep")), context, on_done=full)
+        assert [outcome.status for outcome in pool.run(list(batch_of("ok", "ok")), context)] == ["ok", "ok"]
+
+
+def test_an_agent_that_ends_its_process_costs_only_its_own_sample(session: RolloutSession) -> None:
+    prompts = [f"ok {number}" for number in range(10)]
+    outcomes = run(session, *prompts[:5], "die", *prompts[5:], workers=2)
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 5 + ["error"] + ["ok"] * 5
+    assert outcomes[5].message == "its process ended (exit code 7)"
+
+
+def test_a_process_that_an_agent_leaves_behind_ends_with_the_agents(session: RolloutSession, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    assert [outcome.status for outcome in run(session, f"stray {file}", "ok")] == ["ok", "ok"]
+    until_ended([int(file.read_text())])
+
+
+def test_a_forked_copy_that_awaits_takes_no_answers(session: RolloutSession, caplog: pytest.LogCaptureFixture) -> None:
+    """It would close connections of the agents and, by the epoll that both share, deafen this process."""
+    with caplog.at_level(logging.INFO, "areno.agents"):
+        outcomes = run(session, "copy", *["ok"] * 10, "copy", timeout_s=10.0)
+    assert [(outcome.status, outcome.message) for outcome in outcomes] == [("ok", "")] * 12
+    assert caplog.text.count("a process that the agent forked returned or awaited, and was ended") == 2
+
+
+def test_an_agent_has_sent_its_request_before_the_next_one_begins(session: RolloutSession) -> None:
+    [outcome, *_] = run(session, "a", "b", "c", function="in_turns")
+    assert "a begins, a sends, b begins, b sends, c begins, c sends" in outcome.message
+
+
+def test_a_plain_function_runs_in_threads(session: RolloutSession, tmp_path: Path) -> None:
+    prompts = [*(f"ok {number}" for number in range(20)), f"sleep {tmp_path}/over"]
+    outcomes = run(session, *prompts, function="run_plain", on_done=after(20, tmp_path / "over"))
+    assert [outcome.status for outcome in outcomes] == ["ok"] * 20 + ["timeout"]
+    assert re.search(r"not done within 60 s .*; it waits at faulty.py:\d+$", outcomes[-1].message)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("stolen", "has a response of another session"),
+        ("edited", "its messages are not those of the request .1 messages.: at character .* they say '.*something"),
+    ],
+)
+def test_what_was_not_sampled_here_is_told_when_rows_are_made(
+    session: RolloutSession, prompt: str, message: str
+) -> None:
+    [outcome] = run(session, prompt)
+    with pytest.raises(BadTrajectory, match=message):
+        builder(session).trajectory(outcome.turns)
+
+
+def test_hundreds_of_agents_run_at_once(session: RolloutSession) -> None:
+    outcomes = run(session, *(f"ok {number}" for number in range(200)), workers=2)
+    assert {outcome.status for outcome in outcomes} == {"ok"}
+    told = {turn["tokens"]["conversation"] for outcome in outcomes for turn in outcome.turns}
+    assert len(told) == 200
+    assert session.proxy.server.sampler.n_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def run_agent(ctx): pass", r"run_agent\(ctx, batch\) cannot be called"),
+        ("import nothing_of_this_name", "does not import"),
+        ("", "has no function run_agent"),
+        ("import os; os._exit(4)", "importing: its process ended .exit code 4"),
+    ],
+)
+def test_a_file_that_is_no_agent_is_an_error_of_its_setting(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(text)
+    with AgentPool(AgentConfig(fn=str(file), workers=1)) as pool, pytest.raises(ConfigError, match=message) as caught:
+        pool.wait_ready()
+    assert caught.value.problems[0].key == "agent.fn"
+
+
+def test_a_name_that_is_no_file_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"agent.fn: is 'agent'; expected file.py"):
+        AgentPool(AgentConfig(fn="agent")).start()
+
+
+def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
+    with AgentPool(AgentConfig(fn=str(FILE), workers=1)) as pool:
+        pool.wait_ready()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(list(batch_of("sleep", "ok")), context, interrupt)
+        assert [outcome.status for outcome in pool.run(list(batch_of("ok")), context)] == ["ok"]
+    until(lambda: not session.proxy.server.sampler.n_samples)
+
+
+def test_items_are_every_prompt_as_often_as_there_are_samples() -> None:
+    batch = AgentBatch([{"a": 1}, {"a": 2}], ["one", "two"], [[1], [2]], n_samples=3)
+    items = list(batch.iter_samples())
+    assert len(batch) == len(items) == 6
+    assert [item.key for item in items] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert (items[4].prompt, items[4].record, items[4].input_tokens) == ("two", {"a": 2}, [2])
+
+
+def test_a_trainer_is_of_use_after_an_agent_session() -> None:
+    async def main(trainer: Trainer) -> None:
+        async with trainer.rollout_session(sampling_params=SamplingParams()) as session:
+            assert session.get_base_url().startswith("http://127.0.0.1:")
+        async with trainer.rollout_session(sampling_params=SamplingParams(), proxy=False):
+            assert trainer.rollout_batch(["hello"], 1, SamplingParams(max_new_tokens=3))
+
+    with made() as trainer:
+        asyncio.run(main(trainer))
+
+
+def test_clients_of_agents_share_what_they_know_of_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of httpx: a context that an agent makes for itself, it may change."""
+    monkeypatch.setattr(ssl, "create_default_context", ssl.create_default_context)  # put back after the test
+    process._share_tls_contexts()
+    code = "import ssl\nmade = [ssl.create_default_context() for _ in range(2)]"
+    of_httpx: dict[str, Any] = {"__name__": "httpx2._config"}
+    of_agent: dict[str, Any] = {"__name__": "agent"}
+    for names in (of_httpx, of_agent):
+        exec(code, names)
+    assert of_httpx["made"][0] is of_httpx["made"][1]
+    assert len({id(made) for made in [*of_httpx["made"], *of_agent["made"]]}) == 3

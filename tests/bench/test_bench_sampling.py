@@ -1,0 +1,31 @@
+"""python -m areno.bench sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_engine import model_folder
+
+from areno.bench.__main__ import main
+
+TINY = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 2"
+TOKENIZER = Path(__file__).parents[1] / "tokenizers/tiny"
+
+
+def test_every_setting_is_compared_with_plain_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"sampling --shape {model_folder(tmp_path)} --tokenizer {TOKENIZER} {TINY}"
+    assert main([*command.split(), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["plain"]["relative"] == 1
+    assert {"min_new_tokens", "top_p 0.95", "top_k 20", "frequency_penalty 0.5", "stop string"} < out.keys()
+    for figures in out.values():
+        assert figures["tok_s"] == pytest.approx(2 * 3 * 5 / figures["rollout_s"])
+        assert figures["relative"] == pytest.approx(out["plain"]["rollout_s"] / figures["rollout_s"])
+
+
+@pytest.mark.parametrize("arguments", ["sampling --against transformers", "rollout --tokenizer x"])
+def test_options_that_are_not_for_this_work(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments.split(), "--device", "cpu"]) == 2
+    assert "sampling" in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""Every key of AReaL is a setting here or is told with what to use; every other default has a row on its page.
+
+The keys are in areal_keys.txt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from test_coming_from import of_tables, sections
+from test_docs import ROOT
+from test_docs_names import codes
+
+from areno.api.algorithms import get_algorithm
+from areno.config.fields import Row, rows
+from areno.config.values import InvalidValue
+from areno.launch.hints import NOT_HERE, RECIPES, hint
+
+CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "gspo": "GRPOConfig", "ppo": "PPOConfig"}
+PAGE = ROOT / "docs/coming_from/areal.md"
+
+
+class Key(NamedTuple):
+    """One key of a class. section: its class, "" for a value. default: `required` if there is none."""
+
+    default: Any
+    choices: list[Any]
+    section: str
+
+
+@cache
+def classes() -> dict[str, dict[str, Key]]:
+    """The keys of each class, with those of its base."""
+    own: dict[str, dict[str, Key]] = {}
+    bases: dict[str, str] = {}
+    keys: dict[str, Key] = {}
+    for line in (Path(__file__).parents[1] / "areal_keys.txt").read_text(encoding="utf-8").splitlines():
+        if found := re.fullmatch(r"\[(\w+)(?:: (\w+))?\]", line):
+            keys = own[found[1]] = {}
+            bases[found[1]] = found[2] or ""
+        elif found := re.fullmatch(r"(\w+) -> (\w+)( = null)?", line):
+            keys[found[1]] = Key(None if found[3] else "required", [], found[2])
+        elif found := re.fullmatch(r"(\w+) = ([^|]*?)(?: \| (.*))?", line):
+            choices = [None if word == "None" else word for word in (found[3] or "").split()]
+            keys[found[1]] = Key(yaml.safe_load(found[2]), choices, "")
+        else:
+            assert not line or line.startswith("#"), line
+
+    def whole(name: str) -> dict[str, Key]:
+        return {**(whole(bases[name]) if bases[name] else {}), **own[name]}
+
+    return {name: whole(name) for name in own}
+
+
+def expanded(name: str, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """The dotted keys of a class and of the sections in it."""
+    for key, found in classes()[name].items():
+        yield prefix + key, found
+        if found.section:
+            yield from expanded(found.section, f"{prefix}{key}.")
+
+
+@cache
+def ours(recipe: str) -> dict[str, Row]:
+    return {row.key: row for row in rows(get_algorithm(recipe).config)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_works_or_is_told(recipe: str) -> None:
+    unknown, n_working = set(), 0
+    for key, _ in expanded(CLASSES[recipe]):
+        parts = key.split(".")
+        parents = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        found = next((parent for parent in parents if parent not in ours(recipe)), None)  # what the error is about
+        n_working += found is None
+        unknown |= {found} - {None}
+    assert not [key for key in sorted(unknown) if not hint(key)]
+    assert n_working > 60
+
+
+def test_the_page_names_what_is_told() -> None:
+    """Each key that an error knows of, by its last name or its section's."""
+    named = {word for code in codes(PAGE.read_text(encoding="utf-8")) for word in re.split(r"[.=]", code)}
+    of_areal = {key for recipe in RECIPES for key, _ in expanded(CLASSES[recipe])}
+    assert not [key for key in NOT_HERE if key in of_areal and key.rpartition(".")[2] not in named]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_choice_is_taken_or_told(recipe: str) -> None:
+    untold, n_taken = [], 0
+    for key, found in expanded(CLASSES[recipe]):
+        for choice in found.choices if key in ours(recipe) else ():
+            try:
+                ours(recipe)[key].setting.convert(choice)
+                n_taken += 1
+            except InvalidValue:
+                untold += [] if hint(f"{key}={choice}") else [f"{key}={choice}"]
+    assert not untold
+    assert n_taken > 15
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_default_that_differs_has_a_row(recipe: str) -> None:
+    page = [
+        code.partition("=")
+        for of_recipe, text in sections(PAGE)
+        if of_recipe in ("", "grpo", recipe)
+        for cells in of_tables(text)
+        for code in codes(cells[0])
+    ]
+    missing = []
+    for key, found in expanded(CLASSES[recipe]):
+        row = ours(recipe).get(key)
+        if row is None or found.section or "required" in (found.default, row.default):
+            continue
+        if yaml.safe_load(row.default) != (None if found.default == "" else found.default):
+            shown = f".{key.removeprefix('eval_')}"  # the page says that eval_gconfig has the defaults of gconfig
+            stated = {value for name, _, value in page if shown.endswith(f".{name}")}
+            missing += [] if str(found.default) in stated else [f"{key}: {found.default}, here {row.default}"]
+    assert not missing, "\n".join(missing)

@@ -1,0 +1,159 @@
+"""Every YAML file that is shipped composes with every recipe it is for."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areno.api import get_algorithm
+from areno.files.paths import find_file
+from areno.launch import help, yaml_files
+from areno.launch.compose import load
+from areno.recipes.dpo import DPOConfig
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+from areno.recipes.ppo import PPOConfig
+from areno.recipes.sft import SFTConfig
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig}
+# The recipes a task is for, and what the user has to say.
+TASKS: dict[str, tuple[list[str], list[str]]] = {
+    "agents_base": (["sft"], []),
+    "chat": (["sft"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "agent.fn=verifiers:wordle"]),
+    "gsm8k": (["grpo", "gspo", "ppo"], []),
+    "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
+    "prompts": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=rows.jsonl", "reward.fn=math"]),
+    "quickstart": (["grpo", "gspo", "ppo"], []),
+    "quickstart_base": (["sft"], ["actor.path=folder"]),
+    "quickstart_dpo": (["dpo"], []),
+    "quickstart_ppo": (["ppo"], []),
+    "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
+    "tictactoe": (["grpo", "gspo"], []),
+    "tools": (["grpo", "gspo"], []),
+}
+# What experiments leave to the user.
+EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in yaml_files.experiments() if "stories260k" in name}
+GROUPS = [(group, choice) for group, choices in yaml_files.groups().items() for choice in choices if group != "variant"]
+# The recipes a variant is for, and its section in docs/algorithms.md.
+VARIANTS = {
+    "cispo": (["grpo", "ppo"], "CISPO"),
+    "dapo": (["grpo"], "DAPO"),
+    "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
+    "dr_grpo": (["grpo"], "Dr.GRPO"),
+    "gspo_token": (["grpo", "ppo"], "GSPO-token"),
+    "m2po": (["grpo", "ppo"], "M2PO"),
+    "reinforce_pp": (["grpo"], "REINFORCE++"),
+    "rloo": (["grpo", "gspo"], "RLOO"),
+    "sapo": (["grpo", "ppo"], "SAPO"),
+    "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
+}
+# What a choice needs beside it to make sense.
+COMPANIONS = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}
+
+
+plain = functools.cache(load)  # without overrides, for comparisons
+help_of = functools.cache(help.text)
+
+
+def test_every_task_is_listed_here():
+    found = {name: yaml_files.recipes(file) for name, file in yaml_files.tasks().items()}
+    assert found.pop("train") == list(RECIPES)  # of `areno train`, see test_cli_train.py
+    assert found == {name: recipes for name, (recipes, _) in TASKS.items()}
+
+
+@pytest.mark.parametrize(("task", "recipe"), [(task, recipe) for task, (names, _) in TASKS.items() for recipe in names])
+def test_task(task, recipe):
+    config = load(RECIPES[recipe], task, TASKS[task][1])
+    assert config.experiment_name
+    for key in ("train_dataset.loader", "valid_dataset.loader", "reward.fn"):
+        section = getattr(config, key.split(".")[0], None)
+        value = getattr(section, key.split(".")[1]) if section else None
+        if value and value.startswith("examples/"):
+            assert find_file(value.split(":")[0], key).is_file()
+
+
+@pytest.mark.parametrize("name", yaml_files.experiments())
+def test_experiment(name):
+    """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu. Its header says what to expect."""
+    assert yaml_files.recipes(yaml_files.experiments()[name]) == [name.split("-")[0]]
+    assert load(RECIPES[name.split("-")[0]], name, EXPERIMENT_NEEDS.get(name)).experiment_name
+    header = yaml_files.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
+    assert all(f"# {word} " in header for word in ("Hardware", "Time", "Memory", "Curve"))
+    assert f"--config-name={name}" in header
+    assert name in Path(find_file("recipes/README.md")).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("group", "choice"), GROUPS)
+def test_group_choice(group, choice):
+    override = f"{group}={choice}"
+    base = plain(GSPOConfig, "gsm8k")
+    config = load(GSPOConfig, "gsm8k", [override, *COMPANIONS.get(override, [])])
+    section, reference = config, base
+    for name in group.split("/"):
+        section, reference = getattr(section, name), getattr(reference, name)
+    assert (section is None) == (choice == "null")
+    # A choice that changes nothing would be decoration; these are what gsm8k has already.
+    same = {"actor=qwen3-0.6b", "actor/adv_norm=group", "ref=null", "eval_gconfig=greedy", "saver=epoch"}
+    assert section != reference or override in same
+
+
+def test_every_variant_is_listed_here():
+    assert set(yaml_files.variants()) == set(VARIANTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"), [(name, recipe) for name, (names, _) in VARIANTS.items() for recipe in names]
+)
+def test_variant(name, recipe):
+    default = get_algorithm(recipe).default
+    assert load(RECIPES[recipe], default, [f"variant={name}"]) != plain(RECIPES[recipe], default)
+    in_help = help_of("", RECIPES[recipe], default)
+    assert f"  {name} " in in_help
+
+
+def test_variant_of_ones_own(tmp_path):
+    (tmp_path / "variant").mkdir()
+    (tmp_path / "variant/mine.yaml").write_text("# @package _global_\n# Mine\nactor: {eps_clip: 0.1}\n")
+    (tmp_path / "variant/broken.yaml").write_text("actor: [")
+    assert load(GRPOConfig, "quickstart", ["variant=mine"], tmp_path).actor.eps_clip == 0.1
+    assert load(GRPOConfig, "quickstart", ["variant=mine", "actor.eps_clip=0.3"], tmp_path).actor.eps_clip == 0.3
+    assert re.search(r"^  mine +Mine$", help.text("", GRPOConfig, "quickstart", tmp_path), re.M)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_is_what_the_algorithms_page_says(name):
+    """Its settings are those of the first command of its section, which may have more."""
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {VARIANTS[name][1]}\n")[1]
+    words = shlex.split(re.search(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)[1])
+    shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
+    variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
+
+    def compare(values, one, other):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                compare(value, getattr(one, key), getattr(other, key))
+            else:
+                assert getattr(one, key) == getattr(other, key), key
+
+    compare(yaml.safe_load(yaml_files.variants()[name].read_text(encoding="utf-8")), shown, variant)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_default_of_a_recipe_exists(recipe):
+    algorithm = get_algorithm(recipe)
+    assert algorithm.default in {**yaml_files.tasks(), **yaml_files.experiments()}
+    assert algorithm.config is RECIPES[recipe]
+
+
+def test_every_file_says_what_it_is_for():
+    conf = Path(find_file("conf"))
+    for file in [*conf.rglob("*.yaml"), *yaml_files.experiments().values()]:
+        assert yaml_files.headline(file), f"{file} begins with no comment"

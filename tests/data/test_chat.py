@@ -1,0 +1,231 @@
+"""Rows to tokens, through the chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areno.data.chat_template import assistant_spans
+from areno.data.encode import encode_generation_prompt, prompt_item, sft_sequence
+from areno.data.sources import read_rows
+from areno.errors import DataError
+
+DATA = Path(__file__).parents[3] / "shared/data"
+
+# Prompts to tokens ---------------------------------------------------------------------------------------------------
+
+
+def test_text_goes_through_the_template_as_one_user_message(chatml, plain):
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    messages = [{"role": "user", "content": "hi"}]
+    assert chatml.decode(encode_generation_prompt(chatml, "hi")) == text
+    assert chatml.decode(encode_generation_prompt(chatml, messages)) == text
+    assert chatml.decode(encode_generation_prompt(chatml, "hi", enable_thinking=True)) == text
+    assert (
+        chatml.decode(encode_generation_prompt(chatml, "hi", enable_thinking=False)) == text + "<think>\n\n</think>\n\n"
+    )
+    assert encode_generation_prompt(plain, "hi there") == plain("hi there")["input_ids"]
+    with pytest.raises(DataError, match=r"need a tokenizer with a chat template.*tokenizer_path"):
+        encode_generation_prompt(plain, messages)
+
+
+def test_tokenizer_that_does_not_know_enable_thinking(plain):
+    class Plain:
+        chat_template = "there is one"
+        encode = staticmethod(plain.encode)
+
+        def apply_chat_template(self, messages, tools, tokenize, add_generation_prompt):
+            return f"[{messages[-1]['content']}]"
+
+    assert plain.decode(encode_generation_prompt(Plain(), "hi", enable_thinking=False)) == "[hi]"
+
+
+def test_prompt_items(chatml):
+    item = prompt_item(chatml, {"prompt": "What is 3+3?", "solutions": "6", "level": 3}, 3)
+    assert (item.prompt, item.solutions, item.index, item.messages) == ("What is 3+3?", "6", 3, None)
+    assert (
+        item.text == chatml.decode(item.tokens) == f"<|im_start|>user\n{item.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert item.record["level"] == 3
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    item = prompt_item(chatml, {"prompt": messages}, 0)
+    assert item.prompt == item.text == chatml.decode(item.tokens)
+    assert "Be brief." in item.text
+    assert item.messages == messages
+
+
+# Supervised rows -----------------------------------------------------------------------------------------------------
+
+
+def trained_text(tokenizer, row, **options) -> list[str]:
+    """The trained stretches of a row, decoded."""
+    sequence = sft_sequence(tokenizer, row, **options)
+    assert len(sequence.tokens) == len(sequence.prompt_mask)
+    stretches: list[list[int]] = []
+    last = True
+    for token, masked in zip(sequence.tokens, sequence.prompt_mask, strict=True):
+        if not masked:
+            if last:
+                stretches.append([])
+            stretches[-1].append(token)
+        last = masked
+    return [tokenizer.decode(stretch) for stretch in stretches]
+
+
+def turns(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def test_prompt_response_trains_on_the_response_and_its_end(chatml, plain):
+    row = {"prompt": "hi", "response": "hello you"}
+    assert trained_text(chatml, row) == ["hello you<|im_end|>"]
+    sequence = sft_sequence(chatml, row)
+    assert sequence.tokens[: -len(chatml.encode("hello you")) - 1] == encode_generation_prompt(chatml, "hi")
+    assert trained_text(plain, row) == ["hello you<|endoftext|>"]
+    assert plain.decode(sft_sequence(plain, row).tokens) == "hihello you<|endoftext|>"
+
+
+def test_conversation_trains_on_assistant_turns_only(chatml):
+    messages = [{"role": "system", "content": "Be brief."}, *turns("a b", "c d", "e f", "g h")]
+    # Qwen3 writes an empty block of reasoning before the last answer only; a model that thinks would have to write it.
+    assert trained_text(chatml, {"messages": messages}) == ["c d<|im_end|>", "<think>\n\n</think>\n\ng h<|im_end|>"]
+    assert trained_text(chatml, {"messages": messages}, enable_thinking=False) == ["c d<|im_end|>", "g h<|im_end|>"]
+    text = chatml.apply_chat_template(messages, tokenize=False)
+    assert chatml.decode(sft_sequence(chatml, {"messages": messages}).tokens) == text
+
+
+REASONED = turns("a", "<think>\nearly\n</think>\n\nb", "c", "<think>\nlate\n</think>\n\nd")
+
+
+def test_reasoning_of_earlier_turns_is_left_out(chatml):
+    messages = REASONED
+    assert trained_text(chatml, {"messages": messages}) == ["b<|im_end|>", "<think>\nlate\n</think>\n\nd<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "minimind"])
+def test_template_that_keeps_all_reasoning(tokenizer_of, name):
+    """Its generation prompt opens with a block of reasoning, of which the first line is shared with the turn."""
+    tokenizer = tokenizer_of(name)
+    if name == "tiny":
+        opened = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        tokenizer.chat_template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            f"{{% if add_generation_prompt %}}{opened}{{% endif %}}"
+        )
+    assert trained_text(tokenizer, {"messages": REASONED}) == [
+        "early\n</think>\n\nb<|im_end|>",
+        "late\n</think>\n\nd<|im_end|>",
+    ]
+    assert trained_text(tokenizer, {"messages": turns("a", "b", "c", "d")}) == ["b<|im_end|>", "d<|im_end|>"]
+
+
+def test_tool_calls_are_trained_and_results_are_not(chatml):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    first, second = trained_text(chatml, {"messages": messages, "tools": [call]})
+    assert first == '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert second == "<think>\n\n</think>\n\nTwo.<|im_end|>"
+
+
+def test_template_that_marks_generation(tokenizer_of):
+    tokenizer = tokenizer_of("tiny")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    assert trained_text(tokenizer, {"messages": turns("a", "b c", "d", "e f")}) == ["b c<|im_end|>", "e f<|im_end|>"]
+
+
+def test_template_without_end_of_turn_token(tokenizer_of):
+    plain = tokenizer_of("plain")
+    opened = "{% if add_generation_prompt %}assistant: {% endif %}"
+    plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content|trim }}\n{% endfor %}" + opened
+    assert trained_text(plain, {"messages": turns("a ", "b", "c", "d ")}) == ["b", "d"]
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2.5"])
+def test_end_of_turn_that_is_not_the_end_token(tokenizer_of, name):
+    base = tokenizer_of(name)
+    base.eos_token = "<|endoftext|>"  # as in the base models, whose template ends turns with <|im_end|>
+    messages = turns("a", "b c", "d", "e f")
+    assert trained_text(base, {"messages": messages}, enable_thinking=False) == ["b c<|im_end|>", "e f<|im_end|>"]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    asked = [*messages, {"role": "user", "content": "g"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert trained_text(base, {"messages": asked})[2].endswith("</tool_call><|im_end|>")
+    # A template that also closes the whole conversation: the turn ends before that.
+    base.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + (
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+    )
+    assert trained_text(base, {"messages": messages}) == ["b c<|im_end|>", "e f<|im_end|>"]
+    with pytest.raises(DataError, match=r"leaves out the tool calls of messages\[5\]"):  # and would train on silence
+        sft_sequence(base, {"messages": asked})
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ messages|length }}{% for m in messages %}<{{ m.content }}>{% endfor %}",
+            r"where messages\[1\] begins cannot be found",
+        ),
+        ("{% for m in messages %}<{{ m.content|upper }}>{% endfor %}", "rewrites assistant messages"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses these messages.*roles must alternate"),
+    ],
+)
+def test_template_in_which_turns_cannot_be_found(tokenizer_of, template, message):
+    tokenizer = tokenizer_of("plain")
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=message):
+        sft_sequence(tokenizer, {"messages": turns("a", "b", "c", "d")})
+
+
+def test_conversation_needs_a_template(plain):
+    with pytest.raises(DataError, match="need a tokenizer with a chat template"):
+        sft_sequence(plain, {"messages": turns("a", "b")})
+
+
+def test_spans_of_real_conversations(chatml):
+    path = DATA / "toolcall/reason_tool_use_demo_50.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    for row in read_rows(str(path)):
+        messages = [{"role": m["role"], "content": "".join(map(part_text, m["content"]))} for m in row["messages"]]
+        text = chatml.apply_chat_template(messages, tokenize=False)
+        spans = assistant_spans(chatml, messages, text)
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        assert len(spans) == len(answers) > 0
+        for (start, end), answer in zip(spans, answers, strict=True):
+            assert text[:start].endswith("<|im_start|>assistant\n")
+            assert text[start:end].endswith("<|im_end|>")
+            assert text[start:end].count("<|im_") == 1
+            assert answer.split("</think>")[-1].strip() in text[start:end]
+
+
+def part_text(part: dict) -> str:
+    return f"<think>\n{part['value']}\n</think>\n\n" if part["type"] == "reasoning" else part["value"]
+
+
+def test_tools_may_be_json_text(chatml):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    row = {"prompt": "Go", "response": "Gone"}
+    as_list = sft_sequence(chatml, {**row, "tools": [tool]})
+    assert sft_sequence(chatml, {**row, "tools": json.dumps([tool])}) == as_list
+    assert as_list != sft_sequence(chatml, row)
+    with pytest.raises(DataError, match="tools is text, but not JSON"):
+        sft_sequence(chatml, {**row, "tools": "[look"})
+
+
+@pytest.mark.parametrize("name", ["tiny", "plain"])
+def test_tokenizers_of_the_tests_keep_any_text(tokenizer_of, name):
+    tokenizer = tokenizer_of(name)
+    for text in ("Wörter 词\n\t\x00", " user  assistant", "<|im_start|>tool\n<tool_call>{}</tool_call><|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) < 512

@@ -1,0 +1,195 @@
+"""Data of other tools trains as it is: its form is read from its columns, and real files of each form are read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from areno.config.datasets import ColumnsConfig, DatasetConfig
+from areno.data.encode import prompt_item, sft_sequence
+from areno.data.forms import recognised
+from areno.data.loader import row_loader
+from areno.data.sources import check_dataset, load_rows
+from areno.errors import ConfigError, DataError
+
+SHARED = Path(__file__).parents[3] / "shared/data"
+TURNS = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+CALL = {"name": "add", "arguments": {"a": 2}}
+
+
+def real(name: str) -> str:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"there is no {path}")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "form", "expected"),
+    [
+        ("prompt", {"question": "2+2?", "answer": "4"}, "questions", {"prompt": "2+2?", "solutions": "4"}),
+        ("prompt", {"problem": "x", "solution": "long", "answer": "4"}, "questions", {"solutions": "4"}),
+        ("prompt", {"prompt": "2+2?", "answer": "4"}, "questions", {"prompt": "2+2?", "solutions": "4"}),
+        ("prompt", {"instruction": "Add.", "input": "2, 2", "output": "4"}, "alpaca",
+         {"prompt": "Add.\n2, 2", "solutions": "4"}),
+        ("prompt", {"messages": MESSAGES}, "conversation", {"prompt": MESSAGES[:1], "solutions": "4"}),
+        ("prompt", {"messages": MESSAGES[:1]}, "conversation", {"prompt": MESSAGES[:1]}),
+        ("prompt", {"conversations": TURNS}, "sharegpt", {"prompt": MESSAGES[:1], "solutions": "4"}),
+        ("prompt", {"prompt": MESSAGES[:1], "reward_model": {"ground_truth": "4", "style": "rule"}}, "verl",
+         {"solutions": "4"}),
+        ("sft", {"prompt": "2+2?", "completion": "4"}, "completion", {"response": "4"}),
+        ("sft", {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}, "completion", {"messages": MESSAGES}),
+        ("sft", {"instruction": "Add.", "input": "", "output": "4"}, "alpaca", {"prompt": "Add.", "response": "4"}),
+        ("sft", {"instruction": "And 1?", "output": "5", "system": "Add.", "history": [["2+2?", "4"]]}, "alpaca",
+         {"prompt": [{"role": "system", "content": "Add."}, *MESSAGES, {"role": "user", "content": "And 1?"}],
+          "response": "5"}),
+        ("sft", {"conversations": TURNS, "system": "Be brief."}, "sharegpt",
+         {"messages": [{"role": "system", "content": "Be brief."}, *MESSAGES]}),
+        ("sft", {"conversations": [TURNS[0], {"from": "function_call", "value": json.dumps(CALL)},
+                                   {"from": "observation", "value": "4"}, TURNS[1]]}, "sharegpt",
+         {"messages": [MESSAGES[0], {"role": "assistant", "content": "",
+                                     "tool_calls": [{"type": "function", "function": CALL}]},
+                       {"role": "tool", "content": "4"}, MESSAGES[1]]}),
+        ("dpo", {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "5"}}, "sharegpt",
+         {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{"role": "assistant", "content": "5"}]}),
+        ("dpo", {"question": "2+2?", "chosen": "4", "rejected": "5"}, "questions", {"prompt": "2+2?"}),
+    ],
+)  # fmt: skip
+def test_forms(kind, row, form, expected, caplog):
+    caplog.set_level(logging.INFO, "areno")
+    found = recognised([row], kind)
+    assert found
+    assert found.name == form
+    [got] = [check_dataset([row], kind)[0]]
+    assert {name: got[name] for name in expected} == expected
+    assert row.items() <= {**got, **{name: row[name] for name in expected if name in row}}.items()
+    assert f"of the form {form}: {found.said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("prompt", {"prompt": "x", "solutions": "4", "answer": "5"}),
+        ("prompt", {"prompt": "x"}),
+        ("sft", {"messages": MESSAGES, "conversations": TURNS}),
+        ("sft", {"prompt": "x", "response": "y", "completion": "z"}),
+        ("dpo", {"prompt": "x", "chosen": "4", "rejected": "5"}),
+        ("dpo", {"chosen": MESSAGES, "rejected": MESSAGES}),
+    ],
+)
+def test_our_own_form_is_left_alone(kind, row):
+    assert recognised([row], kind) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "count"),
+    [
+        ("sft", "instruct/alpaca_en_demo.json", 999),
+        ("prompt", "instruct/alpaca_en_demo.json", 999),
+        ("dpo", "preference/dpo_en_demo.json", 300),
+        ("sft", "toolcall/glaive_toolcall_en_demo.json", 300),
+        ("prompt", "gsm8k/test.jsonl", 1319),
+        ("prompt", "math/math500.jsonl", 500),
+        ("prompt", "math/aime24.jsonl", 30),
+        ("prompt", "models/verl-arithmetic-sequence/train.parquet", 800),
+    ],
+)
+def test_real_files(kind, name, count):
+    rows = load_rows(DatasetConfig(path=real(name)), kind)
+    assert len(rows) == count
+
+
+def test_real_tool_calls_are_rendered(tokenizer_of):
+    tokenizer = tokenizer_of("qwen3")
+    rows = load_rows(DatasetConfig(path=real("toolcall/glaive_toolcall_en_demo.json")), "sft")
+    row = next(row for row in rows if any("tool_calls" in message for message in row["messages"]))
+    sequence = sft_sequence(tokenizer, row)
+    trained = [token for token, masked in zip(sequence.tokens, sequence.prompt_mask or [], strict=True) if not masked]
+    call = next(m for m in row["messages"] if "tool_calls" in m)["tool_calls"][0]["function"]
+    assert "<tool_call>" in tokenizer.decode(trained)
+    assert call["name"] in tokenizer.decode(trained)
+    assert "<tool_response>" in tokenizer.decode(sequence.tokens)
+    assert "<tool_response>" not in tokenizer.decode(trained)
+
+
+def test_columns(tmp_path):
+    path = tmp_path / "sums.csv"
+    path.write_text("task,result,question\n1+1=,2,no\n3+4=,7,no\n")
+    config = DatasetConfig(path=str(path), columns=ColumnsConfig(prompt="task", solutions="result"))
+    rows = load_rows(config, "prompt")
+    assert [(rows[n]["prompt"], rows[n]["solutions"], rows[n]["question"]) for n in range(2)] == [
+        ("1+1=", "2", "no"), ("3+4=", "7", "no"),
+    ]  # fmt: skip
+
+
+def test_columns_that_cannot_be(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "x"}\n')
+    wrong = DatasetConfig(path=str(path), columns=ColumnsConfig(prompt="task", solutions="question"))
+    with pytest.raises(DataError, match=r"^train_dataset.columns: .*there is no column 'task'; the data has question"):
+        load_rows(wrong, "prompt")
+    of_pairs = DatasetConfig(path=str(path), columns=ColumnsConfig(prompt="question", chosen="a"))
+    expected = (
+        r"train_dataset.columns.chosen: is set, but the rows of this training have the fields prompt, solutions, tools"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        load_rows(of_pairs, "prompt")
+    with pytest.raises(ConfigError, match=r"columns: is set, but l\.py makes the rows and does not read it; set"):
+        DatasetConfig(path=str(path), loader="l.py", columns=ColumnsConfig(prompt="question"))
+
+
+def test_all_faulty_rows_are_reported(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "" if n % 3 == 0 else "x"}) + "\n" for n in range(30)))
+    with pytest.raises(DataError) as caught:
+        load_rows(DatasetConfig(path=str(path)), "prompt")
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split("row ")[1].split(":")[0] for line in lines[:5]] == ["0", "3", "6", "9", "12"]
+    assert lines[5].endswith("10 of 30 rows are faulty; the first 5 are above")
+    path.write_text('{"prompt": "x"}\n' + "{x\n" * 7)
+    with pytest.raises(DataError, match=r"line 2: not JSON: .*; line 6: .*; and 2 more lines$"):
+        load_rows(DatasetConfig(path=str(path)), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"conversations": "x"}, "conversations is str 'x', not a list"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\] is dict .*, not a turn"),
+        (
+            {"conversations": [{"from": "function_call", "value": "{x"}]},
+            r"conversations\[0\] is a tool call, but not JSON",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "3"}]},
+            r"conversations\[0\] is str '3', not a tool call",
+        ),
+        ({"instruction": 3, "output": "x"}, "instruction is int 3, not text"),
+        ({"prompt": "x", "completion": 3}, "completion is int 3, not a list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"content\[0\] is dict .*, not a part"),
+    ],
+)
+def test_rows_that_are_not_of_their_form(row, message):
+    with pytest.raises(DataError, match=message):
+        check_dataset([row], "sft")
+
+
+def test_parts_of_a_content_are_joined(chatml):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    question = [{"role": "user", "content": parts}]
+    item, plain = (prompt_item(chatml, {"prompt": prompt}, 0) for prompt in (question, MESSAGES[:1]))
+    assert item == prompt_item(chatml, {"prompt": question}, 0)
+    assert (item.text, item.tokens, item.messages) == (plain.text, plain.tokens, plain.messages)
+    answer = [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
+    assert sft_sequence(chatml, {"messages": [*question, *answer]}) == sft_sequence(chatml, {"messages": MESSAGES})
+
+
+def test_rows_of_a_script_reach_the_reward_with_all_fields(plain):
+    rows = check_dataset([{"question": "12", "answer": "3", "level": 5}], "prompt")
+    loader = row_loader("prompt", rows, plain, DatasetConfig(batch_size=1))
+    [item] = next(loader.batches()).items
+    assert (item.prompt, item.solutions, item.record["level"]) == ("12", "3", 5)

@@ -1,0 +1,233 @@
+"""Preference rows: which messages are the prompt, what is trained on, which pairs are too long; rows of a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areno.config.datasets import DatasetConfig
+from areno.data.encode import pair_item
+from areno.data.loader import row_loader
+from areno.data.row_schema import prompt_and_answers
+from areno.data.sources import check_dataset, load_rows
+from areno.errors import ConfigError, DataError
+
+PREFERENCES = Path(__file__).parents[3] / "shared/data/preference/dpo_en_demo.messages.jsonl"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+EARLIER = [SYSTEM, user("1+1?"), assistant("2"), user("2+2?")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "2+2?", "chosen": "4", "rejected": "5"}, ("2+2?", "4", "5")),
+        ({"prompt": EARLIER, "chosen": "4", "rejected": "5"}, (EARLIER, "4", "5")),
+        (
+            {"prompt": "2+2?", "chosen": [assistant("4")], "rejected": [assistant("5")]},
+            ([user("2+2?")], [assistant("4")], [assistant("5")]),
+        ),
+        (
+            {"prompt": EARLIER, "chosen": [assistant("4")], "rejected": [assistant("5")]},
+            (EARLIER, [assistant("4")], [assistant("5")]),
+        ),
+        (
+            {"chosen": [*EARLIER, assistant("4")], "rejected": [*EARLIER, assistant("5"), user("No."), assistant("4")]},
+            (EARLIER, [assistant("4")], [assistant("5"), user("No."), assistant("4")]),
+        ),
+        (  # the prompt once more at the start of the answers
+            {
+                "prompt": "2+2?",
+                "chosen": [user("2+2?"), assistant("4")],
+                "rejected": [user("2+2?"), assistant("5")],
+                "score": 3,
+            },
+            ([user("2+2?")], [assistant("4")], [assistant("5")]),
+        ),
+    ],
+)
+def test_forms_of_a_pair(row, expected):
+    assert prompt_and_answers(row) == expected
+    assert check_dataset([row], "dpo") == [row]
+
+
+HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x", "chosen": "a"}, "field rejected is missing, not text or messages"),
+        ({"prompt": "x", "chosen": 3, "rejected": "b"}, "field chosen is int 3, not text or messages"),
+        ({"chosen": "a", "rejected": "b"}, "field prompt is missing, not text or messages"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same, so none is preferred"),
+        ({"chosen": HI, "rejected": HI}, "chosen and rejected are the same, so none is preferred"),
+        ({"prompt": "x", "chosen": "a", "rejected": [assistant("b")]}, "one is text and one is messages; give both in"),
+        ({"chosen": HI, "rejected": BYE}, "begin with different messages; give a prompt, or conversations that share"),
+        ({"chosen": HI, "rejected": HI[:1]}, "field rejected has nothing after the 1 messages that both begin with"),
+        (
+            {"chosen": [*HI, user("b")], "rejected": [*HI, user("c")]},
+            "field chosen goes on after the prompt with a message of role 'user'; the first message in which the two",
+        ),
+        ({"prompt": "x", "chosen": [user("y"), assistant("a")], "rejected": [assistant("b")]}, "role 'user'"),
+        ({"prompt": "x", "chosen": [], "rejected": [assistant("b")]}, "field chosen is an empty list of messages"),
+        ({"prompt": HI, "chosen": "a", "rejected": "b"}, "field prompt ends with an assistant message"),
+        (
+            {"prompt": "x", "chosen": [{"role": "assistant"}], "rejected": [assistant("b")]},
+            r"field chosen \[0\]\.conten",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_named(tmp_path, row, message):
+    good = {"prompt": "x", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match=rf"^train_dataset row 1: .*{message}.*; expected {{prompt, chosen, rejected}}"):
+        check_dataset([good, row], "dpo")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=rf"train_dataset\.path: .*rows\.jsonl row 0: .*{message}"):
+        load_rows(DatasetConfig(path=str(path)), "dpo")
+
+
+def trained_text(tokenizer, sequence):
+    """Each run of trained tokens as text."""
+    runs, before = [], True
+    for token, masked in zip(sequence.tokens, sequence.prompt_mask, strict=True):
+        if not masked:
+            runs = [*runs, []] if before else runs
+            runs[-1].append(token)
+        before = masked
+    return [tokenizer.decode(run) for run in runs]
+
+
+def test_text_answers_end_as_responses_of_supervised_rows_do(chatml, plain):
+    row = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
+    item = pair_item(plain, row, 7)
+    assert item.index == 7
+    assert plain.decode(item.chosen.tokens) == "hihello<|endoftext|>"
+    assert trained_text(plain, item.rejected) == ["no<|endoftext|>"]
+    item = pair_item(chatml, row, 0)
+    assert chatml.decode(item.chosen.tokens) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+    for answer, sequence in (("hello", item.chosen), ("no", item.rejected)):
+        [batch] = row_loader(
+            "sft", [{"prompt": "hi", "response": answer}], chatml, DatasetConfig(path="rows", batch_size=1)
+        ).batches()
+        assert batch.items == [sequence]
+
+
+def test_only_turns_after_the_shared_messages_are_trained_on(chatml, tokenizer_of):
+    row = {"chosen": [*EARLIER, assistant("4")], "rejected": [*EARLIER, assistant("5"), user("No."), assistant("6")]}
+    marking = tokenizer_of("tiny")  # a template that itself marks what the assistant says
+    marking.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for tokenizer in (chatml, marking):
+        item = pair_item(tokenizer, row, 0)
+        chosen, rejected = trained_text(tokenizer, item.chosen), trained_text(tokenizer, item.rejected)
+        assert [text.split("</think>\n\n")[-1] for text in chosen] == ["4<|im_end|>"]
+        assert [text.split("</think>\n\n")[-1] for text in rejected] == ["5<|im_end|>", "6<|im_end|>"]
+        first = item.chosen.prompt_mask.index(False)
+        assert item.rejected.tokens[:first] == item.chosen.tokens[:first]
+        assert "Be brief." in tokenizer.decode(item.chosen.tokens[:first])
+
+
+def test_a_prompt_of_one_text_is_one_user_message(chatml):
+    as_text = pair_item(chatml, {"prompt": "hi", "chosen": [assistant("a")], "rejected": [assistant("b")]}, 0)
+    as_list = pair_item(chatml, {"chosen": [user("hi"), assistant("a")], "rejected": [user("hi"), assistant("b")]}, 0)
+    assert as_text == as_list
+
+
+def test_messages_need_a_template(plain):
+    rows = [{"chosen": HI, "rejected": [HI[0], assistant("b")]}]
+    with pytest.raises(DataError, match="rows row 0: messages need a tokenizer with a chat template"):
+        row_loader("dpo", rows, plain, DatasetConfig(path="rows", batch_size=1))
+
+
+def test_real_pairs(chatml):
+    if not PREFERENCES.is_file():
+        pytest.skip(f"{PREFERENCES} is not there")
+    rows = load_rows(DatasetConfig(path=str(PREFERENCES)), "dpo")
+    for index in range(0, len(rows), 10):
+        item = pair_item(chatml, rows[index], index)
+        for name, sequence in (("chosen", item.chosen), ("rejected", item.rejected)):
+            [text] = trained_text(chatml, sequence)
+            answer = rows[index][name][0]["content"]
+            assert text.removeprefix("<think>\n\n</think>\n\n") == f"{answer}<|im_end|>"
+
+
+def test_the_longer_row_decides_whether_a_pair_fits(plain, caplog):
+    rows = [{"prompt": "x", "chosen": "a " * n, "rejected": "b " * m} for n, m in ((3, 4), (40, 2), (2, 40), (5, 5))]
+    config = DatasetConfig(path="rows", batch_size=2, max_length=20, shuffle=False)
+    [batch] = row_loader("dpo", rows, plain, config).batches()
+    assert [item.index for item in batch.items] == [0, 3]
+    assert batch.skipped_long == 2
+    assert all(len(item.tokens) == max(len(item.chosen.tokens), len(item.rejected.tokens)) for item in batch.items)
+    assert "such rows are skipped and counted" in caplog.text
+    assert [item.index for item in row_loader("dpo", rows, plain, config).items()] == [0, 3]
+
+
+# Rows that a script holds --------------------------------------------------------------------------------------------
+
+
+class Indexed:
+    """The least that a dataset can be."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, index):
+        return self._rows[index]
+
+
+def test_rows_of_a_script(plain):
+    import datasets
+
+    given = [{"prompt": f"{n}", "response": "x"} for n in range(3)]
+    for rows in (given, tuple(given), Indexed(given), datasets.Dataset.from_list(given)):
+        assert check_dataset(rows, "sft") is rows
+        [batch] = row_loader("sft", rows, plain, DatasetConfig(batch_size=3)).batches()
+        assert len(batch) == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("rows.jsonl", "train_dataset: is str 'rows.jsonl'; a list of dictionaries, or a dataset, is expected"),
+        ({"prompt": ["a"]}, "train_dataset: is dict"),
+        (iter([]), "train_dataset: is list_iterator"),
+        ([], "train_dataset has no rows"),
+        ([{"prompt": "x"}], "train_dataset row 0: field response is missing, not text; expected"),
+        (Indexed(["x"]), "train_dataset row 0: is str 'x', not a dictionary"),
+    ],
+)
+def test_what_are_no_rows_of_a_script(rows, message):
+    with pytest.raises(DataError, match=message):
+        check_dataset(rows, "sft")
+
+
+def test_messages_about_a_script_s_rows_name_no_path(plain):
+    config = DatasetConfig(batch_size=2, max_length=4)
+    with pytest.raises(DataError, match=r"^train_dataset row 0: messages need a tokenizer with a chat template"):
+        row_loader("sft", [{"messages": HI}] * 2, plain, config)
+    long = [{"prompt": "x " * 9, "response": "y"}] * 2
+    with pytest.raises(DataError, match=r"^train_dataset: every row of the data given has more than 4 tokens"):
+        list(row_loader("sft", long, plain, config).batches())
+    with pytest.raises(DataError, match=r"^train_dataset\.batch_size: is 2, but the data given has only 1 usable"):
+        row_loader("sft", long[:1], plain, config)
+    with pytest.raises(ConfigError, match=r"train_dataset\.path: missing; set it, or hand rows to the trainer"):
+        load_rows(config, "sft")

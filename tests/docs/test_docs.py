@@ -1,0 +1,240 @@
+"""Everything that the docs show is run: commands, code blocks, links and error messages.
+
+The first line of a code block says how it is tested:
+
+    bash              each `python -m areno...`, `python examples/...` and `areno train` composes its configuration
+                      (--cfg job)
+    bash run          each line runs to its end, in a folder with the files of the page
+    bash fails        exits with code 2 and writes nothing; the text block after it is the error message
+    KIND file=NAME    becomes a file
+    python            all of a page form one script, which runs after the commands; a text block after one is its output
+    json ROWKIND      each line is a row of this kind
+
+`bash run` and the kinds below it are tested on the pages in GUIDES. docs/sdk.md, agents.md, serving.md, families.md
+and those in coming_from/ have tests of their own. Blocks of other kinds are not run: `py` and `sh` are of other tools.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_python
+from moe_models import quickstart_with_experts
+from test_agent_training import run as agent_run
+
+from areno.api import get_algorithm
+from areno.cli.__main__ import main
+from areno.data.row_schema import row_problem
+from areno.launch.command import run as run_recipe
+from areno.tracking.reader import RunReader
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").glob("*.md")),
+]
+GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
+GUIDES += ["adapters.md", "exact.md"]
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def commands(kind: str) -> list[tuple[str, str]]:
+    """(page, command) of every line with a command of ours in blocks that begin with ```<kind>."""
+    found = []
+    for page in PAGES:
+        for info, text in blocks(page):
+            if info.split(" file=")[0].strip() == kind:
+                for line in text.splitlines():
+                    if command := re.search(r"(python (-m areno\.|examples/)|areno train ).*", line):
+                        found.append((page.name, command[0]))
+    return found
+
+
+def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command, comments=True)]
+    if words[0] == "areno":
+        words[:1] = ["python", "-m", "areno.cli"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    return warm_python.commands().run([*words[1:], *more], folder, environment, timeout=200)
+
+
+def run_here(command: str, *more: str) -> int:
+    """The exit code of a command for a recipe, without a new process that imports everything again."""
+    words = [*shlex.split(command, comments=True), *more]
+    if words[0] == "areno":
+        return main(words[1:])
+    module = words[2].removeprefix("areno.recipes.")
+    return run_recipe(get_algorithm(module), f"python -m {words[2]}", words[3:])
+
+
+@pytest.mark.parametrize(("page", "command"), commands("bash"))
+def test_commands_in_the_documents_compose(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--help" in command or "areno.bench" in command or "areno.cli.reference" in command:
+        done = run(command.split(">")[0], tmp_path, *(["--help"] if "bench" in command else []))
+    elif "hydra/sweeper=optuna" in command:
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="needs the sweep extra")
+        done = run(command, tmp_path, "hydra.sweeper.n_trials=1", "total_train_steps=1", "valid_dataset=null")
+    else:
+        words = shlex.split(command, comments=True)
+        start = 3 if words[1] == "-m" else 2  # `areno train` has two words, too
+        given = words[start:]
+        if "-m" in given:  # --cfg shows one run; the first of each list of values stands for all
+            of_run = [word for word in given if word != "-m" and not word.startswith("hydra.launcher.")]
+            given = [re.sub(r"=([^,]*),.*", r"=\1", word) for word in of_run]
+        line = shlex.join([*words[:start], *given])
+        if not words[1].startswith("examples/"):
+            assert run_here(line, "--cfg", "job") == 0
+            assert capsys.readouterr().out
+            return
+        done = run(line, tmp_path, "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+# Runs commands of recipes one after another in one process: torch is imported once.
+RUN_ALL = """
+import shlex, sys
+from areno.api import get_algorithm
+from areno.launch.command import run
+
+for line in sys.argv[1:]:
+    module, *words = shlex.split(line)[2:]
+    if run(get_algorithm(module.rpartition(".")[2]), module, words):
+        sys.exit(f"failed: {line}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_guide_runs(guide: str, tmp_path: Path) -> None:
+    """Files are written, commands and the script run in an empty folder, and what they say is what is shown."""
+    lines, script, shown = [], [], []
+    previous = failed = ""
+    for info, text in blocks(ROOT / "docs" / guide):
+        kind, _, file = info.partition(" file=")
+        if file:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+        elif kind == "bash run":
+            lines += text.splitlines()
+        elif kind == "bash fails":
+            before = set(tmp_path.iterdir())
+            done = run(text.strip(), tmp_path)
+            assert (done.returncode, set(tmp_path.iterdir())) == (2, before)
+            failed = done.stderr
+        elif kind == "python":
+            script.append(text)
+        elif kind == "text" and previous == "bash fails":
+            assert text == failed
+        elif kind == "text" and previous == "python":
+            shown.append(text)
+        elif kind.startswith("json "):
+            for line in text.splitlines():
+                assert row_problem(json.loads(line), kind.removeprefix("json ")) is None, line  # type: ignore[arg-type]
+        previous = kind
+    of_recipes = [line for line in lines if line.startswith("python -m areno.recipes.")]
+    (tmp_path / "guide.py").write_text("\n\n".join(script), encoding="utf-8")
+    run_all = shlex.join(["python", "-c", RUN_ALL, *of_recipes])
+    for line in [run_all, *(line for line in lines if line not in of_recipes), "python guide.py"]:
+        done = run(line, tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "".join(shown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M)
+                anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
+
+
+def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
+    """Every scalar of short runs has its row in docs/runs.md, and every row names what one of these runs records."""
+    from areno.launch.compose import load
+
+    sums = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(11, 31)]
+    pairs = [{"prompt": f"{a}+9=", "chosen": str(a + 9), "rejected": str(a - 1)} for a in range(11, 31)]
+    answers = [{"prompt": f"{a}+9=", "response": str(a + 9)} for a in range(11, 31)]
+    decoupled = ["variant=decoupled", "actor.prox_logp_method=metrics", "actor.m2_threshold=0.04"]
+    sparse = quickstart_with_experts(tmp_path / "sparse")
+    replayed = ["actor.init_from_scratch=true", "actor.routing_replay=true"]
+    runs = {
+        "gspo": ("gspo", "quickstart", []),
+        "experts": ("gspo", "quickstart", [f"actor.path={sparse}", *replayed]),
+        "sapo": ("grpo", "quickstart", ["variant=sapo"]),
+        "dapo": ("grpo", "quickstart", ["variant=dapo", "eval_gconfig.greedy=false", "eval_gconfig.n_samples=4"]),
+        "ppo": ("ppo", "quickstart_ppo", ["critic.warmup_steps=0", *decoupled]),
+        "dpo": ("dpo", "quickstart_dpo", []),
+        "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),
+    }
+    recorded = set()
+    for name, (recipe, task, settings) in runs.items():
+        algorithm = get_algorithm(recipe)
+        settings = [*settings, "total_train_steps=1", "train_dataset.batch_size=16", "engine.device=cpu"]
+        settings += ["gconfig.n_samples=2"] if recipe in ("grpo", "gspo") else []
+        rows: Any = {"dpo": pairs, "sft": answers}.get(recipe, sums)
+        given = {"train_dataset": rows, "valid_dataset": rows[:5]}
+        with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
+            trainer.fit()
+        recorded |= RunReader(tmp_path / name).metrics().keys()
+    recorded |= agent_run(tmp_path / "agents", "quick_turns.py", "total_train_steps=1").names()
+    documented = documented_metrics()
+    assert recorded == documented, recorded ^ documented
+
+
+def documented_metrics() -> set[str]:
+    """The names in the table of docs/runs.md."""
+    names = set()
+    for cell in re.findall(r"^\| `(\w+/[^`]+)`", (ROOT / "docs" / "runs.md").read_text(encoding="utf-8"), re.M):
+        namespace, rest = cell.split("/", 1)
+        first, *others = rest.split()
+        names.add(f"{namespace}/{first}")
+        for name in others:
+            names.add(f"{namespace}/{first.rsplit('_', 1)[0]}{name}" if name[0] == "_" else f"{namespace}/{name}")
+    return names
+
+
+def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
+    from areno.config.fields import settings
+    from areno.plan.backend import RuntimeConfig
+
+    page = ROOT / "docs" / "sdk.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    returned: set[str] = set()
+    for info, text in blocks(page):
+        if info == "python":
+            exec(compile(text, str(page), "exec"), names)
+            returned |= {*names.get("stats", {}), *names.get("critic_stats", {})}
+        elif info == "text":
+            assert text == names["message"] + "\n"
+    mean_rewards = names["mean_rewards"]
+    assert sum(mean_rewards[-8:]) > sum(mean_rewards[:8]) + 1.2, mean_rewards
+    assert (tmp_path / "checkpoints" / "addition" / "model.safetensors").exists()
+    text = page.read_text(encoding="utf-8")
+    keys = {key for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.M) for key in re.findall(r"`(\w+)`", cell)}
+    assert returned - {"surprise_mean", "surprise_std", "surprise_max"} <= keys
+    for name, setting in settings(RuntimeConfig).items():
+        assert f"| `{name}` | {setting.default()} |" in text

@@ -1,0 +1,201 @@
+"""What the decoder samples from each family: the log-probabilities of a training pass, and the same tokens whatever is
+shared, cut, preempted or released."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moe_models import CASES as WITH_EXPERTS
+from moe_models import random_reference
+from two_ranks import load, on_two_ranks, packed
+
+from areno.engine.decoder.attention_split import split_attention
+from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, KVGroup, KVLayout
+from areno.engine.decoder.decoder import Decoder
+from areno.engine.decoder.scheduler import Scheduler
+from areno.engine.decoder.sequence import Sequence
+from areno.layers.parallel import ParallelGroup
+from areno.models.transformer import Transformer
+from areno.types import GenerationOutput, GenerationRequest, SamplingParams
+from tests.family_cases import CASES, random_model
+from tests.models.test_models import CASES as OLDER
+from tests.models.test_models import random_reference as random_older
+
+Outputs = dict[tuple[int, int], GenerationOutput]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "cut prompts": {"max_prefill_tokens": 7},
+    "few blocks": {"n_blocks": 14},
+}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(4, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+REQUESTS = [
+    GenerationRequest(
+        request_id=number,
+        prompt=prompt(number, length),
+        n_samples=n_samples,
+        seed=number,
+        params=SamplingParams(max_new_tokens=n_new, ignore_eos=True),
+    )
+    for number, (length, n_samples, n_new) in enumerate([(13, 3, 10), (30, 2, 12), (1, 1, 16), (8, 2, 6)])
+]
+SHORT = [  # for rows that run alone, each of which takes as many steps as it has tokens: at least as long as a block
+    dataclasses.replace(each, n_samples=n_samples, params=dataclasses.replace(each.params, max_new_tokens=n_new))
+    for each, n_samples, n_new in zip(REQUESTS, (1, 1, 1, 2), (5, 5, 9, 4), strict=True)
+]
+
+
+def decode(
+    model: Transformer, requests: list[GenerationRequest] = REQUESTS, **settings: Any
+) -> tuple[Outputs, Decoder]:
+    options = {"n_blocks": 200, "block_size": 4, "max_running": 16, "max_prefill_tokens": 256, "eos_token_ids": []}
+    decoder = Decoder(model, **{**options, **settings})
+    for request in requests:
+        decoder.submit(request)
+    outputs: Outputs = {}
+    while decoder.has_work:
+        outputs |= {(output.request_id, output.sample): output for output in decoder.step()}
+    return outputs, decoder
+
+
+def trained_logprobs(model: Transformer, outputs: Outputs) -> list[torch.Tensor]:
+    """Of the completions, by one pass over all rows."""
+    n_prompt = {request.request_id: len(request.prompt) for request in REQUESTS}
+    rows = [torch.tensor(REQUESTS[request_id].prompt + out.tokens) for (request_id, _), out in outputs.items()]
+    with torch.no_grad():
+        logprobs = model.logits(model(*packed(rows))).log_softmax(-1).split([len(row) for row in rows])
+    return [
+        row_logprobs[n_prompt[key[0]] - 1 : -1].gather(1, row[n_prompt[key[0]] :, None]).squeeze(1)
+        for key, row, row_logprobs in zip(outputs, rows, logprobs, strict=True)
+    ]
+
+
+ALL = [*CASES, *(f"older {case}" for case in OLDER), *(f"experts {case}" for case in WITH_EXPERTS)]
+
+
+# Of these families another case with the same layers runs; a head that is tied is the same for every family.
+TIED_AS_WELL = {"mistral-tied", "smollm3-tied", "olmo2-tied", "olmo3-tied", "older qwen3-tied", "older qwen2-tied"}
+
+
+def make(case: str, folder: Path) -> Path:
+    """A model of any family, saved."""
+    kind, _, name = case.rpartition(" ")
+    {"": random_model, "older": random_older, "experts": random_reference}[kind](name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in TIED_AS_WELL else case for case in ALL]
+)
+def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Path) -> None:
+    model = load(make(case, tmp_path))
+    found = {name: decode(model, **settings) for name, settings in SETTINGS.items()}
+    outputs, _ = found["roomy"]
+    assert sum(map(len, (out.tokens for out in outputs.values()))) == 3 * 10 + 2 * 12 + 16 + 2 * 6
+    for out, expected in zip(outputs.values(), trained_logprobs(model, outputs), strict=True):
+        torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
+    for name, (others, decoder) in found.items():
+        for key, out in outputs.items():
+            assert others[key].tokens == out.tokens, f"{name} {key}"
+            torch.testing.assert_close(
+                torch.tensor(others[key].logprobs), torch.tensor(out.logprobs), atol=1e-4, rtol=0
+            )
+        if name == "few blocks":
+            assert decoder.stats.preemptions > 0
+    alone, _ = decode(model, SHORT, max_running=1)
+    assert len(alone) == 5
+    for key, out in alone.items():
+        n_new = len(out.tokens)
+        assert out.tokens == outputs[key].tokens[:n_new], f"alone {key}"
+        torch.testing.assert_close(
+            torch.tensor(out.logprobs), torch.tensor(outputs[key].logprobs[:n_new]), atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.slow
+def test_two_ranks_sample_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    on_two_ranks(compare_decoders, *(make(case, tmp_path / case.replace(" ", "-")) for case in ALL))
+
+
+def compare_decoders(folder: Path, tp: ParallelGroup) -> None:
+    """With prompts that are cut and rows that are preempted, and both against training on two ranks."""
+    model = load(folder, tp)
+    expected, _ = decode(load(folder))
+    found, _ = decode(model, max_prefill_tokens=7, n_blocks=14)
+    trained = trained_logprobs(model, found)
+    for (key, out), of_training in zip(found.items(), trained, strict=True):
+        assert out.tokens == expected[key].tokens, f"{folder.name} {key}"
+        torch.testing.assert_close(torch.tensor(out.logprobs), of_training, atol=1e-4, rtol=0, msg=folder.name)
+
+
+# Blocks behind the window ---------------------------------------------------------------------------------------------
+
+
+def sequence(request: GenerationRequest, sample: int = 0) -> Sequence:
+    return Sequence(
+        request=request, sample=sample, key=0, max_new=100, stop_ids=frozenset(), tokens=list(request.prompt)
+    )
+
+
+def advance(scheduler: Scheduler) -> list[Sequence]:
+    """One step whose tokens arrive at once."""
+    plan = scheduler.schedule()
+    stepped = [*plan.decode, *(each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences)]
+    for each in stepped:
+        each.accept(7, 0.0, 0)
+        scheduler.register(each, len(each.tokens) - 1)
+    return stepped
+
+
+def test_blocks_behind_the_window_are_released() -> None:
+    """A row of any length keeps the blocks of its window, and what is shared stays until nobody sees it."""
+    blocks = BlockManager(40, 4, [KVGroup(9)])
+    scheduler = Scheduler(blocks, 4, 64)
+    request = GenerationRequest(request_id=0, prompt=prompt(0, 18), n_samples=2, seed=0, params=SamplingParams())
+    scheduler.waiting.extend([sequence(request), sequence(request, 1)])
+    first, second = advance(scheduler)
+    assert blocks.n_available == 40 - 6  # four shared blocks, and the last one of each
+    for _ in range(60):
+        advance(scheduler)
+        for each in (first, second):  # what lies behind is released when the next block is taken
+            assert each.held.n_behind[0] >= min((each.n_kv - 9) // 4, each.held.n_registered) - 1
+            assert len(each.blocks) - each.held.n_behind[0] <= 4
+    assert blocks.n_available >= 40 - 2 * 4  # a window of nine positions lies in four blocks at most
+    scheduler.abort(0)
+    assert blocks.n_available == 40
+
+
+def test_a_released_block_groups_nobody() -> None:
+    """Another row may have it as the last block of its own prompt by now."""
+    request = GenerationRequest(request_id=0, prompt=prompt(0, 64), n_samples=2, seed=0, params=SamplingParams())
+    rows = [sequence(request, sample) for sample in range(3)]
+    for each in rows:
+        each.held, each.n_kv = HeldBlocks(BlockManager(17, 4)), 65
+        each.held.stacks = [list(range(17))]
+    options: dict[str, Any] = {"group_size": 8, "max_groups": 2, "n_heads": 2, "n_processors": 1}
+    assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 64, 64]
+    rows[1].held.n_behind = [16]
+    assert split_attention(rows, 4, **options).shared_lens_B.tolist() == [64, 0, 64]
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "qwen3-window", "gemma3-tied"])
+def test_windows_let_more_rows_run_in_the_same_blocks(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model(case, tmp_path)
+    model = load(tmp_path)
+    with_release, decoder = decode(model, n_blocks=21)
+    of = KVLayout.of
+    monkeypatch.setattr(KVLayout, "of", lambda *given, by_window: of(*given, by_window=False))
+    without, other = decode(model, n_blocks=21)
+    assert decoder.stats.preemptions < other.stats.preemptions
+    assert {key: out.tokens for key, out in without.items()} == {key: out.tokens for key, out in with_release.items()}

@@ -1,0 +1,265 @@
+"""Kernels that begin before the one in front of them has ended: what they do until then, and the same results."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.kernels.delta import DeltaStates, DeltaWeights, delta_step
+from areno.kernels.paged import decode_attention
+from tests.kernels.test_paged import LENGTHS, cut_into, make_case
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """LLVM takes over signals when it compiles. At the next of them it would take handlers of later tests away."""
+    yield
+    for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "XCPU", "XFSZ", "SYS"):
+        number = signal.Signals[f"SIG{name}"]
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"), [("cpu", (9, 0), False), ("cuda:0", (8, 9), False), ("cuda:0", (9, 0), True)]
+)
+def test_which_devices_can_do_it(device: str, capability: tuple[int, int], expected: bool) -> None:
+    from areno.kernels import jit
+
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        jit.is_possible.cache_clear()
+        try:
+            assert jit.is_possible(torch.device(device)) is expected
+            assert bool(jit.options(torch.device(device))) is expected
+        finally:
+            jit.is_possible.cache_clear()
+
+
+def _compiled(
+    kernel: Any, tensors: dict[str, str], numbers: Iterable[str], constants: dict[str, Any]
+) -> tuple[set[str], str]:
+    """Of a kernel for an H200: which tensors it reads or writes before it waits for the kernel before, on any way
+    through it; and the order of reads, writes and waits in its PTX. Needs no device.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {**{name: f"*{of}" for name, of in tensors.items()}, **dict.fromkeys(numbers, "i32")}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True})
+    assert made.metadata.launch_pdl
+    names = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "let", "st.global": "write"}
+    found = re.findall(r"griddepcontrol\.\w+|ld\.global|st\.global|cp\.async\.c[ag]", made.asm["ptx"])
+    pointers = [name for name in kernel.arg_names if name in tensors]
+    return _touched_before_waiting(made.asm["ttir"], pointers), " ".join(names.get(each, "read") for each in found)
+
+
+def _touched_before_waiting(ttir: str, pointers: list[str]) -> set[str]:
+    arguments = re.findall(r"(%\w+): !tt\.ptr", ttir)
+    base = dict(zip(arguments, pointers, strict=False))  # of each pointer, and of what is computed from it
+    touched, waits = set(), []  # by how far they are indented: a wait holds to the end of its block
+    for line in ttir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while waits and indent < waits[-1]:
+            waits.pop()
+        if "grid_dependency_wait" in line or "griddepcontrol.wait" in line:
+            waits.append(indent)
+        elif made := re.match(r"\s*(%\w+) = tt\.(?:addptr|splat|broadcast|expand_dims) (%\w+)", line):
+            base[made[1]] = base.get(made[2], "")
+        elif not waits and (used := re.search(r"tt\.(?:load|store) (%\w+)", line)):
+            touched.add(base[used[1]])
+    return touched
+
+
+def test_attention_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.elementwise import triton_heads
+    from areno.kernels.paged import triton as paged
+
+    _, heads = _compiled(
+        triton_heads._qk_norm_rope_kernel,
+        {**dict.fromkeys(["qkv_ptr", "q_ptr", "k_ptr"], "bf16"), "cos_ptr": "fp32", "sin_ptr": "fp32"}, ("qkv_stride",),
+        {"q_weight_ptr": None, "k_weight_ptr": None, "eps": 0.0, "HEADS": 2, "KV_HEADS": 1, "HALF": 8, "HEADS_BLOCK": 4,
+         "HALF_BLOCK": 8, "PLUS_ONE": False, "BEFORE_EARLY": True},
+    )  # fmt: skip
+    assert re.fullmatch(r"let( read)+( write)+", heads)  # the first of the chain
+
+    ints = {"lengths_ptr": "i64", "shared_ptr": "i64", "spans_ptr": "i64"}
+    partial = {"partial_ptr": "fp32", "log_sum_ptr": "fp32"}
+    halves = dict.fromkeys(["q_ptr", "new_k_ptr", "new_v_ptr", "k_ptr", "v_ptr"], "bf16")
+    numbers = (
+        "q_stride", "new_k_stride", "new_v_stride", "stride", "table_stride", "n_team_pieces", "own_splits",
+        "shared_splits",
+    )  # fmt: skip
+    constants = {
+        "scale": 1.0, "GROUP": 1, "OWN_ROWS": 16, "TEAM_ROWS": 16, "HEAD_DIM": 16, "PADDED_DIM": 16, "PAGE_SIZE": 32,
+        "ONE_PART": False, "EARLY": True,
+    }  # fmt: skip
+    pieces = {**ints, **partial, **halves, "table_ptr": "i32", "slots_ptr": "i64"}
+    for window in (None, 40):
+        before, piece = _compiled(
+            paged._piece_kernel, pieces, numbers,
+            {**constants, "WINDOW": window, "teams_ptr": None, "TEAM": 1, "HAS_TEAMS": False},
+        )  # fmt: skip
+        assert before == {*ints, "slots_ptr"}
+        assert re.match(r"let (read ){4}wait read", piece)
+        assert piece.count("wait") == 1
+        before, piece = _compiled(
+            paged._piece_kernel, {**pieces, "teams_ptr": "i64"}, numbers,
+            {**constants, "WINDOW": window, "TEAM": 2, "HAS_TEAMS": True},
+        )  # fmt: skip
+        assert before == {*ints, "slots_ptr", "teams_ptr"}
+        assert piece.count("wait") == 2  # of a group's piece, and of a row's
+
+    before, join = _compiled(
+        paged._join_kernel, {**ints, **partial, "out_ptr": "bf16"}, ("n_heads", "n_parts", "own_splits"),
+        {"HEAD_DIM": 32, "PADDED_DIM": 32, "MOST_PARTS": 2, "EARLY": True},
+    )  # fmt: skip
+    assert before == set(ints)
+    assert re.fullmatch(r"(read ){4}wait( read)+( write)+", join)
+
+
+def test_the_delta_rule_waits_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.delta import triton as triton_step
+    from areno.kernels.delta import triton_gated_norm
+
+    gates = dict.fromkeys(["given_ptr", "log_decay_ptr", "bias_ptr"], "bf16")
+    states = {"matrices_ptr": "fp32", "slots_ptr": "i64"}
+    before, head = _compiled(
+        triton_step._head_kernel, {**gates, **states, "norm_ptr": "bf16", "mixed_ptr": "fp32", "out_ptr": "bf16"},
+        ("n_given", "n_channels", "n_heads", "shared", "n_key"),
+        {"eps": 1e-6, "scale": 0.25, "KEY": 16, "VALUE": 32, "KEY_BLOCK": 16, "COLUMNS": 16, "EARLY": True},
+    )  # fmt: skip
+    assert before == {*gates, *states}
+    assert re.fullmatch(r"let( read)+ wait( read)+( write)+", head)
+
+    before, norm = _compiled(
+        triton_gated_norm._gated_norm_kernel,
+        dict.fromkeys(["out_ptr", "given_ptr", "norm_ptr", "normed_ptr"], "bf16"), ("n_lines",),
+        {"eps": 1e-6, "CHANNELS": 64, "HEADS": 2, "VALUE": 16, "BLOCK": 16, "LINES": 32, "EARLY": True},
+    )  # fmt: skip
+    assert before == {"given_ptr", "norm_ptr"}
+    assert re.fullmatch(r"(read )+wait( read)+( write)+", norm)
+
+
+def test_adapters_wait_behind_the_loads_that_need_nothing_and_before_all_others() -> None:
+    from areno.kernels.adapters import triton as adapters
+
+    halves = dict.fromkeys(["out_ptr", "h_ptr", "b_ptr"], "bf16")
+    sizes = {"scaling": 2.0, "RANK": 70, "ROWS": 16, "COLUMNS": 128, "INPUTS": 64, "EARLY": True}
+    before, add = _compiled(
+        adapters._add_up_kernel, {**halves, "y_ptr": "bf16", "tiles_ptr": "i32"},
+        ("n_rows", "y_stride", "out_stride", "h_stride"), sizes,
+    )  # fmt: skip
+    assert before == {"b_ptr", "tiles_ptr"}
+    assert re.match(r"(read ){5,}wait read", add)
+    before, swiglu = _compiled(
+        adapters._swiglu_below_kernel, {**halves, "both_ptr": "bf16"},
+        ("n_rows", "both_stride", "n_inner", "gate_row", "up_row"), {**sizes, "GATE_H": 0, "UP_H": 70, "GELU": False},
+    )  # fmt: skip
+    assert before == {"b_ptr"}
+    assert re.match(r"(read )+wait read", swiglu)
+    for each in (add, swiglu):
+        assert each.count("wait") == 1
+        assert each.index("wait") < each.index("write")
+
+
+def _replayed(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Callable[[], object]]) -> list[Tensor]:
+    """The results of a CUDA graph of the body, replayed after each step; and the tensors that it changes."""
+    before = [each.clone() for each in changed]
+    body()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = body()
+    for each, old in zip(changed, before, strict=True):
+        each.copy_(old)
+    results = []
+    for step in steps:
+        step()
+        graph.replay()
+        results.append(out.clone())
+    results += [each.clone() for each in changed]
+    for each, old in zip(changed, before, strict=True):
+        each.copy_(old)
+    return results
+
+
+def _compare(body: Callable[[], Tensor], changed: list[Tensor], steps: list[Callable[[], object]]) -> None:
+    from areno.kernels import jit
+
+    assert jit.is_possible(changed[0].device) or torch.cuda.get_device_capability() < (9, 0)
+    found = _replayed(body, changed, steps)
+    with mock.patch.object(jit, "is_possible", return_value=False):
+        expected = _replayed(body, changed, steps)
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine.isfinite().all()
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("span", [32, 256])
+def test_attention_that_begins_early_gives_the_same_bits(span: int) -> None:
+    from areno.kernels.elementwise.triton_heads import qk_norm_rope
+
+    heads, kv_heads, dim, hidden, n_layers = 16, 4, 128, 512, 6
+    cases = [make_case(heads, kv_heads, dim, 32, torch.bfloat16, "cuda")[3:] for _ in range(n_layers)]
+    batch = cut_into(cases[0][1], span, span)
+    batch.early = True
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    x_BD, weight_C, n_rows = draw(len(LENGTHS), hidden), draw(dim), len(LENGTHS)
+    qkv = [draw((heads + 2 * kv_heads) * dim, hidden) * hidden**-0.5 for _ in cases]
+    out = [draw(hidden, heads * dim) * (heads * dim) ** -0.5 for _ in cases]
+    cos, sin = (torch.rand(n_rows, 1, dim // 2, generator=generator, device="cuda") for _ in range(2))
+
+    def body() -> Tensor:
+        hidden_BD = x_BD
+        for (pages, _), qkv_XD, out_DQ in zip(cases, qkv, out, strict=True):
+            given = hidden_BD @ qkv_XD.T, cos, sin, weight_C, weight_C, 1e-6, heads, kv_heads, dim
+            attended = decode_attention(*qk_norm_rope(*given, before_early=True), pages, batch)
+            hidden_BD = attended.flatten(1) @ out_DQ.T
+        return hidden_BD
+
+    lengths = batch.lengths_B.clone()
+    shorter = torch.minimum(lengths, (lengths - 40).maximum(batch.shared_lens_B + 1))
+    steps = [lambda to=to: batch.lengths_B.copy_(to) for to in (lengths, shorter, lengths)]
+    _compare(body, [pages for pages, _ in cases], steps)
+
+
+@pytest.mark.gpu
+def test_a_step_of_the_delta_rule_that_begins_early_gives_the_same_bits() -> None:
+    n_rows, heads, key_heads, dim, n_layers = 40, 4, 2, 128, 4
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    channels, inner = (2 * key_heads + heads) * dim, heads * dim
+    weights = DeltaWeights(draw(channels, 4), draw(heads), draw(heads), draw(dim), 1e-6, key_heads)
+    given = [draw(channels + inner + 2 * heads, inner) * inner**-0.5 for _ in range(n_layers)]
+    states = [
+        DeltaStates(draw(n_rows + 1, channels, 3), draw(n_rows + 1, heads, dim, dim).float()) for _ in range(n_layers)
+    ]
+    slots_B, x_BI = torch.randperm(n_rows + 1, generator=generator, device="cuda")[:n_rows], draw(n_rows, inner)
+
+    def body() -> Tensor:
+        out_BI = x_BI
+        for given_PI, state in zip(given, states, strict=True):
+            out_BI = delta_step(out_BI @ given_PI.T, weights, state, slots_B)
+        return out_BI
+
+    _compare(body, [each for state in states for each in state], [lambda: None] * 3)

@@ -1,0 +1,235 @@
+"""Kernels of a mixture of experts against their torch references, and fused layers with experts against plain ones."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areno.kernels import experts as ops
+from areno.kernels.experts import reference, triton
+from areno.layers.config import Experts
+from areno.layers.parallel import ParallelGroup
+from tests.engine.decoder.test_decoder import make_decoder, request
+from tests.engine.decoder.test_decoder import run as run_decoder
+from tests.interpreted import run_interpreted
+from tests.layers.test_fused import BARE, SOME, build, compare, run
+
+SIZES = [(40, 3, 7), (1, 2, 5), (90, 1, 4)]  # tokens, experts of a token, experts
+EXPERTS: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "experts": Experts(n_experts=6, top_k=2, inner_size=20, normalised=True, dense_layers=frozenset({0})),
+    "mlp_bias": False,
+}
+
+
+def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def plain() -> Any:
+    return mock.patch("areno.kernels.backend._interprets", return_value=False)
+
+
+def compare_routing(device: str = "cpu") -> None:
+    """Choices, weights and sorted copies: those of torch, also where a rank has only some of the experts."""
+    for n, top_k, n_experts in SIZES:
+        logits = random(n, n_experts, device=device)
+        for normalised in (True, False):
+            chosen, weights = ops.choose_experts(logits, top_k, normalised)
+            expected = reference.choose_experts(logits, top_k, normalised)
+            assert torch.equal(chosen, expected[0])
+            torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
+        for first, n_local in ((0, n_experts), (n_experts // 2, n_experts - n_experts // 2)):
+            groups = ops.group_by_expert(chosen, first, n_local)
+            with mock.patch("areno.kernels.experts.use_triton", return_value=False):
+                expected_groups = ops.group_by_expert(chosen, first, n_local)
+            for one, other in zip(groups, expected_groups, strict=True):
+                assert torch.equal(one, other), (n, top_k, n_experts, first)
+            counts = torch.bincount(chosen.flatten(), minlength=n_experts)[first : first + n_local]
+            assert torch.equal(groups.ends_E.cpu(), counts.cpu().cumsum(0).int())
+
+
+def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> None:
+    """Products, their gradients, sums over a token's experts, and the backward pass of the activation."""
+    inputs, outputs = 40, 24
+    for n, top_k, n_experts in SIZES:
+        chosen, weights = ops.choose_experts(random(n, n_experts, device=device), top_k, True)
+        for first, n_local in ((0, n_experts), (1, n_experts - 2)):
+            groups = ops.group_by_expert(chosen, first, n_local)
+            end, rows = int(groups.ends_E[-1]), n * top_k
+            x = random(rows, inputs, device=device, dtype=dtype)
+            weight = random(n_local, outputs, inputs, device=device, dtype=dtype)
+            sides = (
+                (x, weight, False),
+                (random(rows, outputs, device=device, dtype=dtype), weight, True),
+            )
+            for side, matrices, transposed in sides:
+                got = ops.grouped_product(side, matrices, groups.ends_E, transposed=transposed)[:end]
+                expected = reference.grouped_product(side.float(), matrices.float(), groups.ends_E, transposed, 1)[:end]
+                torch.testing.assert_close(got.float(), expected, atol=tolerance * 20, rtol=tolerance * 10)
+
+            a = random(rows, outputs, device=device, dtype=dtype)
+            added, expected = (random(n_local, outputs, inputs, device=device) for _ in range(2))
+            ops.add_grouped_product(added, a, x, groups.ends_E)
+            reference.add_grouped_product(expected, a.float(), x.float(), groups.ends_E)
+            torch.testing.assert_close(added, expected, atol=tolerance * 20, rtol=tolerance * 10)
+
+            x[end:] = torch.nan  # nothing may read what is not computed
+            for given in (weights, None):
+                got = ops.combine(x, groups.places_Nk, given, groups.ends_E)
+                expected = reference.combine(x.nan_to_num(), groups.places_Nk, given, groups.ends_E)
+                torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+            gate_up, copies = random(rows, 2 * outputs, device=device, dtype=dtype), weights.flatten()[groups.choices_M]
+            gate_up[end:] = torch.nan
+            got = ops.weighted_swiglu_backward(a, gate_up, copies, groups.ends_E)
+            expected = reference.weighted_swiglu_backward(a, gate_up, copies, groups.ends_E)
+            assert not got[2][end:].any()
+            for one, other in zip(got, expected, strict=True):
+                torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
+
+
+def test_the_activation_s_backward_pass_is_that_of_autograd() -> None:
+    gate_up, weight = random(9, 10).double().requires_grad_(), random(9).double().requires_grad_()
+    gate, up = gate_up.chunk(2, dim=-1)
+    grad = random(9, 5)
+    act = torch.nn.functional.silu(gate) * up * weight[:, None]
+    expected = torch.autograd.grad(act, (gate_up, weight), grad.double())
+    ends = torch.tensor([4, 9], dtype=torch.int32)
+    got = reference.weighted_swiglu_backward(grad, gate_up.detach().float(), weight.detach().float(), ends)
+    for one, other in zip((got[0], got[2], got[1]), (*expected, act.detach()), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+
+
+def test_interpreted_kernels_are_the_references() -> None:
+    run_interpreted(
+        "from tests.kernels.test_experts_kernels import compare_products, compare_routing; compare_routing(); "
+        "compare_products()",
+        timeout=200,
+    )
+
+
+def compare_layers() -> None:
+    """Fused layers with experts: a plain layer and one with experts; then weights that do not add up to 1."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME, {"recompute": True}), **EXPERTS)
+    loose = Experts(n_experts=4, top_k=3, inner_size=8, normalised=False)
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": loose})
+
+
+def compare_told_layers() -> None:
+    """The same with experts that are given, an auxiliary loss, padding, and statistics."""
+    given = torch.tensor([[5, 0], [255, 255], [2, 4], [1, 3]], dtype=torch.uint8)[:, None]
+    balance, found = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.5]), []
+    for is_fused in (False, True):
+        with contextlib.nullcontext() if is_fused else plain():
+            model = build(torch.float32, "cpu", **EXPERTS)
+            assert model.routing is not None
+            model.routing.begin(given, balance, 5, observes=True, records=True)
+            how = {"recompute": True} if is_fused else {}
+            numbers = run(model, "sdpa", is_fused, **how)
+            [load] = model.routing.loads.values()
+            found.append((*numbers, model.routing.recorded(), *vars(load).values()))
+            model.routing.begin(given, None, 5)
+            without = run(model, "sdpa", is_fused, **how)[2]
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert (found[1][2] - without).abs().max() > 0.1  # the auxiliary loss counts
+    assert torch.equal(found[1][3][[0, 2, 3]], given[[0, 2, 3]])
+
+
+def compare_rank(rank: int, rendezvous: str) -> None:
+    """One of two ranks, with shared tokens, too: hidden states and gradients, of the router and of the rank's experts,
+    are as of one alone."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    changes: dict[str, Any] = {**BARE, **EXPERTS, "num_heads": 4, "num_kv_heads": 2}
+    with plain():
+        alone = build(torch.float32, "cpu", **changes)
+        expected = run(alone, "sdpa", is_fused=False)
+    tp, attention = ParallelGroup(rank, 2, dist.group.WORLD), "layers.0.attention.out.weight"
+    for how in ({}, {"split": True}, {"split": True, "recompute": True}):
+        divided = build(torch.float32, "cpu", tp, **changes)
+        got = run(divided, "sdpa", is_fused=True, **how)
+        torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
+        ours, whole = divided.layers[1].mlp, alone.layers[1].mlp
+        torch.testing.assert_close(ours.router.weight.grad, whole.router.weight.grad, atol=1e-4, rtol=1e-4)
+        for name in ("experts_gate_up", "experts_down"):
+            gradient = getattr(whole, name).weight.grad.chunk(2)[rank]
+            torch.testing.assert_close(getattr(ours, name).weight.grad, gradient, atol=1e-4, rtol=1e-4)
+        below = alone.get_parameter(attention).grad.chunk(2, dim=1)[rank]  # type: ignore[union-attr]
+        torch.testing.assert_close(divided.get_parameter(attention).grad, below, atol=1e-4, rtol=1e-4)
+    dist.destroy_process_group()
+
+
+def compare_two_ranks() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(compare_rank, (f"{folder}/meet",), nprocs=2)
+
+
+def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
+    """Tokens, log-probabilities and experts of a decoder with kernels are those of the plain one on a CPU."""
+    models = []
+    for where in ("cpu", device):
+        with plain():
+            model = build(torch.float32, where, **{**EXPERTS, "num_kv_heads": 2, "num_heads": 4, "head_dim": 16})
+        models.append(model)
+    requests = [request(1, 9, n_samples=2, max_new_tokens=4), request(2, 14, n_samples=3, max_new_tokens=5)]
+    found = []
+    for model, graphs in zip(models, (False, use_graphs), strict=True):
+        with plain() if model is models[0] else contextlib.nullcontext():
+            decoder = make_decoder(
+                model, n_blocks=24, attn_backend="sdpa", keeps_routes=True, use_graphs=graphs, max_prefill_tokens=11
+            )
+            for item in requests:
+                decoder.submit(item)
+            found.append(run_decoder(decoder))
+    for key, expected in found[0].items():
+        got = found[1][key]
+        assert got.tokens == expected.tokens
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert got.routes is not None
+        assert expected.routes is not None
+        assert got.routes.shape == (len(requests[key[0] - 1].prompt) + len(got.tokens) - 1, 1, 2)
+        assert (got.routes == expected.routes).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["compare_layers", "compare_told_layers", "compare_two_ranks", "decode_with_experts"])
+def test_interpreted_layers_with_experts_are_the_plain_ones(what: str) -> None:
+    run_interpreted(f"from tests.kernels.test_experts_kernels import {what}; {what}()", timeout=200)
+
+
+@pytest.mark.gpu
+def test_kernels_on_the_gpu_are_the_references() -> None:
+    compare_routing("cuda")
+    compare_products("cuda")
+    compare_products("cuda", torch.bfloat16, 2e-2)
+
+
+@pytest.mark.gpu
+def test_layers_with_experts_on_the_gpu_are_the_plain_ones() -> None:
+    compare("cuda", torch.float32, 1e-4, "sdpa", **EXPERTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_a_decoder_with_experts_on_the_gpu_is_that_of_the_cpu(use_graphs: bool) -> None:
+    decode_with_experts("cuda", use_graphs)
+
+
+@pytest.mark.gpu
+def test_torch_s_own_product_is_right_where_it_is_used() -> None:
+    assert triton._is_right(0), "see the log for what is wrong with it; areno's own kernel stands in"
+    x, weight = random(1024, 128, device="cuda", dtype=torch.bfloat16), random(4, 64, 128, device="cuda")
+    ends = torch.tensor([100, 100, 700, 900], dtype=torch.int32, device="cuda")
+    matrices = weight.bfloat16()
+    for transposed, side in ((False, x), (True, random(1024, 64, device="cuda", dtype=torch.bfloat16))):
+        got = ops.grouped_product(side, matrices, ends, transposed=transposed)[:900]
+        expected = reference.grouped_product(side.float(), matrices.float(), ends, transposed, 1)[:900]
+        torch.testing.assert_close(got.float(), expected, atol=0.2, rtol=2e-2)

@@ -1,0 +1,230 @@
+"""Paged decode attention: the torch form against each row alone, the Triton kernels against the torch form."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.kernels.paged import PagedBatch, decode_attention, reference
+from areno.kernels.spans import SPAN
+from tests.interpreted import run_interpreted
+
+SHAPES = [  # query heads, key heads, head dim, page size
+    (4, 2, 64, 16),
+    (8, 8, 32, 32),
+    (6, 1, 24, 7),
+    (16, 2, 128, 64),
+]
+# Lengths of the rows, and which of them share how many pages: (rows, pages).
+LENGTHS = [1, 5, 150, 64, 65, 16, 140, 133, 17, 151]
+GROUPS = [((1, 2, 4), 1), ((6, 3), 3), ((7, 9), 8)]
+TEAM = 2
+Case = tuple[Tensor, Tensor, Tensor, Tensor, PagedBatch]
+
+
+def make_case(
+    heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Case:
+    """Rows of LENGTHS with their pages in random order; what lies outside a row's own positions is huge.
+
+    A row is in a group with as many pages as fit below its length; those that have too few stay out of it.
+    """
+    gen = torch.Generator().manual_seed(dim)
+    n_rows, n_slots = len(LENGTHS), len(LENGTHS) + 3
+    width = -(-max(LENGTHS) // page_size) + 2
+    pages = torch.full((2, n_slots * width, page_size, kv_heads, dim), 1e3)
+    slots = torch.randperm(n_slots, generator=gen)[:n_rows]
+    table = torch.randperm(n_slots * width, generator=gen).view(n_slots, width).int()
+    shared, teams = torch.zeros(n_rows, dtype=torch.int64), []
+    for group, n_pages in GROUPS:
+        rows = [row for row in group if LENGTHS[row] > n_pages * page_size]
+        for row in rows:
+            table[slots[row], :n_pages] = table[slots[rows[0]], :n_pages]
+            shared[row] = n_pages * page_size
+        teams += [rows[i : i + TEAM] for i in range(0, len(rows), TEAM)]
+    # A team of none between the others, as where a batch is filled up.
+    prefix_groups_GR = torch.tensor([[-1] * TEAM, *(team + [-1] * (TEAM - len(team)) for team in teams), [-1] * TEAM])
+    for slot, length in zip(slots.tolist(), LENGTHS, strict=True):
+        for position in range(length - 1):
+            page = table[slot, position // page_size]
+            pages[:, page, position % page_size] = torch.randn(2, kv_heads, dim, generator=gen)
+    q, k, v = (torch.randn(n_rows, n, dim, generator=gen).to(device, dtype) for n in (heads, kv_heads, kv_heads))
+    batch = PagedBatch(
+        table_TW=table.to(device),
+        slots_B=slots.to(device),
+        lengths_B=torch.tensor(LENGTHS, device=device),
+        shared_lens_B=shared.to(device),
+        spans=torch.tensor([512, 512], device=device),
+        prefix_groups_GR=prefix_groups_GR.to(device),
+    )
+    return q, k, v, pages.to(device, dtype), batch
+
+
+def without_teams(batch: PagedBatch) -> PagedBatch:
+    return replace(batch, shared_lens_B=torch.zeros_like(batch.shared_lens_B), prefix_groups_GR=None)
+
+
+def cut_into(batch: PagedBatch, own_span: int, shared_span: int) -> PagedBatch:
+    """With as many splits as these spans take, and one more."""
+    splits = tuple(-(-max(LENGTHS) // span) + 1 for span in (own_span, shared_span))
+    spans = torch.tensor([own_span, shared_span], device=batch.spans.device)
+    return replace(batch, spans=spans, splits=splits)
+
+
+def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch, window: int | None = None) -> Tensor:
+    """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    page_size, group = pages.shape[2], q.shape[1] // pages.shape[3]
+    for row, length in enumerate(batch.lengths_B.tolist()):
+        line = batch.table_TW[batch.slots_B[row]].tolist()
+        first = 0 if window is None else max(0, length - window)
+        places = [(line[n // page_size], n % page_size) for n in range(first, length - 1)]
+        past = torch.stack([pages[:, page, offset] for page, offset in places], 1) if places else pages[:, 0, :0]
+        keys, values = (torch.cat((old, new[row][None])).double() for old, new in zip(past, (k, v), strict=True))
+        for head in range(q.shape[1]):
+            scores = keys[:, head // group] @ q[row, head].double() / q.shape[2] ** 0.5
+            out[row, head] = scores.softmax(0) @ values[:, head // group]
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_is_attention_over_the_row(shape: tuple[int, int, int, int]) -> None:
+    q, k, v, pages, batch = make_case(*shape)
+    expected = row_by_row(q, k, v, pages, batch)
+    for max_len in (max(LENGTHS), max(LENGTHS) + 3, None):
+        got = decode_attention(q, k, v, pages.clone(), replace(batch, max_len=max_len))
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def forgotten(batch: PagedBatch, page_size: int, window: int) -> PagedBatch:
+    """The blocks behind the window of rows in no group are those of somebody else."""
+    table = batch.table_TW.clone()
+    for row, length in enumerate(LENGTHS):
+        if batch.shared_lens_B[row] == 0:
+            table[batch.slots_B[row], : max(0, length - window) // page_size] = table[0, 0]
+    return replace(batch, table_TW=table)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 149])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_window_is_attention_over_the_last_positions(shape: tuple[int, int, int, int], window: int) -> None:
+    q, k, v, pages, batch = make_case(*shape)
+    expected = row_by_row(q, k, v, pages, batch, window)
+    for tried in (batch, forgotten(batch, shape[3], window)):
+        got = decode_attention(q, k, v, pages.clone(), tried, window)
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_new_keys_and_values_go_to_the_last_position_and_nowhere_else() -> None:
+    q, k, v, pages, batch = make_case(*SHAPES[0])
+    written = pages.clone()
+    decode_attention(q, k, v, written, batch)
+    for row, length in enumerate(LENGTHS):
+        page, offset = batch.table_TW[batch.slots_B[row], (length - 1) // 16], (length - 1) % 16
+        assert torch.equal(written[:, page, offset], torch.stack((k[row], v[row])))
+        written[:, page, offset] = pages[:, page, offset]
+    assert torch.equal(written, pages)
+
+
+def compare_triton(device: str) -> None:
+    """Run in a process of its own under the interpreter, which is slow and so gets less, or on the GPU."""
+    from areno.kernels.paged import triton
+
+    on_gpu = device == "cuda"
+    tolerances = {torch.float32: 2e-5, torch.float16: 4e-3}
+    few = {(2, 2, 32, 32): torch.float32, SHAPES[2]: torch.float16}
+    for shape in SHAPES if on_gpu else few:
+        for dtype in tolerances if on_gpu else [few[shape]]:
+            tolerance = tolerances[dtype]
+            q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device=device)
+            wide = torch.cat((q, k, v), dim=1)  # as a projection leaves them, with strides of their own
+            q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+            expected_pages = pages.float()
+            expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
+            batches = [cut_into(teamed, 64, 32), without_teams(teamed)]
+            if on_gpu:
+                batches += [teamed, cut_into(without_teams(teamed), 32, 32), cut_into(teamed, 512, 32)]
+            for batch in batches:
+                written = pages.clone()
+                got = triton.decode_attention(q, k, v, written, batch)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+                assert torch.equal(written.float(), expected_pages)
+
+
+def compare_windows(device: str) -> None:
+    """Windows within a piece, over several, and longer than rows; with and without groups; blocks behind them gone."""
+    from areno.kernels.paged import triton
+
+    for shape, window in ((SHAPES[1], 20), (SHAPES[2], 100), *([(SHAPES[0], 1), (SHAPES[3], 64)] * (device == "cuda"))):
+        q, k, v, pages, teamed = make_case(*shape, device=device)
+        expected_pages = pages.clone()
+        expected = reference.decode_attention(q, k, v, expected_pages, teamed, window)
+        for batch in (cut_into(teamed, 64, 32), without_teams(teamed), forgotten(teamed, shape[3], window)):
+            written = pages.clone()
+            got = triton.decode_attention(q, k, v, written, batch, window)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+            assert torch.equal(written, expected_pages)
+
+
+def skip_what_is_behind(device: str) -> None:
+    """What a row does not see is nan, apart from the tile in which its window begins: who reads it gives nan."""
+    from areno.kernels.paged import triton
+
+    shape, window = SHAPES[2], 33
+    q, k, v, pages, teamed = make_case(*shape, device=device)
+    alone = without_teams(teamed)
+    expected = reference.decode_attention(q, k, v, pages.clone(), alone, window)
+    by_spans = replace(cut_into(alone, SPAN, SPAN), by_spans=True)
+    for batch, tile in ((cut_into(alone, 64, 32), 32), (by_spans, 64)):
+        places: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}  # whether a row reads them
+        for row, length in enumerate(LENGTHS):
+            for position in range(length):
+                page = int(batch.table_TW[batch.slots_B[row], position // shape[3]])
+                places[position >= max(0, length - window) // tile * tile].add((page, position % shape[3]))
+        spoiled = pages.clone()
+        for page, offset in (unread := places[False] - places[True]):
+            spoiled[:, page, offset] = torch.nan
+        assert len(unread) > 100
+        got = triton.decode_attention(q, k, v, spoiled, batch, window)
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_no_tile_behind_a_window_is_read_by_the_interpreted_kernels() -> None:
+    run_interpreted("from tests.kernels.test_paged import skip_what_is_behind; skip_what_is_behind('cpu')")
+
+
+@pytest.mark.gpu
+def test_no_tile_behind_a_window_is_read_on_the_gpu() -> None:
+    skip_what_is_behind("cuda")
+
+
+def test_windows_of_the_triton_kernel_in_the_interpreter_are_the_references() -> None:
+    run_interpreted("from tests.kernels.test_paged import compare_windows; compare_windows('cpu')")
+
+
+@pytest.mark.gpu
+def test_windows_of_the_triton_kernel_on_the_gpu_are_the_references() -> None:
+    compare_windows("cuda")
+
+
+def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:
+    run_interpreted("from tests.kernels.test_paged import compare_triton; compare_triton('cpu')")
+
+
+@pytest.mark.gpu
+def test_triton_kernel_on_the_gpu_is_the_reference() -> None:
+    compare_triton("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_on_the_gpu_is_attention_over_the_row(shape: tuple[int, int, int, int]) -> None:
+    q, k, v, pages, batch = make_case(*shape, dtype=torch.bfloat16, device="cuda")
+    on_cpu = replace(batch, table_TW=batch.table_TW.cpu(), slots_B=batch.slots_B.cpu(), lengths_B=batch.lengths_B.cpu())
+    expected = row_by_row(q.cpu(), k.cpu(), v.cpu(), pages.cpu(), on_cpu)
+    got = decode_attention(q, k, v, pages, batch)
+    torch.testing.assert_close(got.double().cpu(), expected, atol=3e-2, rtol=3e-2)

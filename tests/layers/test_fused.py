@@ -1,0 +1,246 @@
+"""The fused layer against the plain one through autograd: on the GPU, and interpreted on the CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import warm
+from torch import Tensor
+
+from areno.engine.train.flat import FlatParameters
+from areno.kernels.attention import choose_backend
+from areno.layers.attention import PackedAttend
+from areno.layers.config import Delta, Rope
+from areno.layers.parallel import ParallelGroup
+from areno.layers.shard import WeightSpec
+from areno.models.config import LayerKind, TransformerConfig
+from areno.models.transformer import Transformer
+from tests.interpreted import run_interpreted
+
+LENGTHS = [3, 1, 2]
+BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+ALONE = ParallelGroup()
+SMALL: dict[str, Any] = {  # no size is a power of two
+    "family": "llama",
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 2,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 12,
+    "rms_norm_eps": 1e-3,
+    "rope": Rope(100.0, "yarn", factor=4.0, original_max_positions=16, attention_factor=1.2),
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "qk_norm": True,
+    "eos_token_ids": (1,),
+    "initializer_range": 0.3,
+    "hf": {},
+}
+
+
+def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes: Any) -> Transformer:
+    """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
+    config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
+    model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
+    model.init_weights(3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for part in model.layout(name) if parameter.dim() == 1 else ():
+                part.region(parameter).add_(part.cut(torch.randn(part.full_shape, generator=generator)) * 0.3)
+    return model.to(device, dtype)
+
+
+def run(model: Transformer, backend: str, is_fused: bool, **how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states with and without gradients, and the gradient of two passes together."""
+    flat = FlatParameters(model)
+    device = model.device
+    n = sum(LENGTHS)
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(50, (n,), generator=generator).to(device)
+    upstream = torch.randn(n, model.config.hidden_size, generator=generator).to(device)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).to(device)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
+    attend = PackedAttend(starts, max(LENGTHS), backend)
+    assert is_fused == model.runs_fused(attend)
+    for _ in range(2):
+        hidden = model(tokens, positions, attend, **how)
+        (hidden.float() * upstream).sum().backward()
+    with torch.no_grad():
+        scored = model(tokens, positions, attend)
+    return hidden.detach(), scored, flat.grads
+
+
+def freeze(model: Transformer, names: tuple[str, ...]) -> None:
+    """Freeze the parameters whose names contain one of `names`, and give the others float32 gradients of 0."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+SOME_FROZEN = ("mlp", "qkv.weight", "q_norm", "input_norm", "out.bias")
+LOWER_FROZEN = ("embed", "layers.0", "layers.1.input_norm", "layers.1.attention")  # the stream has no gradient at first
+NORM_ONLY = ("embed", "layers")
+
+
+def compare_frozen() -> None:
+    """What is not frozen has the gradients of the plain layers; what is frozen has none, and needs no buffer."""
+    of_llama = [({}, names) for names in (SOME_FROZEN, LOWER_FROZEN, NORM_ONLY)]
+    of_qwen = [(LIKE_QWEN, names) for names in (("delta.norm", "A_log"), ("layers.0.delta",))]
+    for changes, names in of_llama + of_qwen:
+        found = []
+        for is_fused in (False, True):
+            model = build(torch.float32, "cpu", **changes)
+            freeze(model, names)
+            with mock.patch("areno.kernels.backend._interprets", return_value=is_fused):
+                attend = PackedAttend(torch.tensor([0, 3, 5], dtype=torch.int32), 3, "sdpa")
+                assert model.runs_fused(attend) == is_fused
+                model(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), attend, recompute=True).square().sum().backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        for name, expected in found[0].items():
+            if any(part in name for part in names):
+                assert expected is found[1][name] is None
+            else:
+                assert expected is not None
+                assert expected.any()
+                torch.testing.assert_close(found[1][name], expected, atol=1e-4, rtol=1e-4)
+
+
+SOME = {"recompute": True, "n_kept": 1}
+ALL_WAYS: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, SOME)
+
+
+def compare(
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    backend: str,
+    ways: tuple[dict[str, Any], ...] = ALL_WAYS,
+    **changes: Any,
+) -> None:
+    """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
+    if device == "cuda":
+        patch = mock.patch("areno.kernels.backend._is_installed", return_value=False)
+    else:
+        patch = mock.patch("areno.kernels.backend._interprets", return_value=False)
+    with patch:
+        expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False)
+    if dtype != torch.float32:  # the same weights, rounded
+        with patch:
+            expected = run(build(dtype, device, **changes).float(), "sdpa", is_fused=False)
+    for how in ways:
+        model = build(dtype, device, **changes)
+        got = run(model, backend, is_fused=True, **how)
+        for one, other in zip(got, expected, strict=True):
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert error < tolerance, (dtype, changes, how, error)
+        assert got[2].dtype == torch.float32
+        assert torch.equal(got[0], got[1])  # what is scored is what was trained on
+
+
+def compare_interpreted() -> None:
+    """Run in a process of its own, since Triton decides at its import whether it interprets."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))  # of two layers, SOME keeps one and repeats the other
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
+    compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
+
+
+NOPE = Rope(1.0, "none")
+LIKE_GEMMA: dict[str, Any] = {
+    "norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embed_scale": 3.0, "num_layers": 3,
+    "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
+}  # fmt: skip
+LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
+DELTA = Delta(layers=(0,), n_key_heads=2, n_value_heads=2, key_dim=6, value_dim=5, width=3)
+LIKE_QWEN: dict[str, Any] = {**BARE, "attention_gate": True, "norm_plus_one": True, "delta": DELTA}
+
+
+def compare_families() -> None:
+    """The same for what only some families have."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
+
+
+def compare_states() -> None:
+    """The same with a recurrent state."""
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_QWEN)
+
+
+def compare_rank(rank: int, rendezvous: str) -> None:
+    """One of two ranks, with shared tokens, too: hidden states and gradients are those of one alone."""
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    delta = replace(DELTA, n_value_heads=4)
+    like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2, "delta": delta}
+    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
+        compare_share(rank, **like)
+    dist.destroy_process_group()
+
+
+def compare_share(rank: int, **like: Any) -> None:
+    changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_layers": 1, **like}
+    with mock.patch("areno.kernels.backend._interprets", return_value=False):
+        alone = build(torch.float32, "cpu", **changes)
+        expected = run(alone, "sdpa", is_fused=False)
+    whole = dict(alone.named_parameters())
+    tp = ParallelGroup(rank, 2, dist.group.WORLD)
+    for how in ({}, {"split": True, "recompute": True}, {"split": True}):
+        divided = build(torch.float32, "cpu", tp, **changes)
+        for name, parameter in divided.named_parameters():
+            for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
+                part.region(parameter).copy_(part.cut(of_alone.region(whole[name])))
+        got = run(divided, "sdpa", is_fused=True, **how)
+        torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
+        for name, parameter in divided.named_parameters():
+            mine, expected_grad = parameter.grad, whole[name].grad
+            assert mine is not None
+            assert expected_grad is not None
+            for elements, n in divided.in_parts(name, split="split" in how):
+                tp.sum_copies(mine.view(-1)[elements], n)
+            for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
+                theirs = part.cut(full.region(expected_grad))
+                torch.testing.assert_close(part.region(mine), theirs, atol=1e-4, rtol=1e-4, msg=f"{name} {how}")
+
+
+def compare_two_ranks() -> None:
+    """Two processes of an interpreting one."""
+    with tempfile.TemporaryDirectory() as folder:
+        warm.on_ranks(compare_rank, (f"{folder}/meet",), 2)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "compare_interpreted",
+        "compare_families",
+        "compare_states",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare_frozen", "compare_two_ranks")),
+    ],
+)
+def test_interpreted_layers_are_the_plain_ones(what: str) -> None:
+    run_interpreted(f"from tests.layers.test_fused import {what}; {what}()", timeout=200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"qk_norm": False, **BARE}, LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN],
+    ids=["all", "bare", "like gemma", "like olmo", "like qwen 3.5"],
+)
+def test_layers_on_the_gpu_are_the_plain_ones(changes: dict[str, Any]) -> None:
+    compare("cuda", torch.float32, 1e-4, "sdpa", **changes)
+    half = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 320, "initializer_range": 0.1, **changes}
+    backend = choose_backend("native", "cuda", torch.bfloat16)
+    compare("cuda", torch.bfloat16, 3e-2, backend, **half)

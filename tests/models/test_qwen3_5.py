@@ -1,0 +1,206 @@
+"""What only Qwen3.5 has: recurrent states in an engine, text within a model with images, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from tiny_engine import request, rollout, scored, spec
+from two_ranks import load, random_rows
+
+from areno.bench.arguments import Work
+from areno.bench.device import Rates, decode_s, prefill_s
+from areno.bench.shapes import model_folder
+from areno.config.models import OptimizerConfig
+from areno.config.run import EngineConfig
+from areno.engine.engine import Engine
+from areno.errors import CheckpointError, EngineError
+from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
+from areno.models.cost import Cost
+from areno.models.registry import load_config, tp_problems
+from areno.plan.plan import state_problems
+from areno.types import GenerationRequest, SamplingParams
+from tests.delta_loop import random_tokens, random_weights
+from tests.engine.decoder.test_family_rollouts import decode, trained_logprobs
+from tests.engine.test_family_engines import step
+from tests.family_cases import CASES, SHAPE, random_model, read_and_saved_as_text
+from tests.interpreted import run_interpreted
+from tests.models.test_lora import apart
+
+TEXT = CASES["qwen3.5"][1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random_model("qwen3.5", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_rollouts_agree_with_training_over_updates(folder: Path) -> None:
+    """Each rollout begins anew with weights that were changed."""
+    with Engine(spec(folder, random_init=False), "inline") as engine:
+        for _ in range(3):
+            _, sampled, trained, stats = step(engine)
+            assert apart(sampled, trained) < 1e-4
+            assert stats["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+def test_a_run_goes_on_from_its_state(kind: Any, folder: Path, tmp_path: Path) -> None:
+    """The weights of convolutions have three dimensions."""
+    optimizer = OptimizerConfig(type=kind, lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+    settings = spec(folder, random_init=False, optimizer=optimizer)
+    with Engine(settings, "inline") as engine:
+        step(engine)
+        engine.save_state(str(tmp_path / "state"))
+        expected = step(engine)[2]
+        assert engine.state_written(wait=True)
+    with Engine(settings, "inline") as engine:
+        engine.load_state(str(tmp_path / "state"))
+        assert step(engine)[2] == expected
+
+
+def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
+    """Keys of the first turn are in the cache, but no state that goes with them."""
+    with Engine(spec(folder, random_init=False), "inline") as engine:
+        first = request(0, length=40)
+        [found] = rollout(engine, [first])[0]
+        second = GenerationRequest(
+            request_id=1, prompt=[*first.prompt, *found.tokens, 5, 6], n_samples=2, seed=1,
+            params=SamplingParams(max_new_tokens=20, ignore_eos=True),
+        )  # fmt: skip
+        outputs = rollout(engine, [second])[1]
+        rows = [[*second.prompt, *out.tokens] for out in outputs]
+        trained = [line[len(second.prompt) :] for line in scored(engine, "actor", rows)]
+        assert apart([out.logprobs for out in outputs], trained) < 1e-4
+        assert [out.cached_tokens for out in outputs] == [0, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_text_of_a_model_with_images(tied: bool, tmp_path: Path) -> None:
+    """It is read, and saved as a text model. Layers that predict more tokens at once are left alone."""
+    torch.manual_seed(0)
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = {**SHAPE, **TEXT, "tie_word_embeddings": tied}
+    whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    reference = transformers.Qwen3_5ForConditionalGeneration(whole).eval()
+    reference.save_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    values = json.loads(file.read_text())
+    values["text_config"] |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    file.write_text(json.dumps(values))
+    rows = random_rows(101, (20, 7))
+    model, expected, again = read_and_saved_as_text(reference, tmp_path / "in", rows, "Qwen3_5ForCausalLM")
+    assert (model.head is None) == tied
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=0)
+
+
+def decode_with_kernels(folder: str, device: str, use_graphs: bool) -> None:
+    """What the kernels sample is what one pass of plain torch says, in fp32."""
+    plain, model = load(Path(folder)), load(Path(folder)).to(device)
+    settings = ({}, {"max_prefill_tokens": 7, "n_blocks": 21}) if device == "cuda" else ({"n_blocks": 21},)
+    for changes in settings:
+        outputs, decoder = decode(model, use_graphs=use_graphs, **changes)
+        assert (decoder.stats.graph_replays > 0) == use_graphs
+        with mock.patch("areno.kernels.backend._interprets", return_value=False):
+            expected = trained_logprobs(plain, outputs)
+        assert apart([out.logprobs for out in outputs.values()], expected) < 1e-3
+
+
+@pytest.mark.slow
+def test_decoding_with_interpreted_kernels(folder: Path) -> None:
+    run_interpreted(f"from tests.models.test_qwen3_5 import decode_with_kernels as f; f({str(folder)!r}, 'cpu', False)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_graphs", [False, True])
+def test_decoding_on_the_gpu(folder: Path, use_graphs: bool) -> None:
+    decode_with_kernels(str(folder), "cuda", use_graphs)
+
+
+@pytest.mark.gpu
+def test_chunks_and_steps_on_the_gpu_are_those_of_the_cpu() -> None:
+    weights, given, slots = random_weights(), random_tokens(300), torch.tensor([2, 0])
+    on_gpu = DeltaWeights(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in weights))
+    starts = [0, 130, 131, 300]
+    expected, behind = delta_rows(given, weights, RowChunks.of(starts, torch.device("cpu")), keep=True)
+    found, after = delta_rows(given.cuda(), on_gpu, RowChunks.of(starts, torch.device("cuda")), keep=True)
+    assert behind is not None
+    assert after is not None
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-3)
+    for ours, theirs in zip(after, behind, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=1e-4, rtol=1e-3)
+    for dtype in (torch.float32, torch.bfloat16):
+        one, states = given[:2].to(dtype), DeltaStates(behind.inputs_SXw.to(dtype), behind.matrices_SHKV)
+        their_states = DeltaStates(*(each.cuda() for each in states))
+        expected = delta_step(one, weights, states, slots)
+        found = delta_step(one.cuda(), on_gpu, their_states, slots.cuda())
+        torch.testing.assert_close(found.cpu(), expected, atol=1e-4 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+        torch.testing.assert_close(their_states.matrices_SHKV.cpu(), states.matrices_SHKV, atol=1e-4, rtol=1e-3)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"attn_output_gate": False}, "attn_output_gate is False.*expected true"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'.*expected 'swish'"),
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3.*a multiple of linear_num_key_heads=2"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types is .*'full_attention' in one layer at least"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*'full_attention' or 'linear_attention'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1, expected int, at least 2"),
+    ({"linear_key_head_dim": 129}, "linear_key_head_dim is 129, expected int, at least 1, at most 128"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_what_is_missing_is_told_by_its_field(folder: Path, changes: dict[str, Any], message: str) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_config(folder)
+    assert len(caught.value.problems) == 1
+
+
+def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
+    config = load_config(folder)
+    [problem] = tp_problems(config, 1, cp_size=2)
+    assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
+    [problem] = tp_problems(config, 4)
+    assert "2 (linear key heads)" in str(problem)
+    assert not [*state_problems(config, EngineConfig())]
+    [problem] = state_problems(config, EngineConfig(exact=True))
+    assert str(problem).startswith("engine.exact: is true, but training and decoding compute the recurrent states")
+    with pytest.raises(EngineError, match=r"engine\.exact is not supported for a model with recurrent states"):
+        Engine(spec(folder, random_init=False, exact=True), "inline")
+
+
+def test_the_shape_of_the_4b_model(tmp_path: Path) -> None:
+    hybrid = Cost.of(load_config(model_folder("qwen3.5-4b", tmp_path)[0]), 2)
+    assert hybrid.kv_bytes == 8 * 2 * 4 * 256 * 2
+    assert hybrid.attn_flops == 8 * 16 * 256 * 2 * 2
+    assert hybrid.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+
+
+PLAIN = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
+
+
+def test_floors_move_states_twice_in_a_step_and_once_behind_a_prompt() -> None:
+    work = Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
+    moving = Rates(copy_bytes_s=100.0, matmul_flops_s=1e12)
+    cost = replace(PLAIN, state_bytes=50, rule_flops=7.0)
+    for shared in (False, True):
+        more = decode_s(cost, work, moving, shared=shared) - decode_s(PLAIN, work, moving, shared=shared)
+        assert more == pytest.approx(2 * 4 * 2 * 50 / 100)
+    assert prefill_s(cost, work, moving) - prefill_s(PLAIN, work, moving) == pytest.approx(4 * 50 / 100)
+    multiplying = Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)
+    more = decode_s(cost, work, multiplying, shared=True) - decode_s(PLAIN, work, multiplying, shared=True)
+    assert more == pytest.approx(2 * 4 * 7 / 10)
+    assert prefill_s(cost, work, multiplying) - prefill_s(PLAIN, work, multiplying) == pytest.approx(20 * 7 / 10)
