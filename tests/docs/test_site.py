@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import areno
+from areno.api import agentic
+
 pytest.importorskip("material", reason="needs the docs extra")
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +81,11 @@ def test_code_blocks_show_no_words_for_tests(site: Path) -> None:
     assert '<span class="filename">letters.py</span>' in page
     assert "bash run" not in page
     assert "```" not in "".join(each.read_text(encoding="utf-8") for each in site.glob("*.html"))
+
+
+def test_each_public_name_is_on_the_page_of_the_sdk(site: Path) -> None:
+    text = (site / "reference/sdk.html").read_text(encoding="utf-8")
+    public = [areno.ArenoConfig, areno.PPOTrainer, *map(vars(areno.api).get, areno.api.__all__)]
+    public += [getattr(module, name) for module in (areno, agentic) for name in module.__all__]
+    for thing in public:
+        assert f'id="{thing.__module__}.{thing.__name__}"' in text, thing
