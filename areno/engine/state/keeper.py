@@ -1,4 +1,4 @@
-"""Writes the state of a worker's trained roles beside its other work, and takes one over."""
+"""The state of a worker's trained roles: saved in a background thread, and loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ COPY_BYTES = 2**26  # copied at once: what the decoder sends to the host meanwhi
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank writes of one buffer of a role: the pieces, which lie in elements start..stop of it."""
+    """The elements of one buffer that this rank writes.
+
+    Attributes:
+        role: Name of the role.
+        buffer: Name of the buffer.
+        pieces: The pieces inside of elements `start` to `stop`.
+    """
 
     role: str
     buffer: str
@@ -37,15 +43,22 @@ class _Share:
 
     @property
     def start(self) -> int:
+        """First element of the share in the buffer."""
         return self.pieces[0].start
 
     @property
     def stop(self) -> int:
+        """The element after the share."""
         return self.pieces[-1].stop
 
 
 class StateKeeper:
-    """Of one worker. All ranks call its methods together, but for `close`."""
+    """Save and load the training state of one worker. All ranks call its methods together, except `close`.
+
+    Args:
+        roles: The models of the worker.
+        context: Its parallel groups and device.
+    """
 
     def __init__(self, roles: Roles, context: ParallelContext):
         self._roles, self._context = roles, context
@@ -58,11 +71,14 @@ class StateKeeper:
         self._closed = threading.Event()
 
     def save(self, folder: Path, with_moments: bool = True) -> None:
-        """Begin to write the state into a folder. Later updates are not in it.
+        """Start writing the state to a folder. Later updates are not part of it.
 
-        with_moments: whether the moments of the optimizers are in it.
+        On CUDA a copy to pinned host memory runs beside the following work. Only the next optimizer update waits for
+        it.
 
-        On CUDA the copy to host memory runs beside what comes next, and only the next update waits for it.
+        Args:
+            folder: The new folder of the state.
+            with_moments: Write the moments of the optimizers, too.
         """
         if self._thread is not None:
             self._thread.join()  # another rank may have been told first that all have written
@@ -90,7 +106,11 @@ class StateKeeper:
         self._thread.start()
 
     def written(self) -> bool:
-        """Whether the state that `save` began is on the disk. CheckpointError, once, where that failed."""
+        """Return whether the state of the last `save` is completely on the disk.
+
+        Raises:
+            CheckpointError: Writing failed. Raised once.
+        """
         if self._thread is not None and self._thread.is_alive():
             return False
         self._thread, failure, self._failure = None, self._failure, None
@@ -99,15 +119,20 @@ class StateKeeper:
         return True
 
     def load(self, folder: Path, with_moments: bool = True) -> None:
-        """Take over a state, whichever ranks wrote it.
+        """Load a state that ranks of any layout wrote.
 
-        with_moments: without it, or where the state has none, the moments of the optimizers begin at zero.
+        All checks are made before anything is loaded.
 
-        CheckpointError where the folder is damaged, EngineError where it is of other roles, models or optimizers. Both
-        are found before anything is taken over.
+        Args:
+            folder: The folder of the state.
+            with_moments: Load the moments. Without them, here or in the state, the moments start at zero.
+
+        Raises:
+            CheckpointError: The folder is damaged or no state.
+            EngineError: The state belongs to other roles, models or optimizers.
         """
         from areno.engine.state.storage import Reader
-        from areno.engine.state.transfer import check_fits, take_over
+        from areno.engine.state.transfer import check_fits, load_role
 
         self._wait_for_copies()
         roles, context = self._roles.trained(), self._context
@@ -121,7 +146,7 @@ class StateKeeper:
         def load() -> None:
             for name, role in roles.items():
                 with role.on_device(training=True) as backend:
-                    take_over(readers[0], name, backend, role.spec.lora, with_moments)
+                    load_role(readers[0], name, backend, role.spec.lora, with_moments)
 
         def spread() -> None:
             for role in roles.values():
@@ -133,18 +158,19 @@ class StateKeeper:
             spread()  # ranks wait for each other in it
 
     def forget(self) -> None:
-        """To be called before roles come or go."""
+        """Free plans and host memory. Call it before roles are added or removed."""
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Stop an unfinished writing."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _planned(self, with_moments: bool) -> tuple[list[_Share], PieceWriting]:
+        """Return the shares of this rank and the plan to write them."""
         from areno.engine.state.transfer import PieceWriting
 
         shares: list[_Share] = []
@@ -161,7 +187,7 @@ class StateKeeper:
         return shares, PieceWriting(pieces, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """The shares in host memory, or on their way there."""
+        """Start copying the shares to host memory, and return the files that will contain them."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -184,7 +210,7 @@ class StateKeeper:
         ]
 
     def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
-        """For copies of these tensors. EngineError where there is not enough."""
+        """Allocate host memory for copies of these tensors. EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
         if n_bytes > host_bytes_free() // self._context.n_beside:
@@ -195,7 +221,7 @@ class StateKeeper:
 
     @contextmanager
     def _beside(self, roles: list[Role]) -> Iterator[None]:
-        """Copies within it run after what the device has been given, and beside what comes next but for updates."""
+        """Run copies on a stream of their own: after the work launched so far, and before the next update."""
         if self._stream is None:
             yield
             return
@@ -211,11 +237,13 @@ class StateKeeper:
             role.backend.optimizer.copied = self._copied
 
     def _wait_for_copies(self) -> None:
+        """Block until the copies to host memory are complete."""
         if (copied := self._copied) is not None:
             copied.synchronize()
             self._copied = None
 
     def _write(self, folder: Path, files: list[HostFile], planner: PieceWriting, check: Callable[[], None]) -> None:
+        """Write the files in the background thread, and keep the error of a failure."""
         from areno.engine.state.transfer import save
 
         try:
@@ -224,7 +252,11 @@ class StateKeeper:
             self._failure = error
 
     def _together(self, step: Callable[[], None]) -> bool:
-        """Run a step on all ranks. Whether it succeeded on each; where it failed, its error is raised there."""
+        """Run a step on all ranks.
+
+        Returns:
+            Whether the step succeeded on every rank. A rank whose step failed raises its own error.
+        """
         failure = None
         try:
             step()
@@ -238,7 +270,7 @@ class StateKeeper:
 
 
 def _parts(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """A stretch of a buffer in parts of PART_BYTES (the last is shorter), on the device or where it rests."""
+    """Return a stretch of a buffer in parts of PART_BYTES, on the device or in the memory of an offloaded role."""
     size, parts, begin = PART_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())

@@ -1,8 +1,9 @@
-"""What a run state holds of a model: boxes of named tensors, and where the buffers of this rank have them.
+"""The stored form of a model's training state: named tensors, cut into boxes, and where this rank keeps each box.
 
-Masters and fp32 moments are stored under the names of the checkpoint's tensors in their full shapes, so the ranks that
-read a state may be others than those that wrote it. A block of 8-bit moments shares one scale, and blocks follow a
-rank's own layout. So codes and scales are stored as each tensor-parallel rank holds them.
+Master weights and fp32 moments are stored under the names and full shapes of the checkpoint's tensors. So a run may be
+resumed with another layout than the one that wrote the state. 8-bit moments share one scale for a block of elements,
+and the blocks follow the layout of one rank. So their codes and scales are stored as each tensor-parallel rank holds
+them.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ MASTER, COUNTERS = "master", "counters"
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a stored tensor that lies in one stretch of a buffer of this rank.
+    """A box of a stored tensor that is contiguous in one buffer of this rank.
 
-    name, shape: of the whole tensor. offsets, sizes: of the box. buffer: its name. start: first element in it, where
-    pieces_of gives it; before that, in the buffer of parameters (or blocks of these), which may not be divided.
-    repeated: a tensor-parallel rank before this one holds the same.
+    Attributes:
+        name: Name of the stored tensor.
+        shape: Shape of the whole stored tensor.
+        offsets: First index of the box in each dimension of the tensor.
+        sizes: Size of the box in each dimension.
+        buffer: Name of the buffer that contains the box, such as "actor.master".
+        start: First element of the box in the buffer. `_boxes` counts elements of the undivided buffer of parameters
+            (or blocks of them, for scales); `pieces_of` converts to elements of the buffer that this rank owns.
+        repeated: Whether a lower tensor-parallel rank holds the same box, so that this rank need not write it.
     """
 
     name: str
@@ -47,25 +54,34 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """The element after the box in the buffer."""
         return self.start + math.prod(self.sizes)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The box, in its shape."""
+        """Return the box as a view of `buffer`, shaped `sizes`."""
         return buffer[self.start : self.stop].view(self.sizes)
 
 
 def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
-    """Buffers and optimizer of a model that has them."""
+    """Return the flat buffers and the optimizer of a model that is trained."""
     assert backend.flat is not None
     assert backend.optimizer is not None
     return backend.flat, backend.optimizer
 
 
 def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
-    """Return the facts that the stored form of a role depends on, beside its model.
+    """Return the facts beside the model that decide the stored form of a role.
 
-    moments, moments_from: whether the state holds moments, and Optimizer.moments_from of these. A state without these
-    two entries holds moments that began with the first update.
+    Args:
+        backend: The train backend of the role.
+        with_moments: Whether the state holds the moments of the optimizer.
+
+    Returns:
+        "optimizer": the type of the optimizer. "tp_size": the number of tensor-parallel ranks. "moments":
+        `with_moments`.
+        "moments_from": the update before which the moments were zero. States that older versions wrote lack the last
+        two
+        entries; they hold moments, which began with the first update.
     """
     _, optimizer = trained(backend)
     found = {"optimizer": optimizer.config.type, "tp_size": backend.model.tp.size}
@@ -73,7 +89,10 @@ def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
 
 
 def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> dict[str, Tensor]:
-    """Return the buffers of a role by name, such as "actor.master", on their devices. The counters are a copy."""
+    """Return the buffers of a role by name, such as "actor.master", on their devices.
+
+    The update counters are a new tensor of two int64 numbers: all updates, and the skipped ones.
+    """
     flat, optimizer = trained(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps])
     named = {MASTER: flat.masters, **(optimizer.moments if with_moments else {}), COUNTERS: counters}
@@ -81,12 +100,18 @@ def buffers_of(role: str, backend: TrainBackend, with_moments: bool = True) -> d
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    """Checkpoint name -> full shape, as a state has it, of the parameters that are trained."""
+    """Return the stored shape of each trained parameter by its checkpoint name."""
     return {name: _stored_shape(part) for name, _, part in _table(backend)}
 
 
 def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[Piece]:
-    """Return the pieces of a role that this rank holds, each buffer from its beginning to its end."""
+    """Return the pieces of a role that this rank holds, ordered by buffer and position.
+
+    Args:
+        role: Name of the role.
+        backend: Its train backend.
+        with_moments: Include the moments of the optimizer.
+    """
     flat, optimizer = trained(backend)
     kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.in_8_bits else [MASTER]
     found = [own for kind in kinds for piece in _matrices(role, kind, backend) for own in _owned(piece, flat)]
@@ -106,22 +131,35 @@ def pieces_of(role: str, backend: TrainBackend, with_moments: bool = True) -> li
 
 
 def tp_rank(backend: TrainBackend) -> int:
+    """Return the rank of this process in its tensor-parallel group."""
     return backend.model.tp.rank
 
 
 def vector(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[Piece]:
-    """8-bit codes or scales of a parameter (our own name), as the rank `holder` has them."""
+    """Yield the pieces of the 8-bit codes or scales of one parameter, as one tensor-parallel rank holds them.
+
+    Args:
+        role: Name of the role.
+        kind: Kind of the buffer, such as "exp_avg" or "exp_avg_scale".
+        name: Name of the parameter in our model.
+        holder: The tensor-parallel rank and group size that the stored name carries.
+        stretch: Elements of the buffer that belong to the parameter.
+        repeated: See Piece.
+    """
     size = (stretch.stop - stretch.start,)
     stored = f"{role}.{kind}.{name}.{holder.rank}-of-{holder.size}"
     return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 
 
 def written_by(pieces: Iterable[Piece], dp: ParallelGroup) -> dict[str, list[Piece]]:
-    """The pieces that this rank writes, by buffer; each list without large gaps.
+    """Return the pieces that this rank writes, by buffer.
 
-    dp: the ranks that hold the same pieces. Each writes an equal share of every buffer.
+    Args:
+        pieces: All pieces of this rank, ordered by buffer and position.
+        dp: The ranks that hold the same pieces. Each of them writes an equal share of every buffer, without large
+            gaps.
     """
     by_buffer: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -137,7 +175,7 @@ def written_by(pieces: Iterable[Piece], dp: ParallelGroup) -> dict[str, list[Pie
 
 
 def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
-    """(checkpoint name, our name, place) of what is trained."""
+    """Yield checkpoint name, name in our model and place of each trained tensor."""
     flat, _ = trained(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
     for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
@@ -146,12 +184,15 @@ def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
 
 
 def _stored_shape(part: Part) -> tuple[int, ...]:
-    """Of two dimensions at most: those behind the first, of a convolution's weight, are one."""
+    """Return the stored shape. Dimensions after the first are joined: a convolution's weight has three."""
     first, *rest = part.full_shape
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
 
 
 def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[Piece]:
+    """Yield the pieces of one kind of buffer that is stored by checkpoint names, before they are divided over
+    copies.
+    """
     flat, _ = trained(backend)
     for name, own, part in _table(backend):
         row = math.prod(flat.shapes[own][1:])
@@ -174,7 +215,7 @@ def _boxes(
     start: int,
     repeated: bool,
 ) -> Iterator[Piece]:
-    """One box of a tensor, cut by rows into pieces of at most PIECE_ELEMENTS (or one row)."""
+    """Yield one box of a tensor, cut by rows into pieces of at most PIECE_ELEMENTS or one row."""
     (first, *offsets), (n_rows, *sizes) = offsets, sizes
     row = math.prod(sizes)
     step = max(1, PIECE_ELEMENTS // max(1, row))
@@ -184,7 +225,12 @@ def _boxes(
 
 
 def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]:
-    """What this data-parallel rank has of a piece, whose start is that in params, in elements of `unit` there."""
+    """Yield the parts of a piece that this data-parallel rank owns, as boxes.
+
+    `piece.start` counts in the undivided buffer, in units of `unit` parameters. A part may begin or end inside a row,
+    so it
+    becomes up to three boxes: the rest of a row, whole rows, and the beginning of a row.
+    """
     row = math.prod(piece.sizes[1:])
     for place, local in flat.owned(slice(piece.start * unit, piece.stop * unit)):
         begin, end = place.start // unit, -(-place.stop // unit)
@@ -200,7 +246,7 @@ def _owned(piece: Piece, flat: FlatParameters, unit: int = 1) -> Iterator[Piece]
 
 
 def by_name(pieces: Iterable[Piece]) -> Mapping[str, list[Piece]]:
-    """Tensor name -> its pieces."""
+    """Return the pieces of each tensor by its name."""
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)

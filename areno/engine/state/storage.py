@@ -1,15 +1,16 @@
-"""The files of a run state: stretches of buffers as they lie in memory, and an index of what is where.
+"""The files of a run state: raw bytes of the buffers, an index of their contents, and checksums.
 
-torch.distributed.checkpoint plans which rank writes and reads what, and tells every rank when one fails. Its own file
-format is not used for three reasons. It has no checksums. It holds Python's interpreter lock while it writes, which
-would stall decoding. And its metadata is a pickle, which a damaged file may turn into anything.
+torch.distributed.checkpoint plans which rank writes and reads which piece, and reports a failure of one rank to all.
+Its
+own file format is not used for three reasons: it has no checksums; it holds Python's interpreter lock while it writes,
+which would stall decoding; and its metadata is a pickle, which executes code when a damaged or foreign file is read.
 
-A folder has `index.json` and one file for each buffer and rank. The index has two lines: {"format", "crc32"}, the
-latter of the second line, and {"about", "tensors", "files"}.
+A folder holds `index.json` and one file for each buffer and rank. The index has two lines. The first is {"format",
+"crc32"}, the checksum of the second line. The second is {"about", "tensors", "files"}:
 
-    about     what the roles are: see `keeper.py`
+    about     facts about each role, see `pieces.about`
     tensors   name -> {"dtype", "shape", "chunks": [[offsets, sizes, file, first byte], ...]}
-    files     name -> {"bytes", "crc32": [of every BLOCK_BYTES]}
+    files     name -> {"bytes", "crc32": [one for every BLOCK_BYTES]}
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ T = TypeVar("T")
 
 @dataclass
 class HostFile:
-    """One file to be: a stretch of a buffer in host memory, in parts one after another, and the pieces that are in it.
+    """One file to write: a stretch of a buffer, copied to host memory.
 
-    start: the element of the buffer that the file begins with.
+    Attributes:
+        name: File name.
+        start: Element of the buffer that the file begins with.
+        parts: Consecutive 1-D tensors in host memory.
+        pieces: The pieces that the file contains.
     """
 
     name: str
@@ -61,7 +66,7 @@ class HostFile:
     pieces: list[Piece]
 
     def blocks(self) -> Iterable[memoryview]:
-        """Its bytes, BLOCK_BYTES at a time (parts are a multiple of it, but for the last one)."""
+        """Yield the file in blocks of BLOCK_BYTES. Each part but the last is a multiple of BLOCK_BYTES long."""
         for part in self.parts:
             data = part.view(torch.uint8).numpy().data
             for at in range(0, len(data), BLOCK_BYTES):
@@ -70,38 +75,51 @@ class HostFile:
 
 @dataclass
 class _Sums:
+    """The CRC-32 of each block of one file."""
+
     crc32: list[int] = field(default_factory=list)
 
 
 class Writer(StorageWriter):
-    """Writes this rank's files, and on the coordinator the index. All of it is on the disk when it is done.
+    """Write the files of this rank and, on the coordinator, the index. Everything is synced to the disk at the end.
 
-    check: called at the start and now and then; what it raises ends the writing, on all ranks.
+    Args:
+        folder: The folder of the state.
+        files: The files of this rank.
+        check: Called at the start and between blocks. An exception that it raises stops the writing on all ranks.
     """
 
     def __init__(self, folder: Path, files: Sequence[HostFile], check: Callable[[], None]):
         self._folder, self._files, self._check = folder, files, check
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+        """Do nothing: a Writer writes one state."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Create the folder."""
         self._check()
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Accept any id: the folder is an argument of the constructor."""
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Results are of the pieces of the plan (file, first byte, bytes), then of the files (their checksums)."""
-        results = beside_each_other(self._write, self._files)
+        """Write the files of this rank in threads.
+
+        Returns:
+            A completed future. Its results are those of the files (checksums) and of the pieces (file, first byte).
+        """
+        results = in_threads(self._write, self._files)
         sync(self._folder)
         places = {
             (piece.name, piece.offsets): (file, (piece.start - file.start) * file.parts[0].element_size())
@@ -117,6 +135,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
+        """Write and sync one file."""
         n_bytes, sums = 0, _Sums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
@@ -129,6 +148,7 @@ class Writer(StorageWriter):
         return WriteResult(MetadataIndex(file.name), n_bytes, sums)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index from the results of all ranks."""
         files, places = {}, {}
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result.storage_data, _Sums):
@@ -154,9 +174,14 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads pieces of a folder that a Writer left. CheckpointError where that cannot be.
+    """Read pieces from a folder that a Writer wrote.
 
-    about: what the writer's planner said. metadata: of torch.distributed.checkpoint.
+    Attributes:
+        about: Facts about each role, see `pieces.about`.
+        metadata: Names, dtypes, shapes and chunks of the stored tensors, for torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: The index is missing, damaged or of another format.
     """
 
     def __init__(self, folder: Path):
@@ -172,8 +197,16 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare every `size`-th file with its checksums: those of this rank."""
-        beside_each_other(self._verify, sorted(self._files)[rank::size])
+        """Compare the files of this rank's share with their checksums.
+
+        Args:
+            rank: Rank of this process among all ranks that verify.
+            size: Number of these ranks. Each verifies every `size`-th file.
+
+        Raises:
+            CheckpointError: A file is missing, unreadable, of another size or damaged.
+        """
+        in_threads(self._verify, sorted(self._files)[rank::size])
 
     def _verify(self, name: str) -> None:
         path, expected = self._folder / name, self._files[name]
@@ -199,27 +232,32 @@ class Reader(StorageReader):
             raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); {advice}") from error
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+        """Do nothing: a Reader reads one state."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata from the index."""
         return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
+        """Do nothing: the constructor has read the index."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Accept any id: the folder is an argument of the constructor."""
         return True
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the pieces of a plan into the planner's tensors, in threads."""
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
-        beside_each_other(lambda items: self._read(items, planner), shares)
+        in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -244,13 +282,14 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
 
 
-def beside_each_other(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-    """What `work` gives for each item, some threads doing it."""
+def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    """Call `work` on each item in threads, and return the results in order."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "areno-state-files") as pool:
         return list(pool.map(work, items))
 
 
 def _read_into(view: memoryview, file: Any) -> None:
+    """Fill a buffer from a file. OSError if the file ends early."""
     while view:
         n = file.readinto(view)
         if not n:
@@ -259,6 +298,7 @@ def _read_into(view: memoryview, file: Any) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
+    """Return the second line of the index, once its checksum and format are verified."""
     path = folder / INDEX
     try:
         head_line, _, body = path.read_bytes().partition(b"\n")
@@ -281,6 +321,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_metadata(tensor: dict[str, Any]) -> TensorStorageMetadata:
+    """Return the metadata of one stored tensor for torch.distributed.checkpoint."""
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in tensor["chunks"]]
     properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
     return TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)

@@ -1,6 +1,6 @@
-"""What torch.distributed.checkpoint is told: the pieces of this rank, to write or to read.
+"""Writing the state of the trained roles to a folder, and loading it into roles with the same or another layout.
 
-A state to a folder and back, by torch.distributed.checkpoint.
+Planners tell torch.distributed.checkpoint which pieces this rank writes or reads; `storage.py` has the file format.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ from areno.models.transformer import Transformer
 
 
 class PieceWriting(DefaultSavePlanner):
-    """Plans to write pieces, once for any number of states: planning takes time from the thread that decodes.
+    """Plan the writing of pieces.
 
-    dtypes: of the buffers, by name. about: goes into the index as it is.
+    The plan is made once and reused for later states of the same layout, since planning delays the decoding thread.
+
+    Args:
+        pieces: Pieces that this rank writes.
+        dtypes: Dtype of each buffer by name.
+        about: Facts about each role, stored in the index as they are.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtypes: Mapping[str, torch.dtype], about: Mapping[str, Any]):
@@ -64,36 +69,50 @@ class PieceWriting(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
+        """Return the pieces of this rank, or an empty plan once the plan of all ranks is known."""
         return SavePlan([] if self._final else [self._item(piece) for piece in self._pieces])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """ValueError unless the pieces of all ranks are the whole tensors, and none is there twice."""
+        """Join the plans of all ranks.
+
+        Raises:
+            ValueError: The pieces of all ranks do not cover each tensor exactly once.
+        """
         if self._global is None or self._final is None:
             all_plans, self._global = super().create_global_plan(all_plans)
             self._global.planner_data = self._about
         return all_plans, self._global
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Keep and return the final plan of this rank."""
         self._final = self._final or new_plan
         return self._final
 
     def _item(self, piece: Piece) -> WriteItem:
+        """Return the plan entry of one piece."""
         data = TensorWriteData(_chunk(piece), TensorProperties(self._dtypes[piece.buffer]), torch.Size(piece.shape))
         return WriteItem(MetadataIndex(piece.name, piece.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 class PieceReading(LoadPlanner):
-    """Plans to read pieces, wherever and however cut they were written, into buffers."""
+    """Plan the reading of pieces into buffers. The stored chunks may be cut in any other way.
+
+    Args:
+        pieces: Pieces that this rank needs.
+        buffers: Destination buffers by name.
+    """
 
     def __init__(self, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]):
         self._pieces, self._buffers = by_name(pieces), buffers
         self._piece_at = {(piece.name, piece.offsets): piece for found in self._pieces.values() for piece in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Keep the metadata of the stored tensors."""
         assert metadata is not None
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
+        """Return the overlaps of this rank's pieces with the stored chunks."""
         items: list[ReadItem] = []
         for name, pieces in self._pieces.items():
             tensor = self._metadata[name]
@@ -102,15 +121,19 @@ class PieceReading(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans unchanged: each rank reads by itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Fail: a run state holds tensors only."""
         raise AssertionError("a run state holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the view of a destination buffer that an item is read into."""
         index = read_item.dest_index
         assert index.offset is not None
         piece = self._piece_at[index.fqn, tuple(index.offset)]
@@ -120,10 +143,12 @@ class PieceReading(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Count progress."""
         heartbeat.beat()
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    """Return offsets and sizes of a piece for torch.distributed.checkpoint."""
     return ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
 
 
@@ -132,7 +157,18 @@ warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialize
 
 
 def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: Callable[[], None], group: Any) -> None:
-    """Write this rank's files, and wait until all ranks have. CheckpointError, on every rank, where one cannot."""
+    """Write the files of this rank, and return when all ranks have written theirs.
+
+    Args:
+        folder: The folder of the state.
+        files: The files of this rank, in host memory.
+        planner: The plan of this rank's pieces.
+        check: Called between blocks; an exception stops the writing on all ranks.
+        group: Process group of the ranks that write. None for a single rank.
+
+    Raises:
+        CheckpointError: A rank failed. Raised on every rank.
+    """
     try:
         dcp.save(
             {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
@@ -142,7 +178,11 @@ def save(folder: Path, files: Sequence[HostFile], planner: PieceWriting, check: 
 
 
 def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
-    """EngineError where a state cannot be that of these roles."""
+    """Check that a state belongs to these roles.
+
+    Raises:
+        EngineError: The roles, the type of an optimizer or the shapes of a model differ.
+    """
     if reader.about.keys() != roles.keys():
         raise EngineError(
             f"{folder} is the state of {', '.join(reader.about)}, trained here are {', '.join(roles) or 'none'}; "
@@ -151,14 +191,13 @@ def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
     for name, role in roles.items():
         theirs, ours = reader.about[name]["optimizer"], about(role.backend)["optimizer"]
         if theirs != ours:
-            raise EngineError(
-                "{}: {} was {!r} when the state was written and is {!r} now; it cannot change within a run",
-                folder, Key(f"{role.spec.section}.optimizer.type"), theirs, ours,
-            )  # fmt: skip
+            text = "{}: {} was {!r} when the state was written and is {!r} now; it cannot change within a run"
+            raise EngineError(text, folder, Key(f"{role.spec.section}.optimizer.type"), theirs, ours)
         _check_shapes(reader, name, role, folder)
 
 
 def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
+    """Raise EngineError if a parameter of a role has another shape in the state, or exists on one side only."""
     prefix, ours = f"{name}.{MASTER}.", shapes_of(role.backend)
     theirs = {
         tensor.removeprefix(prefix): tuple(metadata.size)
@@ -167,21 +206,27 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
     }
     if differing := [tensor for tensor in {**ours, **theirs} if ours.get(tensor) != theirs.get(tensor)]:
         first = differing[0]
-        raise EngineError(
-            "{}: the state is of another model than {} ({}): {} is {} in the state and {} in the model "
-            "({} parameters differ)",
-            folder, Key(role.spec.key), role.spec.path, first, theirs.get(first, "absent"),
-            ours.get(first, "absent"), len(differing),
-        )  # fmt: skip
+        stored, own = theirs.get(first, "absent"), ours.get(first, "absent")
+        text = "{}: the state is of another model than {} ({}): {} is {} in the state and {} in the model "
+        text += "({} parameters differ)"
+        raise EngineError(text, folder, Key(role.spec.key), role.spec.path, first, stored, own, len(differing))
 
 
 @torch.no_grad()
-def take_over(
+def load_role(
     reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
 ) -> None:
-    """Fill masters and moments of a role, which must be on their device. Every rank reads its part by itself.
+    """Load master weights, moments and update counters of one role. Each rank reads its own part.
 
-    lora: of the role's spec. with_moments: without it, or where the state has none, the moments begin at zero.
+    Args:
+        reader: The state.
+        role: Name of the role. Its buffers must be on their device.
+        backend: Its train backend.
+        lora: Adapters of the role's spec.
+        with_moments: Load the moments. Without them, here or in the state, the moments start at zero.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     _, optimizer = trained(backend)
     facts = reader.about[role]
@@ -198,6 +243,7 @@ def take_over(
 
 
 def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]) -> None:
+    """Read pieces into buffers."""
     try:
         dcp.load({}, storage_reader=reader, planner=PieceReading(pieces, buffers), no_dist=True)
     except CheckpointException as error:
@@ -205,7 +251,11 @@ def _read(reader: Reader, pieces: Iterable[Piece], buffers: Mapping[str, Tensor]
 
 
 def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
-    """Fill 8-bit moments from those of another tensor-parallel size, whose blocks hold other elements together."""
+    """Fill 8-bit moments from a state with another tensor-parallel size.
+
+    The blocks that share a scale follow the layout of a rank, so the stored moments are dequantised, assembled to whole
+    tensors, cut for this rank and quantised again.
+    """
     flat, _ = trained(backend)
     model = backend.model
     dtype = model.embed.weight.dtype
@@ -230,7 +280,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
 
 
 def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
-    """The moments of each checkpoint tensor in a parameter, in fp32, put together from all ranks that had a piece."""
+    """Return the fp32 moments of each checkpoint tensor inside one parameter, assembled from all stored ranks."""
     wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:
         shape = model.get_parameter(name).shape
@@ -250,7 +300,7 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
 
 
 def _failure(error: BaseException, what: str) -> CheckpointError:
-    """The error of the first rank that failed."""
+    """Return the error of the lowest rank that failed as a CheckpointError that begins with `what`."""
     ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     first: BaseException = ranks[min(ranks)][0]
     if isinstance(first, OSError) and first.strerror:
