@@ -1,4 +1,7 @@
-"""How worker processes start and end: without the user's script, deaf to Ctrl-C, not outliving the driver. No torch."""
+"""Starting child processes: without the user's main script, without Ctrl-C, and never outliving the driver.
+
+Imports no torch, so that a child starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from typing import Any
 def without_main_module() -> Iterator[None]:
     """Hide the driver's `__main__` from a process that is being spawned.
 
-    A spawned child imports the parent's main script again. Ours need nothing from it, and a script without an
-    `if __name__ == "__main__"` guard would start itself once more.
+    A spawned child imports the parent's main script again. areno's children need nothing from the script, and a script
+    without an `if __name__ == "__main__"` guard would start itself once more.
     """
     main = sys.modules["__main__"]
     saved = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
@@ -35,9 +38,10 @@ def without_main_module() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """To be called first in a child: leave signals to the driver, and end when the driver is gone, even amid work.
+    """Ignore stop signals in this child, and end it when the driver has ended. Call this first in a child.
 
-    A terminal sends Ctrl-C to all processes of a job, and so does a cluster with SIGTERM and SIGUSR1.
+    A terminal sends Ctrl-C to all processes of a job, and a cluster does so with SIGTERM and SIGUSR1. The driver
+    handles these signals for its children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -54,7 +58,7 @@ def follow_parent() -> None:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle for a child without the driver's `__main__`: what is defined there, or locally, travels by value."""
+    """Pickle a value for a child. Functions and classes of `__main__` or of a local scope are pickled by value."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
@@ -62,6 +66,7 @@ def dumps(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle functions and classes that a child cannot import with dill."""
         if isinstance(obj, (FunctionType, type)) and (obj.__module__ == "__main__" or "<" in obj.__qualname__):
             import dill
 

@@ -1,4 +1,4 @@
-"""Worker processes of this machine: their pipes, the counters they share with this process, and how they end."""
+"""Worker processes of this machine: their pipes, the progress counters they share with the driver, and their end."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ Arrived = tuple[list[tuple[int, bytes]], list[int]]
 
 
 class Processes(Protocol):
-    """What a group of workers runs on: processes of this machine, or of several. Ranks are those of the whole group.
+    """The interface of a set of worker processes, on this machine (LocalProcesses) or on several (RayProcesses).
 
-    spec: where they run. counters: see Pulses. death_grace_s: how long it may take to see that one has ended. Methods
-    raise WorkerLost where a machine is lost, but for those that end the processes.
+    Ranks are those of the whole run. All methods but `kill` and `close` raise WorkerLost if a machine was lost.
+
+    Attributes:
+        spec: Description of the workers, including their hosts.
+        counters: Progress counters of all ranks, see Pulses.
+        death_grace_s: Seconds until the end of a process is noticed at the latest.
     """
 
     spec: EngineSpec
@@ -34,36 +38,56 @@ class Processes(Protocol):
     death_grace_s: float
 
     def send(self, rank: int, command: Command) -> None:
-        """BrokenPipeError or ConnectionResetError where the worker has ended."""
+        """Send a command to a worker.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: The worker has ended.
+        """
         ...
 
     def receive(self, timeout: float | None) -> Arrived:
-        """What has arrived, after waiting up to `timeout` seconds for the first. Each end is told once."""
+        """Return the messages that have arrived, and the ranks whose connection has newly ended.
+
+        Args:
+            timeout: Longest wait for the first message, in seconds. None waits without limit.
+        """
         ...
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Of all workers, after waiting for the end of `rank`; None for one that runs."""
+        """Return the exit code of each worker, None while it runs.
+
+        Args:
+            rank: Wait for the end of this rank first.
+            timeout: Longest wait, in seconds.
+        """
         ...
 
     def doubt(self) -> None:
-        """A worker has failed, perhaps since another is gone: look closely whether one is."""
+        """Report that a worker has failed, perhaps because another is gone. From now on losses are noticed sooner."""
         ...
 
     def look(self) -> dict[int, tuple[str, str]]:
-        """State in words and stacks of each worker."""
+        """Return the state in words and the Python stacks of each worker."""
         ...
 
     def kill(self) -> None:
-        """Kill them all."""
+        """Kill all workers."""
         ...
 
     def close(self) -> None:
-        """Let them end, and kill those that do not."""
+        """Let all workers end, and kill those that do not."""
         ...
 
 
 class LocalProcesses:
-    """See Processes. ranks: those that run here. port, listener: see join_groups."""
+    """Worker processes of this machine. Implements Processes.
+
+    Args:
+        spec: Description of all workers of the run.
+        ranks: The ranks that run on this machine.
+        port: Port at which all ranks meet, see join_groups.
+        listener: Socket that listens at the port, for rank 0.
+    """
 
     death_grace_s = 2.0
 
@@ -91,13 +115,15 @@ class LocalProcesses:
             raise
 
     def send(self, rank: int, command: Command) -> None:
+        """Send a command to a worker."""
         self._pipes[rank].send(command)
 
     def send_bytes(self, rank: int, command: bytes) -> None:
-        """The same for a pickled command."""
+        """Send a pickled command to a worker."""
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
+        """Return the messages that have arrived, and the ranks whose connection has newly ended."""
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
         ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
@@ -114,22 +140,27 @@ class LocalProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        """Return the exit code of each worker, None while it runs, after waiting for the end of `rank`."""
         if rank is not None:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def doubt(self) -> None:
-        pass  # the end of a process of this machine is always seen
+        """Do nothing: the end of a process of this machine is always noticed."""
+        # the end of a process of this machine is always seen
 
     def look(self) -> dict[int, tuple[str, str]]:
+        """Return the state in words and the Python stacks of each worker."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
         return stacks.ask(pids, self._stack_pipes, self.spec.world_size > 1)
 
     def kill(self) -> None:
+        """Kill all workers."""
         for process in self.processes.values():
             process.kill()
 
     def close(self) -> None:
+        """Close the pipes, give the workers a moment to end, and kill those that do not."""
         for pipe in self._pipes.values():
             pipe.close()  # a worker that waits for a command sees the end of its pipe and ends
         deadline = time.monotonic() + _EXIT_GRACE_S
@@ -145,7 +176,7 @@ class LocalProcesses:
 
 
 def on_this_machine(spec: EngineSpec) -> LocalProcesses:
-    """All workers of a spec."""
+    """Start all workers of a spec on this machine."""
     # The ranks meet at a port that the driver opens, so that nobody else can take it; rank 0 listens there.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

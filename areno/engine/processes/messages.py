@@ -1,4 +1,7 @@
-"""What travels over the pipe between the driver and a worker. To the worker: Command. Back: Reply, or Outputs."""
+"""Messages between the driver and a worker: Command to the worker, Reply and Outputs to the driver.
+
+`pack` and `execute` are the two ends of a command; `portable` makes an exception fit for pickling.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,13 @@ _rest_of = attrgetter(*_REST)
 
 @dataclass
 class Command:
-    """One call of a worker's method."""
+    """One call of a worker's method.
+
+    Attributes:
+        method: Name of the method.
+        arguments: Pickled arguments. The worker unpickles them where an error can be answered.
+        id: Number of the command. None if the driver waits for no reply; then only an error comes back.
+    """
 
     method: str
     arguments: bytes  # pickled: read where the error of a bad one can be answered
@@ -34,7 +43,7 @@ class Command:
 
 @dataclass
 class Reply:
-    """The end of a command, or an error that belongs to none."""
+    """The result of a command, or an error that belongs to no command (`id` is None)."""
 
     id: int | None
     value: Any = None
@@ -43,7 +52,7 @@ class Reply:
 
 @dataclass
 class Outputs:
-    """What a worker sends while it decodes."""
+    """Samples and counters that a worker sends while it decodes."""
 
     outputs: list[GenerationOutput]
     stats: RolloutStats
@@ -71,6 +80,7 @@ def _outputs_of(
     rest: Sequence[tuple[Any, ...]],
     stats: RolloutStats,
 ) -> Outputs:
+    """Unpickle Outputs: split the arrays of all samples."""
     outputs, start = [], 0
     for n_tokens, of_one, others in zip(lengths, versions, rest, strict=True):
         place = slice(start, start + n_tokens)
@@ -82,29 +92,31 @@ def _outputs_of(
 
 
 def pack(method: str, args: Sequence[Any]) -> bytes:
-    """Arguments for a worker. EngineError where one of them cannot be sent."""
+    """Pickle the arguments of a command.
+
+    Raises:
+        EngineError: An argument cannot be pickled.
+    """
     try:
         return dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise EngineError(
-            "an argument of {} cannot be sent to a worker process ({}); bind plain values to a loss function with "
-            "functools.partial, or use {}=inline",
-            method, error, Key("engine.workers"),
-        ) from None  # fmt: skip
+        text = "an argument of {} cannot be sent to a worker process ({}); bind plain values to a loss function with "
+        text += "functools.partial, or use {}=inline"
+        raise EngineError(text, method, error, Key("engine.workers")) from None
 
 
 class WorkerFailure(EngineError):
-    """An exception that is not areno's own, in a worker."""
+    """An exception inside of a worker that is not one of areno's own."""
 
 
 def portable(error: Exception, rank: int) -> ArenoError:
-    """An error that survives pickling: ours as they are, others with their traceback as text."""
+    """Return an exception that survives pickling. Errors of others become a WorkerFailure with their traceback."""
     if isinstance(error, ArenoError):
         return error
     text = "".join(traceback.format_exception(error)).rstrip()
     return WorkerFailure(f"worker {rank} failed: {type(error).__name__}: {error}\n{text}")
 
 
-def obey(worker: Any, method: str, args: Sequence[Any]) -> Any:
-    """What a command returns: it names a method of the worker."""
+def execute(worker: Any, method: str, args: Sequence[Any]) -> Any:
+    """Call the method of a worker that a command names, and return its result."""
     return getattr(worker, method)(*args)

@@ -1,12 +1,8 @@
-"""From the leader of a tensor-parallel group to its peers: what to do before the next step of decoding.
+"""The parallel groups of one worker: tensor-parallel, data-parallel and context-parallel ranks.
 
-A message goes out at every step, mostly an empty one, so it has to be cheap. It goes one way: the leader waits for
-nobody. The ranks of a group are on one machine.
-
-Which ranks work together: the tensor-parallel and data-parallel groups of one worker.
-
-Rank r holds tensor shard r % tp_size of model copy r // tp_size. Each cp_size copies that follow each other are a
-context-parallel group.
+Rank r holds tensor-parallel shard r % tp_size of model copy r // tp_size. Each cp_size consecutive copies are a
+context-parallel group. A Relay passes the commands of the driver from the leader of a tensor-parallel group to its
+other ranks before each decoding step.
 """
 
 from __future__ import annotations
@@ -33,10 +29,21 @@ _NOTHING = b""
 
 
 class Relay:
-    """One rank's end: the leader, rank 0, has a connection to each peer, and a peer one to the leader."""
+    """The connection of one rank to the leader of its tensor-parallel group; for the leader, to all other ranks.
+
+    A message is sent at every decoding step and is mostly empty, so sending must be cheap. The leader never waits for
+    an answer. All ranks of a group run on one machine.
+    """
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int):
-        """A collective call over the ranks of the group. name: of the group, in the store where they meet."""
+        """Connect the ranks of a group. All of them must call this.
+
+        Args:
+            store: Store at which the ranks meet.
+            name: Name of the group in the store.
+            rank: Rank in the group. Rank 0 is the leader.
+            size: Number of ranks.
+        """
         self._leads = rank == 0
         if self._leads:
             key = secrets.token_hex(32)
@@ -52,7 +59,11 @@ class Relay:
             self._connections = [Client(address, authkey=key.encode())]
 
     def share(self, messages: list[Any]) -> list[Any]:
-        """The leader's messages, on each rank. EOFError on a peer whose leader has ended."""
+        """Return the messages of the leader on each rank of the group.
+
+        Raises:
+            EOFError: The leader has ended.
+        """
         if self._leads:
             packed = pickle.dumps(messages) if messages else _NOTHING
             for connection in self._connections:
@@ -70,11 +81,16 @@ _FOREVER = timedelta(days=30)
 class ParallelContext:
     """The groups that one worker belongs to.
 
-    tp: the ranks that share one copy of the model. dp: the ranks that hold the same piece of the other copies.
-    cp: those of dp that train each row together. data: those of dp that have this rank's place in other such groups.
-    relay: passes commands on to the tensor-parallel peers; None without peers.
-    states: gloo group of all ranks, for the thread that writes run states; None for one rank alone.
-    n_beside: ranks on the same machine, itself included.
+    Attributes:
+        rank: Global rank of the worker.
+        device: Its device.
+        tp: Ranks that share one copy of the model (tensor parallel).
+        dp: Ranks that hold the same shard of all copies (data parallel).
+        cp: Ranks of `dp` that train each row together (context parallel).
+        data: Ranks of `dp` with the same position in the other context-parallel groups.
+        relay: Passes commands on to the other tensor-parallel ranks. None for a group of one.
+        states: Gloo group of all ranks for the thread that writes run states. None for a run of one rank.
+        n_beside: Number of ranks on this machine, this one included.
     """
 
     rank: int
@@ -89,19 +105,23 @@ class ParallelContext:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.tp.size * self.dp.size
 
     @property
     def leads(self) -> bool:
-        """The leader takes commands for its tensor-parallel group and answers for it."""
+        """Whether this rank takes commands for its tensor-parallel group and answers for it."""
         return self.tp.rank == 0
 
 
 def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.socket | None = None) -> ParallelContext:
-    """Join the process groups of `spec`. A collective call over all ranks.
+    """Join the process groups of a run. All ranks must call this.
 
-    port: where they meet, on the host of rank 0. listener: for rank 0, the socket that listens there. One rank alone
-    needs neither.
+    Args:
+        spec: Description of all workers.
+        rank: Global rank of this worker.
+        port: Port on the host of rank 0 at which all ranks meet.
+        listener: For rank 0, the socket that listens at the port. A run of one rank needs neither.
     """
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The Ray cluster of this process: how it is joined or started, which nodes it has, and which of them a run takes."""
+"""The Ray cluster that this process joins or starts: its nodes, and which of them a run can take."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Node:
-    """A node that is up. Numbers are those that Ray was told, whoever uses them now."""
+    """A live node of the Ray cluster.
+
+    Attributes:
+        id: Ray's id of the node.
+        host: Its address.
+        gpus: GPUs that Ray was started with, in use or not.
+        cpus: CPUs that Ray was started with, in use or not.
+        port: Port of the Ray process of the node.
+    """
 
     id: str
     host: str
@@ -49,21 +57,21 @@ class Node:
     port: int = 0  # that the node's own process of Ray listens on
 
     def answers(self) -> bool:
-        """Whether it is there. Ray takes up to half a minute to see that a node is gone."""
+        """Return whether the node accepts connections. Ray takes up to half a minute to notice a lost node."""
         return _listens(self.host, self.port)
 
     def devices(self, kind: str) -> int:
-        """How many worker processes may run here. kind: "cuda" or "cpu"."""
+        """Return how many worker processes of this kind of device (cuda or cpu) may run on the node."""
         return self.gpus if kind == "cuda" else self.cpus
 
 
 def resource(kind: str) -> str:
-    """What Ray calls a device."""
+    """Return Ray's name for a kind of device."""
     return _GPU if kind == "cuda" else _CPU
 
 
 def check_installed() -> None:
-    """ConfigError where Ray is not, or cannot be imported."""
+    """Raise ConfigError if Ray is not installed or cannot be imported."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(Problem(_KEY, "is ray, which is not installed: pip install 'areno[ray]'"))
     try:
@@ -73,10 +81,17 @@ def check_installed() -> None:
 
 
 def connect(n_nodes: int, n_devices: int | None = None) -> None:
-    """Join the cluster of RAY_ADDRESS or, without it, the one that runs on this machine. Later calls do nothing.
+    """Join the cluster at RAY_ADDRESS or, if it is not set, the cluster on this machine. Further calls do nothing.
 
-    Where there is none, or with RAY_ADDRESS=local, start one on this machine for a run on one node, which ends with
-    this process. n_devices: of that run, if it knows. ConfigError where none can be reached.
+    If there is no cluster, or with RAY_ADDRESS=local, a run on one node starts a cluster on this machine, which ends
+    with this process.
+
+    Args:
+        n_nodes: Nodes of the run.
+        n_devices: Devices of the run, if known.
+
+    Raises:
+        ConfigError: No cluster can be joined or started.
     """
     for name, value in QUIET.items():  # before it is imported
         os.environ.setdefault(name, value)
@@ -120,7 +135,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
 
 
 def _given_address(n_nodes: int) -> str | None:
-    """RAY_ADDRESS, or None without it. ConfigError where a run on so many nodes cannot use it."""
+    """Return RAY_ADDRESS, or None without it. ConfigError if a run on `n_nodes` nodes cannot use it."""
     given = os.environ.get("RAY_ADDRESS") or None
     host, _, port = (given or "").rpartition(":")
     if given is None or given == _AUTO or (host and port.isdecimal() and not set(host) & set("/, ")):
@@ -155,7 +170,7 @@ def _address_to_join(given: str | None) -> str | None:
 
 
 def said(error: BaseException) -> str:
-    """Why an actor or its node is gone, in one line. Ray says it last, after a traceback or a list of ids."""
+    """Return one line that says why an actor or its node is gone. Ray puts the reason last."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and type(error).__name__ == "OutOfMemoryError":  # the last line is where to read of it
         return f"killed by Ray for lack of memory: {one_line(lines[0])}"
@@ -168,7 +183,7 @@ def said(error: BaseException) -> str:
 
 
 def one_line(words: str) -> str:
-    """What Ray says, without its guesses at the cause and what is past 250 characters."""
+    """Return a message of Ray in at most 250 characters, without its guesses at the cause."""
     for guesses in _GUESSES:
         words = words.partition(guesses)[0]
     words = " ".join(words.strip(" .").split())
@@ -176,12 +191,13 @@ def one_line(words: str) -> str:
 
 
 def _is_there(address: str) -> bool:
+    """Return whether a cluster accepts connections at HOST:PORT."""
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
 
 
 def _check_token(address: str) -> None:
-    """ConnectionError where the cluster does not let this process in, of which Ray would say nothing for long."""
+    """Raise ConnectionError if the cluster rejects this process. Ray would be silent about it for long."""
     try:
         from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
         from ray.exceptions import AuthenticationError
@@ -198,6 +214,7 @@ def _check_token(address: str) -> None:
 
 
 def _listens(host: str, port: int) -> bool:
+    """Return whether a connection to host and port succeeds."""
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except OSError:
@@ -206,7 +223,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
-    """A cluster of this machine alone, which nobody outside can reach."""
+    """Start a cluster on this machine that only this machine can reach."""
     from ray._private import ray_constants
 
     # Ray takes an address that others can reach, also when it is told another one, unless it thinks that it is on a
@@ -231,7 +248,7 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray gives SIGTERM a handler of its own, which ends the process without winding anything down."""
+    """Keep the handler of SIGTERM. Ray would install one that ends the process without closing anything."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -242,7 +259,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """Those that Ray holds to be up, those with most devices first."""
+    """Return the nodes that Ray considers alive. Nodes with most devices come first."""
     import ray
 
     found = [
@@ -260,16 +277,20 @@ def nodes() -> list[Node]:
 
 
 def free_devices(kind: str) -> dict[str, int]:
-    """How many devices nobody holds, by the id of their node."""
+    """Return the number of free devices of a kind by node id."""
     from ray._private import state
 
     return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """The nodes, as soon as they are enough or when the time is over.
+    """Return the nodes of the cluster, as soon as `enough` accepts them or after `timeout` seconds.
 
-    what: is missing, for the log. key: the setting that the time comes from.
+    Args:
+        enough: Whether a list of nodes suffices.
+        timeout: Longest wait, in seconds.
+        what: Description of the missing nodes, for the log.
+        key: The setting that the timeout comes from.
     """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
@@ -283,17 +304,17 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
 
 
 def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
-    """Whether so many nodes have so many devices each."""
+    """Return whether `n_nodes` nodes have at least `n_each` devices of a kind each."""
     return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
 
 
 def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
-    """How many of the shares of `n_nodes` nodes there is room for, when one node may take several."""
+    """Return how many shares of `n_each` devices fit on the nodes, at most `n_nodes`. A node may take several."""
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
 
 def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
-    """Of a layout that the cluster does not have. waited: so many seconds for what is missing."""
+    """Return the problem of a layout that does not fit the cluster, after `waited` seconds."""
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
@@ -301,12 +322,12 @@ def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited:
 
 
 def wanted(kind: str, n_nodes: int, n_each: int) -> str:
-    """`2 nodes with 8 GPUs each`."""
+    """Return a text such as `2 nodes with 8 GPUs each`."""
     return f"{_count(n_nodes, 'node')} with {_count(n_each, resource(kind))}{' each' if n_nodes > 1 else ''}"
 
 
 def described(found: Sequence[Node]) -> str:
-    """`2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
+    """Return a text such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
     if not found:
         return "no node"
     each = (f"{node.host} ({_count(node.gpus, _GPU)}, {_count(node.cpus, _CPU)})" for node in found)
@@ -314,4 +335,5 @@ def described(found: Sequence[Node]) -> str:
 
 
 def _count(n: int, what: str) -> str:
+    """Return a number with its noun in the right form."""
     return f"{n} {what}{'' if n == 1 else 's'}"

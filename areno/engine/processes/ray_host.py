@@ -1,4 +1,4 @@
-"""What runs on each node: an actor that starts the worker processes there and passes messages on, unread."""
+"""The actor on each node of a Ray cluster. It starts the worker processes there and forwards their messages unread."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says about itself.
+    """Facts about a node.
 
-    missing: those of the paths it was asked for that are not there. n_cuda: CUDA devices that torch sees among those
-    that Ray has given to the run.
+    Attributes:
+        id: Ray's id of the node.
+        host: Its address.
+        versions: Versions of areno, Python and torch.
+        missing: The requested paths that do not exist there.
+        n_cuda: CUDA devices that torch sees among those that Ray has assigned to the run.
     """
 
     id: str
@@ -39,9 +43,11 @@ class NodeReport:
 
 
 class NodeHost:
-    """The worker processes of one node. An actor whose methods run beside each other, in the groups GROUPS.
+    """The worker processes of one node. Ray runs the methods of the three concurrency groups in GROUPS side by side.
 
-    environment: for the workers, but for variables that are set here. folder: the working directory of the driver.
+    Args:
+        environment: Environment variables for the workers. Variables that the node sets itself win.
+        folder: Working directory of the driver.
     """
 
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
@@ -57,6 +63,7 @@ class NodeHost:
         self._processes: LocalProcesses | None = None
 
     def report(self, paths: Iterable[str]) -> NodeReport:
+        """Return facts about the node, and which of `paths` do not exist there."""
         import ray
         import torch
 
@@ -66,7 +73,7 @@ class NodeHost:
         return NodeReport(context.get_node_id(), ray.util.get_node_ip_address(), versions(), missing, n_cuda)
 
     def listen(self, host: str) -> int:
-        """Open the port where all ranks meet, on the node of rank 0."""
+        """Open the port at which all ranks meet, on the node of rank 0, and return its number."""
         self._listener = socket.create_server((host, 0))
         return self._listener.getsockname()[1]
 
@@ -82,46 +89,50 @@ class NodeHost:
             self._listener.close()
 
     def send(self, rank: int, command: bytes) -> None:
-        """A pickled command. The end of a worker is told by `receive`."""
+        """Send a pickled command to a worker. `receive` reports a worker that has ended."""
         if self._processes is not None:
             with suppress(OSError):
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """See Processes, and the counters of all ranks, of which those of this node count."""
+        """Return arrived messages, ended ranks (see Processes), and the progress counters.
+
+        Only the counters of this node are valid.
+        """
         if (processes := self._processes) is None:
             return ([], []), []
         arrived = processes.receive(timeout)
         return arrived, list(processes.counters)
 
     def exit_codes(self, rank: int | None, timeout: float) -> dict[int, int | None]:
-        """See Processes. rank: one of this node."""
+        """Return the exit codes of the workers of this node, after waiting for `rank`, one of them."""
         return {} if self._processes is None else self._processes.exit_codes(rank, timeout)
 
     def look(self) -> dict[int, tuple[str, str]]:
-        """See Processes."""
+        """Return the state in words and the stacks of the workers of this node."""
         return {} if self._processes is None else self._processes.look()
 
     def kill(self) -> None:
-        """See Processes."""
+        """Kill the workers of this node."""
         if self._processes is not None:
             self._processes.kill()
 
     def close(self) -> None:
-        """See Processes."""
+        """Let the workers of this node end, and kill those that do not."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes. A build of torch for another accelerator is the same torch."""
+    """Return the versions that must be equal on all nodes. Builds of torch for other accelerators count as equal."""
     major, minor, _ = platform.python_version_tuple()
     found = {name: _version(name).partition("+")[0] for name in VERSIONS_OF}
     return {"areno": __version__, "python": f"{major}.{minor}", **found}
 
 
 def _version(package: str) -> str:
+    """Return the version of a package, or none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -129,7 +140,7 @@ def _version(package: str) -> str:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface that has this IPv4 address; None where none has, or where the system does not tell."""
+    """Return the network interface with this IPv4 address. None if there is none or the system does not say."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
@@ -142,7 +153,7 @@ def interface_of(host: str) -> str | None:
 
 
 def leave_sign(folder: str) -> Path:
-    """Put an empty file into a folder, for others to look for."""
+    """Create an empty file in a folder, for other nodes to look for."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=".seen-", dir=folder)
     os.close(number)
@@ -150,6 +161,6 @@ def leave_sign(folder: str) -> Path:
 
 
 def start_actor(ray: Any, options: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    """The actor of a node. `options` say where."""
+    """Start the actor of a node. `options` choose the node."""
     actor = ray.remote(**options, concurrency_groups=NodeHost.GROUPS, max_restarts=0)(NodeHost)
     return actor.remote(environment, os.getcwd())

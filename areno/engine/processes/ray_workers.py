@@ -1,8 +1,8 @@
 """Worker processes on the nodes of a Ray cluster, as the driver sees them.
 
-One actor for each node holds the processes there (NodeHost). A thread of the driver for each node fetches what they
-send, and their counters, about once a second if there is nothing. So a node that does not answer is noticed whatever
-the driver does meanwhile.
+One actor on each node holds the worker processes there (NodeHost). For each node, a thread of the driver fetches
+messages and progress counters, about once a second if there is nothing new. So a node that does not answer is noticed
+whatever the driver is doing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from areno.errors import CheckpointError, ConfigError, EngineError, Key, Problem
 
 logger = logging.getLogger("areno")
 
-_ASK_S = 1.0  # a node answers after so long if there is nothing to say
-_SILENT_S = 20.0  # without an answer a node is lost; it does nothing but answer
-_DOUBT_S = 4.0  # the same once a worker has failed, perhaps since it misses a peer
-_ANSWER_S = 10.0  # for what is asked beside that
+_ASK_S = 1.0  # after which a node answers without messages
+_SILENT_S = 20.0  # without an answer, after which a node counts as lost: its actor only answers
+_DOUBT_S = 4.0  # the same once a worker has failed, perhaps because another one is lost
+_ANSWER_S = 10.0  # for other calls of an actor
 _KILL_S = 2.0
 _CLOSE_S = 6.0  # longer than a worker has to end by itself
 _START_S = 120.0  # for Ray to start an actor, whose node may still load Python from a slow disk
-_RESERVE_S = 30.0  # for devices that should be free
-_FORGET_S = 60.0  # for Ray to see that a node is gone which is known to be: it asks 5 times, for 10 seconds each
-# Variables of the driver that workers get, where their node does not set them.
+_RESERVE_S = 30.0  # for Ray to hand out devices that should be free
+_FORGET_S = 60.0  # for Ray to notice a lost node: it asks 5 times, for 10 seconds each
+# Environment variables of the driver that workers inherit, unless their node sets them.
 _PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_OFFLINE", "TOKENIZERS_")
 
-_lost_nodes: set[str] = set()  # ids of nodes of which this process knows that they are gone, or may be
+_lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects to be lost
 
 
 @dataclass
 class _Node:
-    """A node with the actor on it and its ranks."""
+    """A node of the run: its Ray id, its address, the actor on it, and its ranks."""
 
     id: str
     host: str
@@ -56,7 +56,18 @@ class _Node:
 
 
 class RayProcesses:
-    """See Processes. again: the workers were lost, so fewer copies of the model will do, and a node may take more."""
+    """Worker processes on the nodes of a Ray cluster. Implements Processes.
+
+    Args:
+        spec: Description of the workers.
+        again: Whether an earlier group has lost workers. Then fewer copies of the model may start, and a node may take
+            more ranks than before.
+
+    Raises:
+        ConfigError: The cluster lacks nodes or devices.
+        EngineError: The workers cannot be started on a node, or the devices are in use.
+        WorkerLost: A node was lost meanwhile.
+    """
 
     death_grace_s = _DOUBT_S + 2 * _ASK_S
 
@@ -90,7 +101,7 @@ class RayProcesses:
     # -- start -----------------------------------------------------------------------------------------------------
 
     def _place(self, again: bool) -> None:
-        """Reserve the devices of as many nodes as the spec says, or of those that are left."""
+        """Choose the nodes, with `again` among those that are left, and reserve their devices."""
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = ray_cluster.wanted(kind, n_nodes, n_each)
@@ -107,16 +118,15 @@ class RayProcesses:
             if not n_shares:
                 raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
-                logger.warning(
-                    "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
-                    "and no more came within %g s (%s)",
-                    n_shares * n_each // spec.tp_size, spec.dp_size, ray_cluster.described(found), spec.setup_timeout,
-                    ray_cluster.TIMEOUT,
-                )  # fmt: skip
+                n_copies, there_is = n_shares * n_each // spec.tp_size, ray_cluster.described(found)
+                text = "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
+                text += "and no more came within %g s (%s)"
+                logger.warning(text, n_copies, spec.dp_size, there_is, spec.setup_timeout, ray_cluster.TIMEOUT)
             self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
     def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
+        """Reserve the devices with a placement group, and start an actor on each node."""
         from ray.util.placement_group import placement_group, placement_group_table
 
         bundle = {ray_cluster.resource(kind): float(n_each)}
@@ -126,21 +136,18 @@ class RayProcesses:
         deadline = time.monotonic() + seconds
         while not self._group.wait(1):
             heartbeat.beat()
-            what, free = (
-                ray_cluster.wanted(kind, self.spec.n_nodes, n_each),
-                sum(ray_cluster.free_devices(kind).values()),
-            )
+            what = ray_cluster.wanted(kind, self.spec.n_nodes, n_each)
+            free = sum(ray_cluster.free_devices(kind).values())
             if not told:
                 text = "waiting up to %s for %s, which others use; of the Ray cluster %d %ss are free in all"
                 logger.info(text, limit, what, free, ray_cluster.resource(kind))
                 told = True
             if time.monotonic() > deadline:
-                raise EngineError(
-                    "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
-                    "raise {} to wait longer, or lower {}",
-                    ray_cluster.described(found), what, free, ray_cluster.resource(kind), seconds, ray_cluster.TIMEOUT,
-                    Key("cluster.n_nodes"),
-                )  # fmt: skip
+                message = "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
+                message += "raise {} to wait longer, or lower {}"
+                there_is, unit = ray_cluster.described(found), ray_cluster.resource(kind)
+                n_nodes = Key("cluster.n_nodes")
+                raise EngineError(message, there_is, what, free, unit, seconds, ray_cluster.TIMEOUT, n_nodes)
         ids = placement_group_table(self._group)["bundles_to_node_id"]
         hosts = {node.id: node.host for node in ray_cluster.nodes()}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -156,7 +163,7 @@ class RayProcesses:
             self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
 
     def _start(self) -> None:
-        """Check that the nodes are alike and see what they must, and start the workers."""
+        """Check versions, devices and folders of the nodes, and start the workers."""
         signs = {key: leave_sign(folder) for key, folder in self.spec.shared}
         try:
             paths = [*read_folders(self.spec).values(), *map(str, signs.values())]
@@ -182,7 +189,7 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _report(self, node: _Node, asked: Any) -> NodeReport:
-        """What a node says about itself. EngineError where areno cannot be started there."""
+        """Return the report of a node. EngineError if areno cannot be started there."""
         try:
             deadline = time.monotonic() + _START_S
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
@@ -200,7 +207,7 @@ class RayProcesses:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def _follow(self, node: _Node) -> None:
-        """Fetch what the workers of a node send, until they are closed or the node is lost. A thread of its own."""
+        """Fetch messages and counters of a node until the group is closed or the node is lost. Runs in a thread."""
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
@@ -222,6 +229,7 @@ class RayProcesses:
         return None
 
     def _lose(self, node: _Node, why: str) -> None:
+        """Record that a node is lost, and wake callers."""
         if self._closed.is_set():
             return
         _lost_nodes.add(node.id)
@@ -230,16 +238,19 @@ class RayProcesses:
         self._inbox.put(([], []))  # wakes who waits
 
     def _raise_if_lost(self) -> None:
+        """Raise the recorded loss of a node."""
         if self._lost is not None:
             raise self._lost
 
     def send(self, rank: int, command: Command) -> None:
+        """Send a command to a worker."""
         self._raise_if_lost()
         [node] = [node for node in self._nodes if rank in node.ranks]
         packed = pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
         _ask(node.actor.send, rank, packed, group="commands")
 
     def receive(self, timeout: float | None) -> Arrived:
+        """Return the messages that have arrived, and the ranks whose connection has newly ended."""
         self._raise_if_lost()
         messages: list[tuple[int, bytes]] = []
         gone: list[int] = []
@@ -253,6 +264,7 @@ class RayProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
+        """Return the exit code of each worker, None while it runs, after waiting for the end of `rank`."""
         self.doubt()
         self._raise_if_lost()
         asked = [
@@ -268,9 +280,11 @@ class RayProcesses:
         return codes
 
     def doubt(self) -> None:
+        """Treat a node that does not answer as lost sooner from now on."""
         self._doubted = True
 
     def look(self) -> dict[int, tuple[str, str]]:
+        """Return the state in words and the Python stacks of each worker."""
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
         for one in self._answered([_ask(node.actor.look) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
@@ -278,9 +292,11 @@ class RayProcesses:
         return shown
 
     def _answered(self, asked: list[Any], timeout: float) -> list[Any]:
+        """Return the calls of actors that are answered within `timeout` seconds."""
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
+        """Kill all workers and their actors."""
         self._closed.set()  # their end is meant
         self._inbox.put(([], list(range(self.spec.world_size))))
         self._answered(
@@ -290,6 +306,7 @@ class RayProcesses:
             self._ray.kill(node.actor)
 
     def close(self) -> None:
+        """Let all workers end, kill their actors, and return the devices to Ray."""
         self._closed.set()
         if not self._ray.is_initialized():
             return  # the script has left the cluster, which has ended the actors
@@ -308,14 +325,20 @@ class RayProcesses:
 
 
 def _ask(method: Any, *args: Any, group: str = "watch") -> Any:
-    """Call a method of an actor. group: see NodeHost."""
+    """Call a method of an actor, and return the pending result.
+
+    Args:
+        method: The actor's method.
+        args: Its arguments.
+        group: Concurrency group of the call, see NodeHost.
+    """
     return method.options(concurrency_group=group).remote(*args)
 
 
 def _sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Whether the nodes that are up for Ray are so: until it sees a loss, it would place workers there.
+    """Return whether no lost node looks usable to Ray. Until Ray notices a loss, it would place workers there.
 
-    On one that hangs, the connection may still be accepted, but what its workers had is not free.
+    A node that hangs may still accept connections, but the devices of its workers are not free.
     """
     lost = [node for node in found if node.id in _lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -323,7 +346,7 @@ def _sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> b
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:
-    """EngineError where a node has other versions than this process."""
+    """Raise EngineError if a node has other versions of areno, Python or torch than this process."""
     for report in reports:
         pairs = [(name, report.versions.get(name), own) for name, own in versions().items()]
         if other := [f"{name} {theirs} (here {own})" for name, theirs, own in pairs if theirs != own]:
@@ -332,7 +355,7 @@ def check_versions(reports: Sequence[NodeReport]) -> None:
 
 
 def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
-    """EngineError where torch does not see the GPUs of a node."""
+    """Raise EngineError if torch does not see the GPUs of a node."""
     n_each = spec.world_size // spec.n_nodes if spec.devices[0].startswith("cuda") else 0
     for report in reports:
         if report.n_cuda < n_each:
@@ -344,13 +367,13 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
-    """What every node reads itself, by setting."""
+    """Return the folders that every node reads itself, by setting."""
     adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
     return {"actor.path": spec.model_path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:
-    """The error of a node that does not see the model, or not the files that this process writes."""
+    """Raise an error if a node does not see the model, or the files that this process writes."""
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:

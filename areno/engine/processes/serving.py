@@ -1,4 +1,4 @@
-"""What a worker process does: it comes up, obeys commands, and decodes whenever there is something to decode."""
+"""The main function of a worker process: it executes commands, and decodes while there are requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from areno import heartbeat
 from areno.engine.memory import out_of_memory_hint
 from areno.engine.processes.child import follow_parent
-from areno.engine.processes.messages import Command, Outputs, Reply, obey, portable
+from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
 from areno.engine.processes.stacks import StackServer
 from areno.engine.processes.watchdog import Pulse
 from areno.engine.spec import EngineSpec
@@ -35,7 +35,7 @@ _LESS_MEMORY = (
 def worker_main(
     pipe: Any, spec: EngineSpec, rank: int, port: int, listener: socket.socket | None, counters: Any, stack_pipe: Any
 ) -> None:
-    """Body of a worker process."""
+    """Run one worker process until the driver closes its pipe."""
     follow_parent()
     pulse = Pulse(counters, rank)
     _stacks = StackServer(stack_pipe, with_collectives=spec.world_size > 1)
@@ -75,14 +75,17 @@ def worker_main(
 
 
 def _leave(code: int) -> NoReturn:
-    """A regular exit of an interpreter with torch takes a second, and torch may complain of a group left open."""
+    """Flush the output and end the process at once.
+
+    A regular exit of an interpreter with torch takes a second, and torch may warn about an open process group.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
-    """Read commands as they arrive, so that the driver never waits in a send for a worker that waits in one itself."""
+    """Queue commands as they arrive. So a send of the driver never waits for a worker that waits in a send itself."""
     try:
         while True:
             inbox.put(pipe.recv())
@@ -91,7 +94,7 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
 
 
 def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, pulse: Pulse) -> None:
-    """Obey commands until the driver closes the pipe; decode whenever there is something to decode."""
+    """Execute commands until the driver closes the pipe, and decode while there are requests."""
     last_stats = 0.0
     while True:
         for command in _commands(inbox, worker, context):
@@ -101,7 +104,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             try:
                 args = pickle.loads(command.arguments)
                 with out_of_memory_hint(f"in {command.method}", lambda: _LESS_MEMORY):
-                    value = obey(worker, command.method, args)
+                    value = execute(worker, command.method, args)
                 reply.value = value if context.leads else None
             except Exception as error:
                 reply.error = _failure(error, context)
@@ -120,9 +123,9 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
 
 
 def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
-    """The commands that have arrived; waits for one when there is nothing to decode. None stands for the end.
+    """Return the commands that have arrived. Without anything to decode, wait for one. None marks the end.
 
-    A leader shares them with its tensor-parallel peers, so all of them act on the same commands at the same step.
+    A leader shares them with its tensor-parallel ranks, so all ranks execute the same commands at the same step.
     """
     commands: list[Command | None] = []
     if context.leads:
@@ -137,7 +140,7 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
 
 
 def _failure(error: Exception, context: Any) -> ArenoError:
-    """What the driver is told of an error. An error of CUDA may leave the process without a usable device."""
+    """Return the error to send to the driver. After an error of CUDA, check whether the device still works."""
     told = portable(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):
         import torch

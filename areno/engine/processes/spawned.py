@@ -1,7 +1,7 @@
-"""A process for each device, on this machine or on several, as the driver sees them.
+"""A group of worker processes, one for each device, on this machine or on several, as the driver sees it.
 
-A command goes to the leader of every tensor-parallel group, which passes it on to its peers. Requests may be sent while
-workers decode; outputs come back as they arise.
+A command goes to the leader of every tensor-parallel group, which passes it on to the other ranks. Requests may be sent
+while workers decode; their samples arrive in `poll`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,14 @@ _FAILURE_GRACE_S = 5.0  # for the other ranks to answer a command that failed on
 
 
 class SpawnedGroup:
-    """One process for each device. A worker that dies is a WorkerLost in the driver, within seconds.
+    """One process for each device. The death of a worker raises WorkerLost in the driver within seconds.
 
-    start: starts the processes. spec: what the group has become of the given one; see start_workers.
+    Args:
+        spec: Description of the workers.
+        start: Starts the processes.
+
+    Attributes:
+        spec: Description of the workers that were started, see start_workers.
     """
 
     def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
@@ -61,9 +66,11 @@ class SpawnedGroup:
         return range(0, self.spec.world_size, self.spec.tp_size)
 
     def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker. Return the result of each data-parallel rank, in order."""
         return self.call_each(method, [args] * self.spec.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every worker with other arguments for each data-parallel rank."""
         packed = [pack(method, each) for each in args]  # nothing is sent where one of them cannot be
         self._last_id += 1
         self._replies = {}
@@ -76,9 +83,11 @@ class SpawnedGroup:
             self.pulses.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+        """Send a command without waiting for its end. Any thread may call this."""
         self._send(self._leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
+        """Return finished and partial samples as they arrive, or an empty list after `timeout` seconds."""
         if not self._ready:
             self._receive(timeout)
         self._raise_error()
@@ -86,29 +95,32 @@ class SpawnedGroup:
         return ready
 
     def stats(self) -> list[RolloutStats]:
+        """Return the latest counters of each data-parallel rank."""
         return self._stats
 
     def look(self) -> dict[int, tuple[str, str]]:
-        """See Watched."""
+        """Return the state in words and the Python stacks of each worker."""
         return {} if self.processes is None else self.processes.look()
 
     def name(self, rank: int) -> str:
-        """See Watched."""
+        """Return the name of a worker and its address, for messages."""
         return f"worker {rank} ({self.spec.addresses[rank]})"
 
     def lose(self, error: WorkerLost) -> None:
-        """See Watched."""
+        """Kill the workers. Calls that wait for them, and later calls, raise the error."""
         self._lost = error
         if self.processes is not None:
             self.processes.kill()
 
     def close(self) -> None:
+        """Free the devices and end the processes. Further calls do nothing."""
         self.watchdog.stop()
         processes, self.processes = self.processes, None
         if processes is not None:
             processes.close()
 
     def _send(self, rank: int, command: Command) -> None:
+        """Send a command to a leader, and count it."""
         processes = self._open_processes
         self.pulses.sent(rank, command.method)
         try:
@@ -117,9 +129,9 @@ class SpawnedGroup:
             self._raise_death(rank)
 
     def _collect(self) -> list[Any]:
-        """Wait until every rank has answered the last command; the leaders' values.
+        """Wait until every rank has answered the last command. Return the values of the leaders.
 
-        A rank that fails alone may leave others waiting for it in a collective, for good: then the group ends here.
+        If a rank fails alone, others may wait for it in a collective without end. Then the whole group is closed.
         """
         deadline: float | None = None
         while len(self._replies) < self.spec.world_size:
@@ -134,7 +146,7 @@ class SpawnedGroup:
         return [self._replies[rank].value for rank in self._leaders]
 
     def _receive(self, timeout: float | None) -> None:
-        """Take what has arrived, waiting up to `timeout` seconds for the first. Raises when a worker is gone."""
+        """Handle the messages that arrive within `timeout` seconds. Raise if a worker is gone."""
         processes = self._open_processes
         if not self._gone:
             messages, self._gone = processes.receive(timeout)
@@ -144,6 +156,7 @@ class SpawnedGroup:
             self._raise_death(self._gone[0])
 
     def _take(self, rank: int, message: Reply | Outputs) -> None:
+        """Handle one message."""
         heartbeat.beat()
         if isinstance(message, Reply) and message.error is not None:
             message.error = self._of_its_node(rank, message.error)
@@ -156,17 +169,19 @@ class SpawnedGroup:
             self._replies[rank] = message
 
     def _of_its_node(self, rank: int, error: ArenoError) -> ArenoError:
-        """An error about files names the machine, where there are several: the folder may be there on the others."""
+        """Return an error about files with the name of its machine, if the run has several."""
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
         host = self.spec.addresses[rank].host
         return CheckpointError([problem.of_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
+        """Raise the error with which the watchdog has killed the workers."""
         if self._lost is not None:
             raise self._lost
 
     def _raise_error(self) -> None:
+        """Raise the first error that a worker has sent. Prefer the report of a killed worker."""
         self._raise_if_lost()
         error, self._error = self._error, None
         for reply in self._replies.values():
@@ -182,6 +197,7 @@ class SpawnedGroup:
             raise error
 
     def _raise_death(self, rank: int) -> NoReturn:
+        """Raise the best explanation for the end of a worker."""
         self._raise_if_lost()
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
         self._raise_if_killed()  # others may end because one was killed
@@ -189,6 +205,7 @@ class SpawnedGroup:
         self._raise_end(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:
+        """Raise WorkerLost if a signal has ended a worker."""
         for rank, code in self._open_processes.exit_codes().items():
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
@@ -196,4 +213,5 @@ class SpawnedGroup:
                 self._raise_end(rank, f"was killed by {name}{why}")
 
     def _raise_end(self, rank: int, how: str) -> NoReturn:
+        """Raise WorkerLost for a rank."""
         raise WorkerLost(f"{self.name(rank)} {how}")

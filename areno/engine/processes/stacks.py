@@ -1,4 +1,4 @@
-"""What a process does: the Python stacks of its threads, and the last collective that torch has recorded."""
+"""What a process is doing: the Python stacks of its threads, and the last collective that torch has recorded."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ _DEAF = {"T", "t"}
 
 
 class StackServer:
-    """In a worker: shows what it does when the driver asks for it, also where its main thread hangs in C code.
+    """Shows the stacks of a worker when the driver asks for them, even while its main thread hangs in C code.
 
-    pipe: two-way, as raw bytes. with_collectives: there are other ranks to wait for.
+    Args:
+        pipe: Two-way pipe for raw bytes.
+        with_collectives: Also show collectives, since the run has several ranks.
     """
 
     def __init__(self, pipe: Any, with_collectives: bool):
@@ -47,13 +49,14 @@ class StackServer:
             threading.Thread(target=self._tell_collectives, daemon=True, name="areno-collectives").start()
 
     def _tell_collectives(self) -> None:
+        """Answer each byte from the driver with the recorded collectives."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded().encode())
 
 
 def _recorded() -> str:
-    """The collectives of this process that torch remembers as under way, or the last one."""
+    """Return the unfinished collectives in torch's flight recorder, or the last one."""
     torch = sys.modules.get("torch")
     c10d = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
@@ -63,7 +66,7 @@ def _recorded() -> str:
 
 
 def collectives(trace: Mapping[str, Any]) -> str:
-    """Lines on the collectives under way, or on the last one, of what torch's flight recorder dumps."""
+    """Return a line for each unfinished collective in a dump of torch's flight recorder, or for the last one."""
     entries = trace.get("entries", [])
     under_way = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]
     title = "Collective under way" if under_way else "Last collective, completed"
@@ -75,7 +78,7 @@ def collectives(trace: Mapping[str, Any]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """The letter of /proc/PID/stat; "" where there is none."""
+    """Return the state letter of /proc/PID/stat, or an empty string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -83,7 +86,16 @@ def process_state(pid: int) -> str:
 
 
 def ask(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
-    """State in words (or "") and stacks of some workers, by rank. pids, pipes: of these, by rank."""
+    """Ask workers for their stacks.
+
+    Args:
+        pids: Process id of each worker by rank.
+        pipes: Pipe to the StackServer of each worker by rank.
+        with_collectives: Ask for collectives, too.
+
+    Returns:
+        The state in words (or an empty string) and the stacks of each worker by rank.
+    """
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _DEAF]
     for rank in awake:
@@ -102,7 +114,7 @@ def ask(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: boo
 
 
 def _read(pipe: Any, deadline: float) -> str:
-    """What comes until nothing more does, or until a time."""
+    """Read from a pipe until it is quiet or the deadline has passed."""
     chunks: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([pipe], [], [], min(left, _QUIET_S) if chunks else left)[0]:
@@ -114,7 +126,7 @@ def _read(pipe: Any, deadline: float) -> str:
 
 
 def _readable(dump: str) -> str:
-    """What faulthandler wrote, without the threads that always wait, and without addresses."""
+    """Return a dump of faulthandler without addresses and without the threads that always wait."""
     sections = []
     for section in dump.split("\n\n"):
         title, _, frames = section.partition("\n")
@@ -126,13 +138,13 @@ def _readable(dump: str) -> str:
 
 
 def waits_for_others(stacks: str) -> bool:
-    """Whether the main thread of a worker waits for another rank, going by what `ask` returned."""
+    """Return whether the main thread of a worker waits for another rank, judging by the result of `ask`."""
     _, _, main = stacks.partition("Main thread")
     return any(place in line for line in main.split("\n")[1:6] for place in _FOR_OTHERS)
 
 
 def of_driver(hidden: int) -> str:
-    """The stacks of all threads of this process, without that of the thread `hidden`; the main thread comes first."""
+    """Return the stacks of all threads of this process but `hidden`. The main thread comes first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

@@ -1,13 +1,10 @@
-"""How far each worker is, in memory that workers share with the process that started them.
+"""Detection of processes that hang, workers and the driver, and their end.
 
-To count takes no message and no system call. Counters of another machine are copied to the driver about once a second.
-
-Ends what hangs: workers that do not get on, and a driver that does not.
-
-A thread looks at counts that only the work itself moves (areno.heartbeat). Where a rank has something to do and its
-count has not changed for `engine.stall_timeout_s`, the log shows what every process does, the workers are killed, and
-who waits for them gets a WorkerLost. Where the driver hangs in work of its own, its main thread gets an exception; a
-thread that does not take it ends with the process.
+Each worker counts its progress in memory that it shares with the driver (Pulse), which costs neither a message nor a
+system call. Counters of another machine are copied to the driver about once a second. A thread of the driver reads the
+counters (Pulses, Watchdog). If a rank has work and its counter has not changed for `engine.stall_timeout_s`, the log
+shows the stacks of every process, the workers are killed, and callers that wait for them get a WorkerLost. If the
+driver hangs in its own work, its main thread gets an exception. If the main thread does not react, the process ends.
 """
 
 from __future__ import annotations
@@ -28,16 +25,30 @@ from areno import heartbeat
 from areno.engine.processes import stacks
 from areno.errors import EngineError, Key, WorkerLost
 
-# For each rank: parts of its work, commands that it has done, whether it decodes.
+logger = logging.getLogger("areno")
+
+_LOOK_S = 1.0
+_RAISE_S = 5.0  # for the main thread to react to an exception
+_TELL_S = 10.0  # for writing the log, whose disk or pipe may hang, too
+_LOCKED_S = 2.0  # after which faulthandler shows the stacks if this thread cannot
+_INTERRUPT = signal.SIGUSR2
+_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
+_KEY = Key("engine.stall_timeout_s")
+# Counters of a rank: heartbeats, finished commands, and whether there are requests to decode.
 _BEATS, _DONE, _DECODES = range(3)
 FIELDS = 3
 
 
 class Pulses:
-    """The driver's view. It counts the commands that it sends, and looks at what each rank counts.
+    """The progress counters of all workers, as the driver sees them, and the commands that it has sent.
 
-    counters: FIELDS numbers for each rank. together: the driver waits for an answer of every rank, so they may wait for
-    each other.
+    Args:
+        counters: FIELDS numbers for each rank, in shared memory.
+        world_size: Number of ranks.
+        tp_size: Number of tensor-parallel ranks.
+
+    Attributes:
+        together: Whether the driver waits for an answer of every rank, so that ranks may wait for each other.
     """
 
     def __init__(self, counters: Any, world_size: int, tp_size: int):
@@ -48,81 +59,84 @@ class Pulses:
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
-        """The leader of a tensor-parallel group gets a command, which it passes on."""
+        """Count a command to the leader of a tensor-parallel group, which passes it on to the other ranks."""
         for rank in range(leader, leader + self._tp_size):
             self._sent[rank] += 1
             self._commands[rank] = command
 
     def is_due(self, rank: int) -> bool:
-        """Whether it has something to do."""
+        """Return whether a rank has work."""
         leader = rank - rank % self._tp_size  # it alone knows: others wait for it between two steps
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:
+        """Return whether a rank has an unfinished command."""
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
-        """Changes whenever the rank gets on."""
+        """Return the counters of a rank. They change with every progress."""
         return self.counters[FIELDS * rank : FIELDS * (rank + 1)]
 
     def command(self, rank: int) -> str:
-        """What it does, or should be doing."""
+        """Return the name of a rank's current work."""
         return self._commands[rank] if self._is_asked(rank) else "decoding"
 
 
 class Pulse:
-    """The view of one worker, whose beats count there from now on."""
+    """The progress counters of one worker, as the worker sees them. `heartbeat.beat` counts there from now on."""
 
     def __init__(self, counters: Any, rank: int):
         self._counters, self._at = counters, FIELDS * rank
         heartbeat.count_in(counters, self._at + _BEATS)
 
     def has_done(self, decodes: bool) -> None:
-        """One more command is done. decodes: there is something to decode now."""
+        """Count a finished command.
+
+        Args:
+            decodes: Whether there are requests to decode.
+        """
         self.decodes(decodes)
         self._counters[self._at + _DONE] += 1
 
     def decodes(self, decodes: bool) -> None:
-        """Whether there is something left to decode, and nobody else holds it up."""
+        """Set whether there are requests to decode. False while the worker waits for the driver to read."""
         self._counters[self._at + _DECODES] = decodes
 
 
-logger = logging.getLogger("areno")
-
-_LOOK_S = 1.0
-_RAISE_S = 5.0  # for the main thread to take an exception
-_TELL_S = 10.0  # for the log, whose disk or pipe may be what hangs
-_LOCKED_S = 2.0  # later than this thread would notice, if it could
-_INTERRUPT = signal.SIGUSR2
-_DEBUGGERS = {"pdb", "bdb", "code", "IPython", "_pydevd_bundle"}  # they wait for a person
-_KEY = Key("engine.stall_timeout_s")
-
-
 class Watched(Protocol):
-    """A group of workers. command: what a worker that lives in the driver does, "" for nothing."""
+    """The view of a group of workers that the watchdog needs.
+
+    Attributes:
+        command: Current command of a worker that lives in the driver. Empty if there is none.
+    """
 
     command: str
 
     @property
     def pulses(self) -> Pulses | None:
-        """Of worker processes; None without any."""
+        """The counters of worker processes. None without processes."""
         ...
 
     def look(self) -> dict[int, tuple[str, str]]:
-        """State in words and stacks of each worker process."""
+        """Return the state in words and the stacks of each worker process."""
         ...
 
     def name(self, rank: int) -> str:
-        """A worker, for messages."""
+        """Return the name of a worker for messages."""
         ...
 
     def lose(self, error: WorkerLost) -> None:
-        """Kill the worker processes. Who waits for them, or uses them later, gets the error."""
+        """Kill the worker processes. Calls that wait for them, and later calls, raise the error."""
         ...
 
 
 class Watchdog:
-    """Looks after a group of workers and this process until `stop`. limit_s: longest time without progress, or None."""
+    """Watches a group of workers and this process until `stop`.
+
+    Args:
+        limit_s: Longest time without progress, in seconds. None watches nothing.
+        group: The workers.
+    """
 
     def __init__(self, limit_s: float | None, group: Watched):
         self.limit_s, self._group = limit_s, group
@@ -139,12 +153,16 @@ class Watchdog:
             threading.Thread(target=_watch, args=args, daemon=True, name="areno-watchdog").start()
 
     def stop(self) -> None:
-        """The group ends, or has ended."""
+        """Stop watching, since the group ends."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
 
     def look(self, elapsed: float) -> None:
-        """Once in a while. elapsed: seconds since the last time."""
+        """Check the counters.
+
+        Args:
+            elapsed: Seconds since the last check.
+        """
         assert self.limit_s is not None
         due, work = self._due(elapsed), heartbeat.work()
         if work:
@@ -168,7 +186,7 @@ class Watchdog:
             self._end_driver(work)
 
     def _due(self, elapsed: float) -> list[int]:
-        """The ranks that have something to do, after a look at each."""
+        """Return the ranks that have work, and update how long each has made no progress."""
         pulses, due = self._group.pulses, []
         if pulses is None or self._lost:
             return due
@@ -184,6 +202,7 @@ class Watchdog:
         return due
 
     def _lose_workers(self, due: list[int]) -> None:
+        """Log the stacks of all workers, kill them, and name the rank to blame."""
         assert self._group.pulses is not None
         looks, name = self._group.look(), self._group.name
         # One that waits in a collective is not to blame, unless all do.
@@ -193,10 +212,8 @@ class Watchdog:
         command, seconds = self._group.pulses.command(first), self._quiet[first]
         who = ", ".join(name(rank) for rank in stopped or guilty)
         how = f", since it {looks[first][0]}," if stopped else ""
-        error = WorkerLost(
-            "{} made no progress for {:.0f} s in {}{} and was ended; raise {} ({:g}) if this can take longer",
-            who, seconds, command, how, _KEY, self.limit_s,
-        )  # fmt: skip
+        text = "{} made no progress for {:.0f} s in {}{} and was ended; raise {} ({:g}) if this can take longer"
+        error = WorkerLost(text, who, seconds, command, how, _KEY, self.limit_s)
         what = f"{who} made no progress for {seconds:.0f} s, command {command}{_phase(heartbeat.work())}"
         idle = dict.fromkeys(looks, "has nothing to do")
         self._tell(what, looks, idle | {rank: f"no progress for {self._quiet[rank]:.0f} s" for rank in due})
@@ -204,13 +221,12 @@ class Watchdog:
         self._group.lose(error)
 
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
+        """Raise an exception in the main thread of the driver. End the process if the thread does not react."""
         group, beats = self._group, heartbeat.count()
         kind = WorkerLost if group.pulses is None and group.command else EngineError
         what = f"worker 0, which lives in the driver ({group.command})," if kind is WorkerLost else "the driver"
-        error = kind(
-            "{} made no progress for {:g} s{}; raise {} if this can take longer",
-            what, self.limit_s, _phase(work), _KEY,
-        )  # fmt: skip
+        text = "{} made no progress for {:g} s{}; raise {} if this can take longer"
+        error = kind(text, what, self.limit_s, _phase(work), _KEY)
         looks = {} if self._lost else group.look()
         self._tell(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", looks, {})
         is_main = work[-1][1] == threading.main_thread().ident
@@ -225,7 +241,13 @@ class Watchdog:
         os._exit(1)
 
     def _tell(self, what: str, looks: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
-        """Log what every process does. looks: of the workers. notes: more about some of them."""
+        """Log the stacks of every process.
+
+        Args:
+            what: First line of the message.
+            looks: State and stacks of each worker.
+            notes: Remarks about some of the workers.
+        """
         faulthandler.cancel_dump_traceback_later()
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at one place
         for rank, (state, shown) in looks.items():
@@ -238,6 +260,7 @@ class Watchdog:
 
 
 def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
+    """Check the counters about ten times within the limit, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     while (watchdog := ref()) is not None and watchdog.limit_s is not None:
         pause = min(_LOOK_S, watchdog.limit_s / 10)
@@ -253,11 +276,13 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
 
 
 def _phase(work: list[tuple[str, int]]) -> str:
+    """Return the names of the nested phases of the driver's work."""
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 
 
 def _is_debugged(thread: int) -> bool:
+    """Return whether a thread runs inside of a debugger, which waits for a person."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
@@ -267,7 +292,7 @@ def _is_debugged(thread: int) -> bool:
 
 
 def _in_time(limit_s: float, act: Callable[[], Any]) -> None:
-    """Do something that may hang, and leave it alone if it does."""
+    """Call a function that may hang, and stop waiting for it after `limit_s` seconds."""
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -279,12 +304,13 @@ _taken = threading.Event()
 
 
 def _listen() -> None:
-    """Have the signal raise, unless somebody else uses it. Only the main thread can do so."""
+    """Install the signal handler that raises in the main thread, unless the signal is in use."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(_INTERRUPT) is signal.SIG_DFL:
         signal.signal(_INTERRUPT, _on_signal)
 
 
 def _on_signal(number: int, frame: object) -> None:
+    """Raise the pending exception in the main thread."""
     global _exception
     error, _exception = _exception, None
     if error is None:  # sent by somebody else: what it does without us
@@ -296,7 +322,7 @@ def _on_signal(number: int, frame: object) -> None:
 
 
 def _raise_in_main(error: Exception) -> bool:
-    """Raise in the main thread; False where it does not take it in time, or where no signal can be used."""
+    """Raise an exception in the main thread. Return whether the main thread took it in time."""
     global _exception
     ident = threading.main_thread().ident
     if signal.getsignal(_INTERRUPT) is not _on_signal or ident is None:

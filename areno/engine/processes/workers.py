@@ -1,8 +1,6 @@
-"""One worker in the driver's own process, which starts fast and is easy to debug.
+"""The forms of a group of workers: one worker inside of the driver's process, or a process for each device.
 
-The forms of a group of workers: one worker in the driver's process, or a process for each device, here or elsewhere.
-
-They have the same methods.
+InlineGroup and SpawnedGroup have the same methods. An inline worker starts fast and is easy to debug.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from areno import heartbeat
-from areno.engine.processes.messages import obey
+from areno.engine.processes.messages import execute
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.watchdog import Watchdog
 from areno.engine.spec import EngineSpec, RolloutStats
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class InlineGroup:
-    """One worker in this process. The docstrings of its methods hold for SpawnedGroup, too."""
+    """One worker in the driver's own process."""
 
     pulses: None = None  # see Watched
 
@@ -57,53 +55,59 @@ class InlineGroup:
 
     @property
     def worker(self) -> Any:
+        """The worker. EngineError once the engine is closed."""
         if self._worker is None:
             raise EngineError("the engine is closed")
         return self._worker
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Run a method on every worker; the results of each data-parallel rank, in order."""
+        """Call a method of every worker. Return the result of each data-parallel rank, in order."""
         self._run_casts()
-        return [self._obey(method, args)]
+        return [self._execute(method, args)]
 
-    def _obey(self, method: str, args: Sequence[Any]) -> Any:
+    def _execute(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a method of the worker, and report it as the current command to the watchdog."""
         heartbeat.beat()
         self.command = method
         try:
             with heartbeat.working(method):
-                return obey(self.worker, method, args)
+                return execute(self.worker, method, args)
         finally:
             self.command = ""
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Like call, with other arguments for each data-parallel rank."""
+        """Call a method of every worker with other arguments for each data-parallel rank."""
         return self.call(method, *args[0])
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send without waiting for an answer. An error is raised by a later poll or call. Any thread may call this."""
+        """Send a command without waiting for its end. Any thread may call this.
+
+        A later `poll` or `call` raises the error of the command.
+        """
         self._inbox.put((method, args))
 
     def _run_casts(self) -> None:
+        """Run the commands that `cast` has queued."""
         while not self._inbox.empty():
             method, args = self._inbox.get()
-            self._obey(method, args)
+            self._execute(method, args)
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
-        """What the decoders returned: finished samples and partial ones, or nothing after `timeout` seconds."""
+        """Return finished and partial samples as they arrive, or an empty list after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             self._run_casts()
             if not self.worker.has_work:
                 return []
-            if (outputs := self._obey("step", ())) or time.monotonic() > deadline:
+            if (outputs := self._execute("step", ())) or time.monotonic() > deadline:
                 return outputs
 
     def stats(self) -> list[RolloutStats]:
-        """The latest counters of each data-parallel rank."""
+        """Return the latest counters of each data-parallel rank."""
         return [self.worker.rollout_stats()]
 
     def close(self) -> None:
-        """Free devices and end processes; may be called again."""
+        """Free the devices and end the processes. Further calls do nothing."""
         self.watchdog.stop()
         if self._worker is not None:
             self._worker.close()
@@ -113,26 +117,32 @@ class InlineGroup:
         self._end = None
 
     def look(self) -> dict[int, tuple[str, str]]:
-        """See Watched."""
+        """Return nothing: the group has no worker process to show."""
         return {}
 
     def name(self, rank: int) -> str:
-        """See Watched."""
+        """Return the name of a worker for messages."""
         return f"worker {rank}"
 
     def lose(self, error: WorkerLost) -> None:
-        """See Watched: there is no process to kill."""
+        """Do nothing: there is no process to kill."""
 
 
 WorkerGroup = InlineGroup | SpawnedGroup
 
 
 def start_workers(spec: EngineSpec, mode: str, again: bool = False) -> WorkerGroup:
-    """The group for a spec. Its own `spec` is what it has become of the given one.
+    """Start the workers of a spec.
 
-    mode: engine.workers, that is auto (inline for one CPU device), inline or spawn; or ray, on the nodes of a Ray
-    cluster. again: a group of this spec has lost a worker. Where its nodes are gone, there may be fewer copies of the
-    model.
+    Args:
+        spec: Description of the workers. The `spec` of the returned group also knows their hosts, and has fewer ranks
+            if `again` had to do with fewer.
+        mode: engine.workers: "auto" (inline for one CPU device), "inline" or "spawn"; or "ray" for the nodes of a Ray
+            cluster.
+        again: Whether an earlier group has lost a worker. If its nodes are gone, fewer copies of the model may start.
+
+    Raises:
+        EngineError: mode is inline and the spec has several devices.
     """
     if mode == "ray":
         from areno.engine.processes.ray_workers import RayProcesses
