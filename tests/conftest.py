@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quick_hydra
-import warm
-import warm_python
+
+from tests.helpers import quick_hydra, warm, warm_python
 
 # Tests of one room may share names with those of another.
 sys.path += [str(room) for room in Path(__file__).parent.rglob("*") if any(room.glob("test_*.py"))]
-_SHIPPED = Path(__file__).parent / "tokenizers"
-_REAL = Path(__file__).parents[2] / "shared/data/tokenizers"
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -135,44 +132,42 @@ def cold_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areno.engine.processes.local.multiprocessing", multiprocessing)
 
 
-def load_tokenizer(name: str) -> Any:
-    """A tokenizer that comes with the tests (tiny, plain), or a real one beside the checkout, without which we skip."""
-    from transformers import AutoTokenizer
-
-    folder = next((f / name for f in (_SHIPPED, _REAL) if (f / name).is_dir()), None)
-    if folder is None:
-        pytest.skip(f"the tokenizer {name} is not at {_REAL / name}")
-    return AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.fixture(scope="session")
 def tokenizer_of() -> Callable[[str], Any]:
     """name -> a tokenizer of its own, which the test may change."""
+    from tests.helpers.tokenizers import load_tokenizer
+
     return load_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     """ChatML with tools, tool calls and a switch for thinking."""
+    from tests.helpers.tokenizers import load_tokenizer
+
     return load_tokenizer("tiny")
 
 
 @pytest.fixture(scope="session", params=["tiny", "qwen3"])
 def chatml(request: pytest.FixtureRequest) -> Any:
     """`tiny`, and the real tokenizer whose template does the same to the conversations of our tests."""
+    from tests.helpers.tokenizers import load_tokenizer
+
     return load_tokenizer(request.param)
 
 
 @pytest.fixture(scope="session")
 def plain() -> Any:
     """Has no chat template."""
+    from tests.helpers.tokenizers import load_tokenizer
+
     return load_tokenizer("plain")
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What a run can have beside the quickstart's actor: a reward model, a critic, another language model."""
-    from policy_runs import classifier, other_actor
+    from tests.helpers.policy_runs import classifier, other_actor
 
     folder = tmp_path_factory.mktemp("models")
     return {
@@ -185,7 +180,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[Any]:
     """The SDK's, on one CPU: one for all tests of a module that leave it as usable as it was."""
-    from sdk_script import made
+    from tests.helpers.sdk_script import made
 
     with made() as trainer:
         yield trainer
@@ -194,7 +189,7 @@ def trainer() -> Iterator[Any]:
 @pytest.fixture
 def grpo(tmp_path: Path, models: dict[str, Path]) -> Any:
     """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
-    from variant_runs import player
+    from tests.helpers.variant_runs import player
 
     return player("grpo", tmp_path, models["reward"])
 
@@ -202,6 +197,6 @@ def grpo(tmp_path: Path, models: dict[str, Path]) -> Any:
 @pytest.fixture
 def gspo(tmp_path: Path, models: dict[str, Path]) -> Any:
     """The same with GSPO."""
-    from variant_runs import player
+    from tests.helpers.variant_runs import player
 
     return player("gspo", tmp_path, models["reward"])

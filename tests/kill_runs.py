@@ -1,7 +1,7 @@
 """Kills runs at random moments, starts them again with the same command, and compares what they leave.
 
-    python tests/kill_runs.py --runs 100 --seed 0
-    python tests/kill_runs.py --recipes gspo --runs 4 engine.world_size=4 engine.deterministic=true
+    python -m tests.kill_runs --runs 100 --seed 0
+    python -m tests.kill_runs --recipes gspo --runs 4 engine.world_size=4 engine.deterministic=true
 
 Every run is a small one of the quickstarts, on the CPU in fp32. SIGKILL hits the driver, a worker, or all processes of
 the run; at a random moment, while a state is written or while a checkpoint is; and sometimes the run is killed twice.
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import warm_python
-from warm_python import Started
+from tests.helpers import warm_python
+from tests.helpers.warm_python import Started
 
 ROOT = Path(__file__).parents[1]
 TIMES = re.compile(r"time|tokens_per_second|memory")

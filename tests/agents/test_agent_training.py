@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_model import made, model_folder
 from openai import AsyncOpenAI
-from policy_runs import Played, play
-from resumed import lost_in
 
 import areno
 from areno import SamplingParams
@@ -23,6 +20,9 @@ from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, 
 from areno.errors import ArenoError, DataError, WorkerLost
 from areno.loss_fns import group_advantages, gspo_loss_fn
 from areno.trainers.agents import reward_records, trajectory_rows
+from tests.helpers.agent_model import made, model_folder
+from tests.helpers.policy_runs import Played, play
+from tests.helpers.resumed import lost_in
 
 AGENTS = Path(__file__).parents[1] / "agents"
 REWARD = AGENTS / "reward.py"

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import warm_python
 
 from areno.agents.environment import run_episode
 from areno.config.datasets import DatasetConfig
@@ -27,7 +26,8 @@ from areno.files.user_code import load_function
 from areno.report.page import write_report
 from areno.tracking.reader import RunReader
 from areno.types import RewardRecord
-from tests.scripted_client import ScriptedClient
+from tests.helpers import warm_python
+from tests.helpers.scripted_client import ScriptedClient
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/agentic"

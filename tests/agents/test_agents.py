@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_model import VOCAB, made
-from processes import until_ended
-from waiting import until
 
 from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
@@ -25,6 +22,9 @@ from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, L
 from areno.api.trainer import RolloutSession
 from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError
+from tests.helpers.agent_model import VOCAB, made
+from tests.helpers.processes import until_ended
+from tests.helpers.waiting import until
 
 FILE = Path(__file__).parents[1] / "agents" / "faulty.py"
 

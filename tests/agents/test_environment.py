@@ -14,7 +14,7 @@ import pytest
 from areno.agents.environment import Call, Environment, agent_of, replay, reward_of, run_episode
 from areno.errors import ConfigError, DataError
 from areno.types import RewardRecord
-from tests.scripted_client import ScriptedClient
+from tests.helpers.scripted_client import ScriptedClient
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 

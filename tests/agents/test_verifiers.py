@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_model import model_folder
-from policy_runs import Played, play
 
 from areno.config.datasets import DatasetConfig
 from areno.data.sources import load_environment, load_rows
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
+from tests.helpers.agent_model import model_folder
+from tests.helpers.policy_runs import Played, play
 
 needs_verifiers = pytest.mark.skipif(find_spec("verifiers") is None, reason="needs the verifiers extra")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
 
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
@@ -27,6 +26,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from tests.helpers import warm_python
 
 ROOT = Path(__file__).parents[2]
 BUILT_IN = {"dpo": DPOConfig, "grpo": GRPOConfig, "gspo": GSPOConfig, "ppo": PPOConfig, "sft": SFTConfig}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_model import made
 from openai import OpenAI
 
 from areno import SamplingParams
 from areno.loss_fns import group_advantages, gspo_loss_fn
 from areno.trainers.agents import reward_records, trajectory_rows
+from tests.helpers.agent_model import made
 
 REFERENCE = Path(__file__).parents[3] / "shared/reference/000_30907682021e30ae.txt"
 ROWS = [{"prompt": f"hello {number}", "solutions": number} for number in range(2)]

@@ -7,10 +7,10 @@ import logging
 import sys
 
 import pytest
-from sdk_script import SAMPLING, made, sampled, session, tokens_of
 
 from areno import SamplingParams, Trainer
 from areno.errors import EngineError
+from tests.helpers.sdk_script import SAMPLING, made, sampled, session, tokens_of
 
 
 def test_an_error_or_ctrl_c_in_a_session_leaves_the_trainer_usable(trainer: Trainer) -> None:

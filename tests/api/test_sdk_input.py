@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 from areno import ArenoConfig, Trainer
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Key, keys_renamed
+from tests.helpers.sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -8,9 +8,9 @@ import sys
 from typing import Any, get_type_hints
 
 import pytest
-from sdk_script import MODEL
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer, TrainSequence
+from tests.helpers.sdk_script import MODEL
 
 TYPICAL_FLOW = """
 import asyncio

@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas
 import pytest
-from sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 from areno import ModelRole, SamplingParams, Trainer
 from areno.errors import ArenoError, CheckpointError, ConfigError, DataError, EngineError
+from tests.helpers.sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sdk_script import made
 
 from areno import SamplingParams
 from areno.errors import ConfigError, EngineError
+from tests.helpers.sdk_script import made
 
 
 def test_prepare_is_refused_outside_its_session_and_for_what_is_no_length() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk_script import LR, MODEL, loss, made, plain_rows, rows_of, sampled, tokens_of
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
 from areno.errors import EngineError
+from tests.helpers.sdk_script import LR, MODEL, loss, made, plain_rows, rows_of, sampled, tokens_of
 
 
 def test_a_few_steps_teach_something(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sdk_script import MODEL, SAMPLING, session
 
 from areno import ArenoConfig, SamplingParams, Trainer
 from areno.config.datasets import DatasetConfig
 from areno.data.row_schema import RowKind
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, ConfigError, DataError
+from tests.helpers.sdk_script import MODEL, SAMPLING, session
 
 
 @pytest.mark.parametrize(

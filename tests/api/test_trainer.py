@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_engine import ROLLOUT, model_folder, spec
 
 from areno.api.session import RolloutSession
 from areno.api.trainer import Trainer
@@ -15,6 +14,7 @@ from areno.errors import EngineError
 from areno.loss_fns.sft import sft_loss_fn
 from areno.plan.plan import TrainerPlan
 from areno.types import SamplingParams, TrainSequence
+from tests.helpers.tiny_engine import ROLLOUT, model_folder, spec
 
 PROMPTS = [[2, 3, 4], [5, 6]]
 PARAMS = SamplingParams(max_new_tokens=8)

@@ -7,12 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from bench_runs import TINY, found, settings
-from tiny_engine import model_folder as tiny_folder
 
 from areno.bench import __main__ as bench
 from areno.bench.profile import GROUPS, OWN_FOLDERS, Span, busy_s, group_of, idle_share, phase_table
 from areno.errors import ConfigError
+from tests.helpers.bench_runs import TINY, found, settings
+from tests.helpers.tiny_engine import model_folder as tiny_folder
 
 
 @pytest.mark.parametrize(

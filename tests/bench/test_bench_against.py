@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_runs import TINY, found, settings
-from tiny_engine import model_folder as tiny_folder
-from tiny_engine import spec
 
 from areno.bench.arguments import Work
 from areno.bench.others import WithTransformers, WithVllm
 from areno.engine.engine import Engine
 from areno.errors import EngineError
+from tests.helpers.bench_runs import TINY, found, settings
+from tests.helpers.tiny_engine import model_folder as tiny_folder
+from tests.helpers.tiny_engine import spec
 
 
 def test_transformers_does_the_same_work_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

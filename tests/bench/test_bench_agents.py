@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from agent_model import TOKENIZER, model_folder
 
 from areno.bench.__main__ import main
 from areno.bench.arguments import Work
 from areno.bench.ours import sampling_page, speeds
 from areno.bench.serving import Clients, Load, serving_page
+from tests.helpers.agent_model import TOKENIZER, model_folder
 
 TINY = "--device cpu --prompts 2 --samples 2 --prompt-len 6 --new-tokens 5 --repeats 1"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from test_bench_sampling import TINY, TOKENIZER
-from tiny_engine import model_folder
 
 from areno.bench.__main__ import main
+from tests.helpers.tiny_engine import model_folder
 
 
 def test_steps_on_played_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

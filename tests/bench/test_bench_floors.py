@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from bench_runs import H200
 
 from areno.bench.arguments import Work, row
 from areno.bench.device import Rates, decode_s, floors, prefill_s
@@ -15,6 +14,7 @@ from areno.bench.timing import Timed, measure
 from areno.models.cost import Cost, forward_flops, pairs, train_flops
 from areno.models.registry import load_config
 from areno.types import TrainSequence
+from tests.helpers.bench_runs import H200
 
 
 def cost_of(shape: str, folder: Path, itemsize: int = 2) -> Cost:

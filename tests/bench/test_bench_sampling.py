@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_engine import model_folder
 
 from areno.bench.__main__ import main
+from tests.helpers.tiny_engine import model_folder
 
 TINY = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 2"
 TOKENIZER = Path(__file__).parents[1] / "tokenizers/tiny"

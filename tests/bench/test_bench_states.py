@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from test_bench_sampling import TINY
-from tiny_engine import model_folder
 
 from areno.bench.__main__ import main
+from tests.helpers.tiny_engine import model_folder
 
 
 def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,13 +15,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from played import TASK, Main, Played, task_folder
 
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch import command
 from areno.recipes.gspo import GSPOConfig, loop
 from areno.report import page, replay
+from tests.helpers.played import TASK, Main, Played, task_folder
 
 
 def bounded(n: int) -> Any:

@@ -17,16 +17,16 @@ from typing import Any
 
 import httpx2
 import pytest
-import warm_python
-from agent_model import made, model_folder
 from aiohttp import web
 from openai import AuthenticationError, OpenAI, RateLimitError
-from waiting import until
 
 from areno.cli.__main__ import main
 from areno.cli.serve import _model, _signals
 from areno.errors import ArenoError
 from areno.server.host import ServerThread, Threads
+from tests.helpers import warm_python
+from tests.helpers.agent_model import made, model_folder
+from tests.helpers.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 BASE = ["--device", "cpu", "--port", "0", "--max-running", "8"]

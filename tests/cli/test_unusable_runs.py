@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_runs import fails, run
 
 from areno.cli.__main__ import main
 from areno.errors import ArenoError, of_a_place
 from areno.tracking.reader import RunReader
+from tests.helpers.command_runs import fails, run
 
 
 @pytest.fixture(scope="module")

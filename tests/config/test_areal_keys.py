@@ -40,7 +40,7 @@ def classes() -> dict[str, dict[str, Key]]:
     own: dict[str, dict[str, Key]] = {}
     bases: dict[str, str] = {}
     keys: dict[str, Key] = {}
-    for line in (Path(__file__).parents[1] / "areal_keys.txt").read_text(encoding="utf-8").splitlines():
+    for line in (Path(__file__).parent / "areal_keys.txt").read_text(encoding="utf-8").splitlines():
         if found := re.fullmatch(r"\[(\w+)(?:: (\w+))?\]", line):
             keys = own[found[1]] = {}
             bases[found[1]] = found[2] or ""

@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm_python
-from agent_model import made
 from test_docs import ROOT, blocks
 from test_docs_names import codes, is_setting, known, problem_of, text_of, value_of
 
 from areno.launch.hints import RECIPES
+from tests.helpers import warm_python
+from tests.helpers.agent_model import made
 
 PAGES = sorted((ROOT / "docs/coming_from").glob("*.md"))
 NAMED = "Qwen/Qwen3-0.6B"

@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
-from moe_models import quickstart_with_experts
 from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm
@@ -35,6 +33,8 @@ from areno.cli.__main__ import main
 from areno.data.row_schema import row_problem
 from areno.launch.command import run as run_recipe
 from areno.tracking.reader import RunReader
+from tests.helpers import warm_python
+from tests.helpers.moe_models import quickstart_with_experts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import warm_python
-from loss_rows import PRECISIONS, check, random_rows, trained
 
 from areno.api import get_algorithm
 from areno.config.datasets import DatasetConfig
@@ -27,6 +25,8 @@ from areno.rewards.built_in import math_reward
 from areno.rewards.pool import RewardPool
 from areno.tracking.reader import RunReader
 from areno.types import RewardRecord, TrainSequence
+from tests.helpers import warm_python
+from tests.helpers.loss_rows import PRECISIONS, check, random_rows, trained
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared/data/gsm8k/test.jsonl"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 
-from messages import ROOT, Message, arguments, errors, returned, warnings
-
 from areno.tracking.console import STOPPED
+from tests.helpers.messages import ROOT, Message, arguments, errors, returned, warnings
 
 ARENO = ROOT / "areno"
 ELSEWHERE = {

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from test_attention import run_and_compare
-from tiny_engine import spec
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,6 +28,7 @@ from areno.kernels.attention import _flash_goes_back, choose_backend, varlen_att
 from areno.layers.parallel import ParallelGroup
 from areno.plan.facts import tell_model
 from areno.plan.plan import open_actor
+from tests.helpers.tiny_engine import spec
 
 pytest.importorskip("triton")
 MODEL = Path(__file__).parents[2] / "examples/agentic/small_model/model"

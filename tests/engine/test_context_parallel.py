@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layouts import compare, folder_with, other_losses, policy_steps
 
 from areno.models.registry import load_config, tp_problems
+from tests.helpers.layouts import compare, folder_with, other_losses, policy_steps
 
 
 @pytest.fixture(scope="module")

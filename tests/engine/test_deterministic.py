@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from policy_runs import MODEL, Played, classifier, play
-from tiny_engine import ROLLOUT, model_folder, request, rollout, spec, train_rows
 
 from areno.bench import __main__ as bench
 from areno.bench.shapes import model_folder as shape_folder
@@ -33,6 +31,8 @@ from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.types import GenerationOutput, TrainSequence
+from tests.helpers.policy_runs import MODEL, Played, classifier, play
+from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, rollout, spec, train_rows
 
 # Fewer samples at once than a step has, of different lengths: what runs together changes all the time.
 SETTINGS = [

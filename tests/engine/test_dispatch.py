@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of
 
 from areno.config.run import DecoderConfig
 from areno.engine.decoder.block_manager import BlockManager
@@ -18,6 +17,7 @@ from areno.engine.engine import Engine
 from areno.engine.requests import Dispatcher
 from areno.engine.spec import RolloutSpec, RolloutStats
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest
+from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of
 
 
 def asked(request_id: int, expected: float, n_samples: int = 1) -> GenerationRequest:

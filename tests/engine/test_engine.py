@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_engine import (
+
+from areno.config.models import MicroBatchSpec
+from areno.config.run import DecoderConfig
+from areno.engine.engine import Engine
+from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
+from areno.engine.worker import Worker
+from areno.errors import CheckpointError, DataError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+from areno.types import GenerationOutput, GenerationRequest, TrainSequence
+from tests.helpers.tiny_engine import (
     MIXED,
     ROLLOUT,
     VOCAB,
@@ -25,16 +35,6 @@ from tiny_engine import (
     tokens_of,
     train_rows,
 )
-
-from areno.config.models import MicroBatchSpec
-from areno.config.run import DecoderConfig
-from areno.engine.engine import Engine
-from areno.engine.spec import RoleSpec, RolloutSpec, RolloutStats, UpdateSpec
-from areno.engine.worker import Worker
-from areno.errors import CheckpointError, DataError, EngineError
-from areno.loss_fns.grpo import grpo_loss_fn
-from areno.loss_fns.sft import sft_loss_fn
-from areno.types import GenerationOutput, GenerationRequest, TrainSequence
 
 AT_TEMPERATURE_1 = [item for item in MIXED if item.params.temperature == 1]
 LONG, ENDLESS = 80, 20_000  # tokens; the latter take half a minute: the driver does something meanwhile

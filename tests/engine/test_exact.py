@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_engine import finish, logprobs_of, model_folder, request, spec, tokens_of, train_rows
 from torch.nn import functional as F
 
 from areno.bench.shapes import model_folder as shape_folder
@@ -29,7 +28,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_engine import finish, logprobs_of, model_folder, request, spec, tokens_of, train_rows
 
 # Prompts shorter and longer than a span, one of them a span exactly.
 LENGTHS = [3, 40, 64, 115, SPAN - 1, SPAN, SPAN + 5, SPAN + 200]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_engine import Outputs, logprobs_of, request, tokens_of, train_rows
 
 from areno.bench.shapes import model_folder
 from areno.config.run import DecoderConfig
@@ -22,6 +21,7 @@ from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RolloutSpec
 from areno.kernels.spans import SPAN
 from areno.types import GenerationRequest
+from tests.helpers.tiny_engine import Outputs, logprobs_of, request, tokens_of, train_rows
 
 PLAIN = {"temperature": 1.0}
 FILTERED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}

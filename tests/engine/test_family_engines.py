@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_engine import request, rollout, scored, spec, train_rows
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.spec import UpdateSpec
 from areno.loss_fns.gspo import gspo_loss_fn
-from tests.family_cases import random_model
+from tests.helpers.family_cases import random_model
+from tests.helpers.tiny_engine import request, rollout, scored, spec, train_rows
 
 REQUESTS = [request(0, n_samples=3, length=20), request(1, length=40), request(2, n_samples=2)]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from test_roles import critic, reference
-from tiny_engine import model_folder, spec
 
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
@@ -22,6 +21,7 @@ from areno.layers.config import AdapterSpec, Rope
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost import parameters
+from tests.helpers.tiny_engine import model_folder, spec
 
 QWEN3_8B = TransformerConfig(
     family="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import ROLLOUT, model_folder, request, spec
 
 from areno.engine import streams as gathering
 from areno.engine.engine import Engine
 from areno.engine.streams import Consumer, Gathering
 from areno.errors import EngineError, WorkerLost
 from areno.types import GenerationRequest
+from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec
 
 
 class PlayedTime(asyncio.SelectorEventLoop):

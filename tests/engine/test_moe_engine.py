@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_models import moe_folder
-from tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
 
 from areno.config.models import MicroBatchSpec, ModelConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig
@@ -27,6 +25,8 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config
 from areno.plan.plan import expert_problems
 from areno.types import TrainSequence
+from tests.helpers.moe_models import moe_folder
+from tests.helpers.tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
 
 REQUESTS = [
     request(0, n_samples=3),
@@ -102,7 +102,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
     assert outputs[8][0].cached_tokens == 64
     engine.end_rollout()
     model = engine._workers.worker.actor  # type: ignore[attr-defined]
-    from two_ranks import packed
+    from tests.helpers.two_ranks import packed
 
     for samples in outputs.values():
         tokens = twice[0].prompt + samples[0].tokens
@@ -215,7 +215,7 @@ def train(engine: Engine, rows: list[TrainSequence]) -> None:
 
 
 def test_settings_without_experts_or_that_experts_cannot_have(folder: Path, tmp_path: Path) -> None:
-    from tiny_engine import model_folder
+    from tests.helpers.tiny_engine import model_folder
 
     plain, sparse = load_config(model_folder(tmp_path / "plain")), load_config(folder)
     actor = ModelConfig(path="x", router_aux_loss_coef=0.1)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from test_roles import OPTIMIZER, ROWS, critic, critic_rows, reference
-from tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, train_on, values
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -22,6 +21,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
+from tests.helpers.tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, train_on, values
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import (
+
+from areno.config.models import MicroBatchSpec
+from areno.engine.engine import Engine
+from areno.engine.processes.local import LocalProcesses
+from areno.engine.spec import RolloutSpec, RolloutStats, UpdateSpec
+from areno.errors import DataError, EngineError
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.loss_fns.sft import sft_loss_fn
+from areno.types import TrainSequence
+from tests.helpers.tiny_engine import (
     MIXED,
     finish,
     logprobs_of,
@@ -25,15 +34,6 @@ from tiny_engine import (
     tokens_of,
     train_rows,
 )
-
-from areno.config.models import MicroBatchSpec
-from areno.engine.engine import Engine
-from areno.engine.processes.local import LocalProcesses
-from areno.engine.spec import RolloutSpec, RolloutStats, UpdateSpec
-from areno.errors import DataError, EngineError
-from areno.loss_fns.grpo import grpo_loss_fn
-from areno.loss_fns.sft import sft_loss_fn
-from areno.types import TrainSequence
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
 ENDLESS = 10_000  # tokens: half a minute, in which the driver does something

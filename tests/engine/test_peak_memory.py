@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import folder_with
-from tiny_engine import spec, wait_saved
 
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
 from areno.models.registry import build_model, load_config
 from areno.models.weights import MAPPED_BYTES, save_weights
+from tests.helpers.layouts import folder_with
+from tests.helpers.tiny_engine import spec, wait_saved
 
 LARGE = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,

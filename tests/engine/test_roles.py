@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, scored, spec, train_rows, values
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -24,6 +23,7 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, scored, spec, train_rows, values
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layouts import compare as compare_engines
-from layouts import folder_with, other_losses, policy_steps
-from tp_ranks import Layout, compare, on_ranks
 
 from areno.engine.spec import EngineSpec
 from areno.models.registry import load_config
+from tests.helpers.layouts import compare as compare_engines
+from tests.helpers.layouts import folder_with, other_losses, policy_steps
+from tests.helpers.tp_ranks import Layout, compare, on_ranks
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
-from tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, spec, tokens_of
-from waiting import until
 
 from areno.engine.engine import Engine
 from areno.engine.spec import RolloutSpec
 from areno.engine.streams import FairLock, joined
 from areno.errors import ConfigError, DataError, EngineError
 from areno.types import GenerationOutput, GenerationRequest
+from tests.helpers import warm_python
+from tests.helpers.tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, spec, tokens_of
+from tests.helpers.waiting import until
 
 LONG = 150  # tokens: a fifth of a second at least
 LONG_ROLLOUT = RolloutSpec(max_running=16, max_len=LONG + 10)

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from command_runs import Driver, files
-from processes import is_running, reads_proc
-from waiting import until
 
 import areno
 from areno.files import interrupts
+from tests.helpers.command_runs import Driver, files
+from tests.helpers.processes import is_running, reads_proc
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(autouse=True)

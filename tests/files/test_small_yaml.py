@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 
 import pytest
-from played import TASK, load, task_folder
 
 from areno.errors import ConfigError
 from areno.files.interrupts import not_lost
 from areno.files.small_yaml import YamlFault, plain_yaml
+from tests.helpers.played import TASK, load, task_folder
 
 
 @pytest.fixture

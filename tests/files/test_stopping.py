@@ -8,9 +8,7 @@ import threading
 import time
 from typing import Any
 
-import kill_runs
 import pytest
-from resumed import folder_of, go, log, states, whole
 
 from areno.engine.engine import Engine
 from areno.errors import ArenoError
@@ -19,6 +17,8 @@ from areno.files.interrupts import Stop, Terminated, terminate
 from areno.rewards.pool import Scoring
 from areno.run.checkpoints import Saver
 from areno.run.run import Run
+from tests import kill_runs
+from tests.helpers.resumed import folder_of, go, log, states, whole
 
 RARELY = ["recover.freq_epochs=null"]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}

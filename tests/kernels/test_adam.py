@@ -14,7 +14,7 @@ from areno.engine.train.optimizer import Optimizer
 from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
 from areno.kernels.adam.reference import codes, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 UPDATE = Update(
     lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.999, scale=0.5, correction_1=0.271, correction_2=0.1723

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 def test_all_kernels_compile(tmp_path: Path, capability: str, dtype: str) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
     environment.pop("TRITON_INTERPRET", None)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows
 from areno.kernels.delta.reference import chunked_delta
-from tests.delta_loop import (
+from tests.helpers.delta_loop import (
     KEY_DIM,
     N_HEADS,
     N_KEY_HEADS,
@@ -23,6 +22,7 @@ from tests.delta_loop import (
     random_tokens,
     random_weights,
 )
+from tests.helpers.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def test_one_token_of_each_row() -> None:
 
 
 def test_one_token_of_each_row_in_triton() -> None:
-    run_interpreted("from tests.delta_loop import compare_steps; compare_steps()")
+    run_interpreted("from tests.helpers.delta_loop import compare_steps; compare_steps()")
 
 
 def test_chunks_are_those_of_transformers() -> None:

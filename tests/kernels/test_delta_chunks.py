@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from interpreted import run_interpreted
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from areno.kernels.delta import RowChunks
 from areno.kernels.delta.reference import chunked_delta
+from tests.helpers.interpreted import run_interpreted
 
 # Operands of products have 11, 16 and 8 bits, and numbers go through several products. Results are then rounded to 8
 # bits, which Triton's interpreter does by cutting off the others.

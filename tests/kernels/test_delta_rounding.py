@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_shape
 import torch
-from in_float64 import InFloat64
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
-from two_ranks import load, packed
 
 from areno.engine.decoder.decoder import Decoder
 from areno.kernels.delta import RowChunks
 from areno.kernels.delta.reference import chunked_delta
 from areno.types import GenerationRequest, SamplingParams
-from tests.family_cases import CASES, SHAPE
+from tests.helpers import tiny_shape
+from tests.helpers.family_cases import CASES, SHAPE
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.two_ranks import load, packed
 
 
 def rms(x: Tensor) -> float:

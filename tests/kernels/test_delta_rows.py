@@ -18,7 +18,7 @@ from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows
 from areno.kernels.delta.parts import CHUNK
 from areno.layers.config import Delta
 from areno.models import cost
-from tests.delta_loop import (
+from tests.helpers.delta_loop import (
     N_HEADS,
     VALUE_DIM,
     compare_cut_rows,
@@ -26,7 +26,7 @@ from tests.delta_loop import (
     random_tokens,
     random_weights,
 )
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 HALF = torch.float16  # the interpreter cuts numbers to bfloat16, where a GPU rounds them

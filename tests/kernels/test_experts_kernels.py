@@ -18,7 +18,7 @@ from areno.layers.config import Experts
 from areno.layers.parallel import ParallelGroup
 from tests.engine.decoder.test_decoder import make_decoder, request
 from tests.engine.decoder.test_decoder import run as run_decoder
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 from tests.layers.test_fused import BARE, SOME, build, compare, run
 
 SIZES = [(40, 3, 7), (1, 2, 5), (90, 1, 4)]  # tokens, experts of a token, experts

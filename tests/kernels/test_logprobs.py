@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from areno.kernels.logprobs import selected_logprobs
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 K, V, D = 23, 37, 8
 

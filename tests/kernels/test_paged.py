@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areno.kernels.paged import PagedBatch, decode_attention, reference
 from areno.kernels.spans import SPAN
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 SHAPES = [  # query heads, key heads, head dim, page size
     (4, 2, 64, 16),

@@ -17,7 +17,7 @@ from areno.kernels.peers import PeerMemory
 from areno.kernels.peers.triton import EMPTY
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 
 def open_shared(folder: Path, rank: int, n_ranks: int) -> PeerMemory:

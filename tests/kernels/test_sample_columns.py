@@ -11,7 +11,7 @@ from torch import Tensor
 from areno.kernels.sampling import SamplingFlags
 from areno.types import SamplingParams
 from tests.engine.decoder.test_sampler import PLAIN, settings_of
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 BANNED = [SamplingParams(min_new_tokens=4), SamplingParams(min_new_tokens=100, greedy=True)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 FILTERS = [  # (top_k, top_p); -1 and 1.0 are off
     (1, 1.0), (20, 1.0), (700, 1.0), (-1, 1e-6), (-1, 0.5), (-1, 0.95), (-1, 1 - 1e-7), (20, 0.95), (700, 0.9),

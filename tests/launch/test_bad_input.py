@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_runs import MODEL, fails, files, run, write
 
 from areno.api import get_algorithm
 from areno.engine.spec import EngineSpec
@@ -19,6 +18,7 @@ from areno.launch.compose import load
 from areno.plan.plan import check_copies
 from areno.recipes import gspo, sft
 from areno.tracking.reader import list_runs
+from tests.helpers.command_runs import MODEL, fails, files, run, write
 
 ADDITIONS = [{"prompt": f"{a}+9=", "solutions": str(a + 9)} for a in range(10, 30)]
 REWARD = "def reward_fn(record):\n    return float(record.completion == record.solutions)\n"

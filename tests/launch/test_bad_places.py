@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_runs import fails, files, run, write
-from processes import children
+
+from tests.helpers.command_runs import fails, files, run, write
+from tests.helpers.processes import children
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from played import TASK, Main, load, problems_of, run, task_folder
 
 from areno.api import get_algorithm
 from areno.config.build import build
@@ -24,6 +23,7 @@ from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.tracking.reader import RunReader
+from tests.helpers.played import TASK, Main, load, problems_of, run, task_folder
 
 REPO = Path(__file__).parents[2]
 

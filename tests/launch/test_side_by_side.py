@@ -14,9 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from played import Main, run, task_folder
-from terminal import Terminal
-from waiting import until
 
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError
@@ -24,6 +21,9 @@ from areno.launch.compose import HydraSession
 from areno.launch.side_by_side import JobFailed, JobLines, SideBySide, shares
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from tests.helpers.played import Main, run, task_folder
+from tests.helpers.terminal import Terminal
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import warm
 from torch import Tensor
 
 from areno.engine.train.flat import FlatParameters
@@ -21,7 +20,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer
-from tests.interpreted import run_interpreted
+from tests.helpers import warm
+from tests.helpers.interpreted import run_interpreted
 
 LENGTHS = [3, 1, 2]
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}

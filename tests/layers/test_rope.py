@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_shape
 import torch
 import transformers
 
@@ -19,6 +18,7 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 from areno.types import GenerationRequest, SamplingParams
+from tests.helpers import tiny_shape
 
 ORIGINAL, CONTEXT = 32, 256
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": ORIGINAL}

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from loss_rows import PER_TOKEN, interpolates, pack_of, random_rows
 
 import areno.loss_fns
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, ppo_loss_fn, sft_loss_fn, value_loss_fn
+from tests.helpers.loss_rows import PER_TOKEN, interpolates, pack_of, random_rows
 
 POLICY_LOSSES = [
     grpo_loss_fn,

@@ -8,10 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from loss_rows import PRECISIONS, all_trained, check, pack_of, random_rows, token_weight, trained
 
 from areno.errors import DataError
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, ppo_loss_fn, sft_loss_fn
+from tests.helpers.loss_rows import PRECISIONS, all_trained, check, pack_of, random_rows, token_weight, trained
 
 
 def clip(ratio, a, low, high, c=None):

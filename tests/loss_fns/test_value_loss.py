@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from loss_rows import PRECISIONS, all_trained, check, pack_of, random_rows, trained
 
 from areno.errors import DataError
 from areno.loss_fns import explained_variance, gae, value_loss_fn
+from tests.helpers.loss_rows import PRECISIONS, all_trained, check, pack_of, random_rows, trained
 
 
 def value_by_hand(rows, c, coef):

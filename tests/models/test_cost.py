@@ -25,7 +25,7 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters, make_room
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
 CONFIG = TransformerConfig(

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from in_float64 import InFloat64
-from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows, values_of
 
 from areno.errors import CheckpointError
 from areno.models.registry import load_config
 from areno.models.weights import save_weights
-from tests.family_cases import CASES, SHAPE, logits_of, random_model, read_and_saved_as_text
+from tests.helpers.family_cases import CASES, SHAPE, logits_of, random_model, read_and_saved_as_text
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.two_ranks import (
+    assert_saved_alike,
+    compare_models,
+    load,
+    on_two_ranks,
+    packed,
+    random_rows,
+    values_of,
+)
 
 NAMES = list(CASES)
 

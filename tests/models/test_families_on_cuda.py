@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_shape
 import torch
 import transformers
-from tiny_engine import Outputs, request, spec, train_rows
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.loss_fns import gspo_loss_fn, sft_loss_fn
 from areno.types import TrainSequence
-from tests.family_cases import CASES, SHAPE, TWO_ROPES
+from tests.helpers import tiny_shape
+from tests.helpers.family_cases import CASES, SHAPE, TWO_ROPES
+from tests.helpers.tiny_engine import Outputs, request, spec, train_rows
 
 # Prompts that share blocks, within a window and beyond it, and completions that leave it.
 REQUESTS = [

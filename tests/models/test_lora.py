@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from in_float64 import InFloat64
 from safetensors.torch import load_file, save_file
-from tiny_engine import model_folder, request, rollout, saved_tensors, scored, spec, tokens_of, train_rows, wait_saved
-from two_ranks import load, packed, random_rows
 
 from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec, RoleSpec
@@ -29,7 +26,20 @@ from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_adapter_config, stored_adapters
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
-from tests.family_cases import CASES, SHAPE, random_model
+from tests.helpers.family_cases import CASES, SHAPE, random_model
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.tiny_engine import (
+    model_folder,
+    request,
+    rollout,
+    saved_tensors,
+    scored,
+    spec,
+    tokens_of,
+    train_rows,
+    wait_saved,
+)
+from tests.helpers.two_ranks import load, packed, random_rows
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # fused layers have an adapter on some of their projections

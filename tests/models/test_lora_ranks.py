@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from test_fused import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
-from tiny_engine import ROLLOUT, Outputs, request, rollout, scored, spec, tokens_of, train_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,8 +36,9 @@ from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.types import GenerationRequest
-from tests.family_cases import random_model
-from tests.interpreted import run_interpreted
+from tests.helpers.family_cases import random_model
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_engine import ROLLOUT, Outputs, request, rollout, scored, spec, tokens_of, train_rows
 
 T = TypeVar("T")
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]

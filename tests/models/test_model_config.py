@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tiny_shape import SHAPE
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
 from areno.models.registry import load_config
 from areno.models.rope import HARMLESS
+from tests.helpers.tiny_shape import SHAPE
 
 KINDS = {
     "gemma3_text": transformers.Gemma3TextConfig,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_shape import SHAPE, random_model
-from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.errors import ConfigError
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.weights import checkpoint_table
+from tests.helpers.tiny_shape import SHAPE, random_model
+from tests.helpers.two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 MODELS = Path(__file__).parents[3] / "shared/data/models"
 

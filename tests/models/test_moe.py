@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from moe_models import CASES, SHAPE, random_reference
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-from two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 from areno.engine.train.packing import PackedTokens, TokenShare
 from areno.engine.train.routes import StepRouting
@@ -20,6 +18,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config, tp_problems
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, save_weights
+from tests.helpers.moe_models import CASES, SHAPE, random_reference
+from tests.helpers.two_ranks import assert_saved_alike, compare_models, load, on_two_ranks, packed, random_rows
 
 
 @pytest.mark.parametrize("case", CASES)

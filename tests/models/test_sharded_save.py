@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-import warm
 from safetensors import safe_open
-from tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
 from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
@@ -29,6 +27,8 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
 from areno.types import TrainSequence
+from tests.helpers import warm
+from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, wait_saved
 
 ROW = list(range(3, 40))
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import compare as compare_engines
-from layouts import folder_with, policy_steps
-from tp_ranks import Layout, compare, on_ranks
 
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
@@ -18,6 +15,9 @@ from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters
 from areno.models.cost import kv_bytes, parameters
 from areno.models.registry import build_model, load_config, tp_problems
+from tests.helpers.layouts import compare as compare_engines
+from tests.helpers.layouts import folder_with, policy_steps
+from tests.helpers.tp_ranks import Layout, compare, on_ranks
 
 BIASED = {"num_key_value_heads": 2, "attention_bias": True}
 

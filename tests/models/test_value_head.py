@@ -10,9 +10,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from test_models import CASES, random_reference
-from tiny_engine import saved_tensors
-from tiny_shape import SHAPE, random_model
-from two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
@@ -20,6 +17,9 @@ from areno.errors import CheckpointError
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights
+from tests.helpers.tiny_engine import saved_tensors
+from tests.helpers.tiny_shape import SHAPE, random_model
+from tests.helpers.two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of
 
 PAD = 100  # of the 101 tokens
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import folder_with
 from safetensors import safe_open
 
 from areno import heartbeat
@@ -19,6 +18,7 @@ from areno.models import folder as weight_files
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
+from tests.helpers.layouts import folder_with
 
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8}
 

@@ -11,7 +11,6 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-import tiny_shape
 import torch
 import transformers
 from safetensors import safe_open
@@ -23,6 +22,7 @@ from areno.models import folder as hub
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights, write_tensors
+from tests.helpers import tiny_shape
 
 SHAPE = {**tiny_shape.SHAPE, "vocab_size": 64, "head_dim": 16}
 KINDS = {

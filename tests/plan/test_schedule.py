@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from policy_runs import classifier, play
 
 import areno
 from areno.config.models import OptimizerConfig
@@ -18,6 +17,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
+from tests.helpers.policy_runs import classifier, play
 
 ROWS_AT_A_TIME = ["actor.mb_spec.max_tokens_per_mb=null"]  # 16 in a micro-batch
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import structure
-from structure import Module, modules
+
+from tests.helpers import structure
+from tests.helpers.structure import Module, modules
 
 REPO = Path(__file__).parents[2]
 TREE = modules(REPO)

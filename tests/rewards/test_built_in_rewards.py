@@ -7,8 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from processes import is_running
-from waiting import until
 
 from areno.config.rollout import (
     CodeRewardConfig,
@@ -23,6 +21,8 @@ from areno.rewards.built_in import choice_reward, code_reward, exact_match_rewar
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 from areno.user_processes import sandbox
+from tests.helpers.processes import is_running
+from tests.helpers.waiting import until
 
 needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=f"code {sandbox.problem()}")
 

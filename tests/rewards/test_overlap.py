@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import transformers
-from policy_runs import MODEL, play
-from waiting import until
 
 from areno.api.metrics import Stopwatch
 from areno.api.session import ExpectedLengths
@@ -23,6 +21,8 @@ from areno.rewards.pool import RewardPool, Scoring
 from areno.trainers import score
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes import pool as cores
+from tests.helpers.policy_runs import MODEL, play
+from tests.helpers.waiting import until
 
 REWARD = """
 import os, time

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import until
 
 from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError, EngineError, printable
@@ -22,6 +21,7 @@ from areno.rewards.pool import RewardPool
 from areno.trainers.score import add_scores
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes.worker import Output
+from tests.helpers.waiting import until
 
 reads_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and a subreaper")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import children, is_running, started, until_ended
 
 from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError
@@ -21,6 +20,7 @@ from areno.rewards.pool import RewardPool
 from areno.rewards.records import CompletionRecord, RecordedPrompt
 from areno.types import PromptItem, RewardRecord, TokenArrays
 from areno.user_processes.worker import Worker
+from tests.helpers.processes import children, is_running, started, until_ended
 
 REWARD = """
 import asyncio, os, signal, subprocess, sys, time

@@ -16,9 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from policy_runs import classifier, play
 from test_run import start
-from tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 import areno.models.weights
 from areno.config.run import EvaluatorConfig, SaverConfig
@@ -28,6 +26,8 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.run.checkpoints import Saver
 from areno.run.setup import Setup
 from areno.types import TrainSequence
+from tests.helpers.policy_runs import classifier, play
+from tests.helpers.tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])] * 2
 

@@ -1,11 +1,12 @@
-"""Ten of the runs that `python tests/kill_runs.py` makes: killed at random moments, inside of saves, twice in a row."""
+"""Ten of the runs that `python -m tests.kill_runs` makes: killed at random moments, inside of saves, twice in a row."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from kill_runs import Kill, Run, check, reference
+
+from tests.kill_runs import Kill, Run, check, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

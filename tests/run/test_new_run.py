@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from played import Main, load, problems_of, run, task_folder
 
 from areno.errors import DataError
 from areno.tracking.reader import RunReader
+from tests.helpers.played import Main, load, problems_of, run, task_folder
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import kill_runs
 import pytest
-from resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
 from areno import DPOTrainer, SFTTrainer
 from areno.config.run import ClusterConfig, RecoverConfig
@@ -25,6 +23,8 @@ from areno.recipes.sft import SFTConfig
 from areno.run.checkpoints import Saver
 from areno.run.run import Run
 from areno.tracking.reader import RunReader
+from tests import kill_runs
+from tests.helpers.resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
 OFTEN = ["recover.freq_steps=1"]
 

@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import kill_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.tracking.run_folder import RunFiles
 from areno.tracking.scalar_files import Jsonl, TensorBoard
+from tests import kill_runs
 
 
 def session(files: RunFiles, steps: range, resumed: int | None = None) -> None:

@@ -12,12 +12,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import started
 
 from areno.config.run import EvaluatorConfig, FrequencyConfig, SaverConfig
 from areno.errors import CheckpointError, ConfigError, EngineError, Key
 from areno.files.durable import write_whole
 from areno.run.checkpoints import Saver, Trigger
+from tests.helpers.processes import started
 
 
 def write_model(folder: Path) -> None:

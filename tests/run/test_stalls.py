@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import ROOT, Driver, run
-from processes import children, reads_proc, started, until_ended
 
 from areno.recipes.gspo import GSPOConfig
+from tests.helpers.command_runs import ROOT, Driver, run
+from tests.helpers.processes import children, reads_proc, started, until_ended
 
 pytestmark = pytest.mark.slow
 

@@ -8,16 +8,16 @@ import shutil
 import zlib
 from pathlib import Path
 
-import kill_runs
 import pytest
-from resumed import folder_of, go, log, states, stopped_sft, whole
-from waiting import until
 
 from areno.config.run import RecoverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
 from areno.run.states import States, StateWriter
+from tests import kill_runs
+from tests.helpers.resumed import folder_of, go, log, states, stopped_sft, whole
+from tests.helpers.waiting import until
 
 OFTEN = ["recover.freq_steps=1"]
 

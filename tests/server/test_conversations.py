@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import load_tokenizer
 
 from areno.agents.rows import RowBuilder, reward_record
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
@@ -24,6 +23,7 @@ from areno.server.host import Threads
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.tokens import Source, expand
+from tests.helpers.tokenizers import load_tokenizer
 
 DATA = Path(__file__).parents[3] / "shared/data/toolcall/glaive_toolcall_en_demo.json"
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}

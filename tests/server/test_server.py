@@ -9,7 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from agent_model import EOS, made
 from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -17,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from areno import SamplingParams, Trainer
 from areno.agents.proxy import SessionProxy
 from areno.engine.worker import KV_BLOCK
+from tests.helpers.agent_model import EOS, made
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [

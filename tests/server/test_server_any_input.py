@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx2
 import pytest
-from agent_model import VOCAB, made
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from waiting import until
 
 from areno import SamplingParams
 from areno.server.app import Server, build_server
 from areno.server.host import ServerThread
 from areno.server.sampling import ServerLimits
+from tests.helpers.agent_model import VOCAB, made
+from tests.helpers.waiting import until
 
 KEY = "key \u00e9"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

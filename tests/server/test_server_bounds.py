@@ -14,13 +14,13 @@ from typing import Any
 
 import httpx2
 import pytest
-from agent_model import made
-from waiting import until
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.server import sampling
 from areno.server.host import ServerThread
+from tests.helpers.agent_model import made
+from tests.helpers.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [

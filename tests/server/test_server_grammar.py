@@ -8,10 +8,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from agent_model import made
 from openai import AsyncOpenAI
 
 from areno import SamplingParams
+from tests.helpers.agent_model import made
 from tests.server.test_grammar import response_format, schemas
 
 pytest.importorskip("llguidance")

@@ -13,12 +13,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from agent_model import made
 from openai import OpenAI
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.server.sampling import ServerLimits
+from tests.helpers.agent_model import made
 
 HELLO = [{"role": "user", "content": "hello"}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}

@@ -9,9 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from agent_model import made
 from openai import OpenAI
-from waiting import until
 
 from areno import SamplingParams
 from areno.agents.trajectories import AgentItem
@@ -20,6 +18,8 @@ from areno.server import answers, app
 from areno.server.conversations import Conversations
 from areno.server.requests import read_chat
 from areno.types import GenerationOutput
+from tests.helpers.agent_model import made
+from tests.helpers.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from agent_model import VOCAB, made
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.errors import ConfigError
+from tests.helpers.agent_model import VOCAB, made
 
 OF_OTHERS = re.compile(
     r"gconfig|SamplingParams|rollout\.|actor\.|tokenizer_path|max_new|min_new|max_context|top_logprobs|request \d"

@@ -9,7 +9,6 @@ from typing import Any
 import httpx2
 import jsonschema
 import pytest
-from agent_model import made
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
@@ -19,6 +18,7 @@ from areno.agents.proxy import SessionProxy
 from areno.server import answers
 from areno.server.errors import ApiError
 from areno.types import GenerationOutput
+from tests.helpers.agent_model import made
 
 OWN = {"areno", "reasoning_content", "max_model_len"}  # fields that the API does not have; clients keep what they get
 HELLO = [{"role": "user", "content": "hello world"}]

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_model import made, model_folder
-from conftest import load_tokenizer
 from openai import OpenAI
 from transformers import AutoTokenizer
 
 from areno import SamplingParams
 from areno.server.answers import text_logprobs
 from areno.server.text import Spelled, Spelling, TextStream, TokenTexts, n_begun, spelled_prompt
+from tests.helpers.agent_model import made, model_folder
+from tests.helpers.tokenizers import load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 STORIES = SHARED / "models/stories260K-hf"

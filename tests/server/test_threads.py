@@ -9,9 +9,9 @@ import weakref
 from functools import partial
 
 import pytest
-from waiting import until
 
 from areno.server.host import Threads
+from tests.helpers.waiting import until
 
 
 def test_results_and_errors_come_to_those_who_asked() -> None:

@@ -18,10 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
-import warm_python
 from rich.cells import cell_len
-from terminal import Terminal
-from waiting import until
 
 from areno.tracking import run_log
 from areno.tracking.display import display as displays
@@ -30,6 +27,9 @@ from areno.tracking.display.board import POINTS, SAMPLES_S, Board, Look, Shown, 
 from areno.tracking.display.screen import Above, Screen, can_draw
 from areno.tracking.display.view import draw, rows_of
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
+from tests.helpers import warm_python
+from tests.helpers.terminal import Terminal
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

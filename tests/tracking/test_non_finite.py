@@ -11,7 +11,6 @@ import httpx2
 import openai
 import pytest
 import torch
-from agent_model import EOS, made
 from openai import OpenAI
 
 from areno import SamplingParams, Trainer
@@ -20,6 +19,7 @@ from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
 from areno.errors import ConfigError, EngineError
 from tests.engine.decoder.test_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run
+from tests.helpers.agent_model import EOS, made
 
 POISON = 70
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policy_runs import classifier, play
 from test_console import samples
 
 from areno import Trainer
@@ -18,6 +17,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.tracking.reader import RunReader
 from areno.tracking.samples import EvalFiles, SampleFiles, chosen
 from areno.types import PromptItem
+from tests.helpers.policy_runs import classifier, play
 
 
 def written(path):

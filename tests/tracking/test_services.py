@@ -15,7 +15,6 @@ import types
 from pathlib import Path
 
 import pytest
-from waiting import until
 
 import areno
 from areno.errors import ConfigError
@@ -25,6 +24,7 @@ from areno.tracking import recorder as services_tracker
 from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers, services
 from areno.tracking.services.mlflow import allowed
 from areno.tracking.services.service import RunAbout, Service
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from policy_runs import Played, play
-from variant_runs import Variant, player
 
 from areno.api import get_algorithm
 from areno.files.paths import find_file
 from areno.launch.compose import load
+from tests.helpers.policy_runs import Played, play
+from tests.helpers.variant_runs import Variant, player
 
 BF16 = "actor.dtype=bfloat16"
 VARIANTS = sorted(path.stem for path in find_file("conf/variant").glob("*.yaml"))

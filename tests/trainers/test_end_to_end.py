@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from recipe_runs import ROOT, command, graded_reward, metrics, rollouts, series, train, without_times
+
+from tests.helpers.recipe_runs import ROOT, command, graded_reward, metrics, rollouts, series, train, without_times
 
 DATA = ROOT.parent / "shared/data"
 STORIES = DATA / "models/stories260K-hf"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from recipe_runs import TINY, graded_reward, metrics, rollouts, train
 
 from areno.tracking import console
 from areno.tracking.reader import RunReader
 from areno.trainers import collect
+from tests.helpers.recipe_runs import TINY, graded_reward, metrics, rollouts, train
 
 
 @pytest.fixture(scope="module")

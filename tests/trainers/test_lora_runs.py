@@ -7,11 +7,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import kill_runs
 import pytest
-import tiny_shape
 from openai import OpenAI
-from resumed import folder_of, go, killed_after, whole
 from safetensors.torch import load_file
 from test_serve import Served
 
@@ -26,6 +23,9 @@ from areno.models.registry import load_config
 from areno.plan.lora import lora_of
 from areno.plan.plan import experiment_roles, plan_of_experiment, script_roles
 from areno.tracking.reader import RunReader
+from tests import kill_runs
+from tests.helpers import tiny_shape
+from tests.helpers.resumed import folder_of, go, killed_after, whole
 
 MODEL = str(Path(__file__).parents[2] / "examples/quickstart/model")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3")

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from moe_models import quickstart_with_experts
-from policy_runs import play
 
 from areno.api.trainer import Trainer
 from areno.config.models import PolicyConfig
 from areno.errors import ConfigError
 from areno.plan.backend import ArenoConfig
 from areno.types import SamplingParams, TrainSequence
+from tests.helpers.moe_models import quickstart_with_experts
+from tests.helpers.policy_runs import play
 
 
 @pytest.fixture(scope="module")

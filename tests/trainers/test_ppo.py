@@ -10,9 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import warm_python
-from policy_runs import MODEL, trained
-from ppo_runs import (
+from safetensors.torch import load_file
+
+import areno
+from areno.config.models import RefConfig
+from areno.config.rollout import RewardConfig
+from areno.config.run import EngineConfig
+from areno.launch.compose import load
+from areno.recipes.ppo import PPOConfig
+from tests.helpers import warm_python
+from tests.helpers.policy_runs import MODEL, trained
+from tests.helpers.ppo_runs import (
     close,
     digits,
     digits_of,
@@ -25,14 +33,6 @@ from ppo_runs import (
     scalars_of,
     without_reference,
 )
-from safetensors.torch import load_file
-
-import areno
-from areno.config.models import RefConfig
-from areno.config.rollout import RewardConfig
-from areno.config.run import EngineConfig
-from areno.launch.compose import load
-from areno.recipes.ppo import PPOConfig
 
 
 @pytest.mark.parametrize("kl_in_reward", [True, False])

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policy_runs import MODEL, classifier
-from ppo_runs import PROBLEMS, digits, optimizer, ppo_config, scalars_of, settings, without_reference
 
 import areno
 from areno.api import get_algorithm
@@ -19,6 +17,8 @@ from areno.errors import ConfigError
 from areno.launch import command
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.tracking.reader import RunReader
+from tests.helpers.policy_runs import MODEL, classifier
+from tests.helpers.ppo_runs import PROBLEMS, digits, optimizer, ppo_config, scalars_of, settings, without_reference
 
 
 def fails(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> str:

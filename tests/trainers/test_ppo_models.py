@@ -11,8 +11,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from policy_runs import MODEL, trained
-from ppo_runs import (
+from safetensors.torch import load_file
+
+from areno.config.datasets import DatasetConfig
+from areno.config.models import RefConfig
+from areno.config.rollout import GenerationConfig, RewardConfig
+from areno.errors import CheckpointError
+from tests.helpers.policy_runs import MODEL, trained
+from tests.helpers.ppo_runs import (
     close,
     digits,
     digits_of,
@@ -24,12 +30,6 @@ from ppo_runs import (
     scalars_of,
     without_reference,
 )
-from safetensors.torch import load_file
-
-from areno.config.datasets import DatasetConfig
-from areno.config.models import RefConfig
-from areno.config.rollout import GenerationConfig, RewardConfig
-from areno.errors import CheckpointError
 
 
 @pytest.mark.parametrize(("with_model", "with_function"), [(True, False), (False, True), (True, True)])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kill_runs import Run
-from recipe_runs import without_times
+
+from tests.helpers.recipe_runs import without_times
+from tests.kill_runs import Run
 
 # Two copies of the model divide neither the rows of a step nor, in PPO, the samples of a step or the rows of an update.
 SMALL = ["train_dataset.batch_size=7", "total_train_steps=4", "actor.dtype=float32"]

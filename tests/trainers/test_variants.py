@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from policy_runs import MODEL, groups, play, trained
 from test_algorithms_doc import commands
-from variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
+
+from tests.helpers.policy_runs import MODEL, groups, play, trained
+from tests.helpers.variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
 
 
 def test_grpo(grpo: Variant) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from policy_runs import groups, trained
-from variant_runs import MOVING, Variant, advantages, close, reduced
 
 from areno.loss_fns import grpo_loss_fn
+from tests.helpers.policy_runs import groups, trained
+from tests.helpers.variant_runs import MOVING, Variant, advantages, close, reduced
 
 
 def test_later_minibatches_see_true_ratios(grpo: Variant) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from policy_runs import trained
-from variant_runs import Variant, advantages, close, player, reduced
 
 from areno.trainers import update
 from areno.types import TrainSequence
+from tests.helpers.policy_runs import trained
+from tests.helpers.variant_runs import Variant, advantages, close, player, reduced
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-import tests.tiny_engine as tiny_engine
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.grammar import GrammarCompiler
 from areno.engine.engine import Engine
@@ -35,7 +34,8 @@ from tests.engine.decoder.test_decoder import (
     request,
     run,
 )
-from tests.interpreted import run_interpreted
+from tests.helpers import tiny_engine
+from tests.helpers.interpreted import run_interpreted
 from tests.server.test_grammar import allowed, response_format, schemas
 
 # Letters in groups of three with a comma between them; it ends after any group.

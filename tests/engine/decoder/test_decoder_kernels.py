@@ -21,7 +21,7 @@ from tests.engine.decoder.test_decoder import (
     request,
     run,
 )
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 
 def decode_in_groups(device: str, use_graphs: bool) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_models import CASES as WITH_EXPERTS
-from moe_models import random_reference
-from two_ranks import load, on_two_ranks, packed
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, KVGroup, KVLayout
@@ -21,7 +18,10 @@ from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.family_cases import CASES, random_model
+from tests.helpers.family_cases import CASES, random_model
+from tests.helpers.moe_models import CASES as WITH_EXPERTS
+from tests.helpers.moe_models import random_reference
+from tests.helpers.two_ranks import load, on_two_ranks, packed
 from tests.models.test_models import CASES as OLDER
 from tests.models.test_models import random_reference as random_older
 

@@ -20,7 +20,7 @@ from tests.engine.decoder.test_decoder import (
     request,
     run,
 )
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 PENALIZED = [
     request(21, 9, n_samples=3, max_new_tokens=25, frequency_penalty=1.5),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from two_ranks import load
 
 from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.decoder import Decoder
@@ -18,7 +17,8 @@ from areno.models.cost import kv_bytes
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
 from tests.engine.decoder.test_family_rollouts import prompt
-from tests.family_cases import random_model
+from tests.helpers.family_cases import random_model
+from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
 CASE = "gemma3-tied"  # five layers with a window of 5 tokens, and one without

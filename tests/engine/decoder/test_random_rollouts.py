@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from two_ranks import load
 
 from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.decoder import Decoder
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.family_cases import random_model
+from tests.helpers.family_cases import random_model
+from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]
 

@@ -10,7 +10,7 @@ from areno.engine.decoder.sampler import SlotSampler
 from areno.engine.decoder.sequence import Sequence
 from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
 from areno.types import GenerationRequest, SamplingParams
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
 
 
 def draw(

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import warm_python
-from processes import is_running, started, until_ended
-from tiny_engine import model_folder
-from waiting import until
-from warm_python import Started
 
 from areno.engine.processes.child import dumps, without_main_module
+from tests.helpers import warm_python
+from tests.helpers.processes import is_running, started, until_ended
+from tests.helpers.tiny_engine import model_folder
+from tests.helpers.waiting import until
+from tests.helpers.warm_python import Started
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # A script without a guard, with a loss function and a class of its own.
 PLAIN = """
@@ -31,8 +31,8 @@ print("script runs", flush=True)
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
 from areno.loss_fns.sft import sft_loss_fn
-from processes import started
-from tiny_engine import spec
+from tests.helpers.processes import started
+from tests.helpers.tiny_engine import spec
 
 def scaled(pack, logprobs_N, factor):
     loss, stats = sft_loss_fn(pack, logprobs_N)
@@ -56,8 +56,8 @@ BUSY = """
 import sys, time
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
-from processes import started
-from tiny_engine import ROLLOUT, request, spec
+from tests.helpers.processes import started
+from tests.helpers.tiny_engine import ROLLOUT, request, spec
 
 def sleepy(*_):
     import time
@@ -87,7 +87,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
 @contextlib.contextmanager

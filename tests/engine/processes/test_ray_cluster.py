@@ -14,13 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kill_runs
 import pytest
-from processes import reads_proc, started, until_ended
-from ray_cluster import TwoNodes, needs_ray, two_nodes
-from resumed import folder_of, go, log, whole
-from tiny_engine import MIXED, ROLLOUT, finish, logprobs_of, model_folder, rollout, scored, spec, train_rows
-from waiting import until
 
 from areno.engine.engine import Engine
 from areno.engine.processes import ray_cluster as of_ray
@@ -28,10 +22,26 @@ from areno.engine.processes import ray_workers
 from areno.engine.spec import EngineSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.loss_fns.sft import sft_loss_fn
+from tests import kill_runs
+from tests.helpers.processes import reads_proc, started, until_ended
+from tests.helpers.ray_cluster import TwoNodes, needs_ray, two_nodes
+from tests.helpers.resumed import folder_of, go, log, whole
+from tests.helpers.tiny_engine import (
+    MIXED,
+    ROLLOUT,
+    finish,
+    logprobs_of,
+    model_folder,
+    rollout,
+    scored,
+    spec,
+    train_rows,
+)
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480), needs_ray, reads_proc]
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ON_TWO = ["scheduler.type=ray", "cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]
 
 
@@ -249,8 +259,8 @@ DRIVER = """
 import signal, sys, time
 from areno.engine.engine import Engine
 from areno.types import TrainSequence
-from processes import started
-from tiny_engine import spec
+from tests.helpers.processes import started
+from tests.helpers.tiny_engine import spec
 from dataclasses import replace
 
 def sleepy(*_):
@@ -275,7 +285,7 @@ except KeyboardInterrupt:
 def driver(folder: Path, n_nodes: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
     path = folder / "script.py"
     path.write_text(DRIVER)
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *sys.path]), **environment}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment}
     command = [sys.executable, str(path), str(model_folder(folder / "model")), str(n_nodes)]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables) as process:
         assert process.stdout is not None
@@ -315,7 +325,7 @@ def test_ctrl_c_with_a_cluster_of_its_own_which_nobody_else_can_reach(twice: boo
 
 
 def children_of(pid: int) -> list[int]:
-    from processes import children
+    from tests.helpers.processes import children
 
     return [pid, *children(pid)]
 

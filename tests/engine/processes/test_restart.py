@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import MIXED, ROLLOUT, finish, model_folder, request, rollout, scored, spec, train_rows, values
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
@@ -21,6 +20,18 @@ from areno.engine.spec import RoleSpec, RolloutSpec
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.tiny_engine import (
+    MIXED,
+    ROLLOUT,
+    finish,
+    model_folder,
+    request,
+    rollout,
+    scored,
+    spec,
+    train_rows,
+    values,
+)
 
 ROWS = [[3, 4, 5, 6], [7, 8]]
 ENDLESS = 20_000  # tokens: a minute

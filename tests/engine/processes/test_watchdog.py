@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 from test_restart import pids
-from tiny_engine import ROLLOUT, model_folder, request, scored, spec
 from torch import Tensor
-from waiting import until
 
 from areno import heartbeat
 from areno.config.models import MicroBatchSpec
@@ -29,6 +27,8 @@ from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, scored, spec
+from tests.helpers.waiting import until
 
 LIMIT_S = 1.5
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])] * 4

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
@@ -31,6 +30,7 @@ from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import GenerationOutput, TrainSequence
+from tests.helpers.tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
 
 WHOLE = MicroBatchSpec(mini_bs=16)
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from test_offload import large_shape
 from test_roles import OPTIMIZER, critic, critic_rows
-from tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
@@ -26,6 +25,7 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
 NOTHING = [TrainSequence([True, True], [3, 4], [0.0, 0.0], [0.0, 0.0])]
 
@@ -381,7 +381,7 @@ def test_a_state_of_something_else(engine: Engine, state: Path, folder: Path, tm
 
 
 def test_a_state_is_not_loaded_amid_a_rollout(engine: Engine, state: Path) -> None:
-    from tiny_engine import ROLLOUT
+    from tests.helpers.tiny_engine import ROLLOUT
 
     engine.begin_rollout(ROLLOUT)
     refused(engine, state, EngineError, "inside a rollout phase; call end_rollout first")

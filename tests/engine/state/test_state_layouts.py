@@ -13,13 +13,13 @@ import pytest
 import torch
 from test_roles import OPTIMIZER, ROWS, critic, critic_rows
 from test_state import content, same, saved
-from tiny_engine import model_folder, saved_tensors, scored, spec, values
 
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.adam.reference import dequantise
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, values
 
 # The vocabulary of 65 is padded to 66 rows over two ranks.
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "dp": {"devices": 2}, "tp": {"devices": 2, "tp_size": 2}}

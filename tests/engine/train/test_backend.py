@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from tiny_backend import CONFIG, OPTIMIZER, VOCAB, WHOLE, loss_and_gradient, make, make_rows, model_config
-from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
@@ -21,6 +19,8 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
+from tests.helpers.tiny_backend import CONFIG, OPTIMIZER, VOCAB, WHOLE, loss_and_gradient, make, make_rows, model_config
+from tests.helpers.tiny_engine import train_on
 
 LOSSES = {
     "sft": sft_loss_fn,

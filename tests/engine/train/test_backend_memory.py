@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_backend import WHOLE, loss_and_gradient, make, make_rows
-from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.activations import KeptLayers, _Need, fitting_tokens, layers_to_keep
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.tiny_backend import WHOLE, loss_and_gradient, make, make_rows
+from tests.helpers.tiny_engine import train_on
 
 
 def test_recompute_does_not_change_the_step():

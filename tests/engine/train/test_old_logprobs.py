@@ -8,8 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tiny_backend import OPTIMIZER, WHOLE, make, make_rows
-from tiny_engine import request, rollout, spec, train_on, train_rows
 
 from areno.bench import shapes
 from areno.config.models import MicroBatchSpec
@@ -22,6 +20,8 @@ from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
 from areno.models.registry import build_model
+from tests.helpers.tiny_backend import OPTIMIZER, WHOLE, make, make_rows
+from tests.helpers.tiny_engine import request, rollout, spec, train_on, train_rows
 
 FROZEN = dataclasses.replace(OPTIMIZER, lr=1e-30)
 CUT = MicroBatchSpec(max_tokens_per_mb=40)

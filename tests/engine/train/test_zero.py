@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import model_folder
-from zero_ranks import compare_stages, on_ranks, quick_checks
 
 from areno.engine.train import flat as flat_module
 from areno.engine.train.flat import FlatParameters, length
@@ -18,7 +16,9 @@ from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from tests.interpreted import run_interpreted
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_engine import model_folder
+from tests.helpers.zero_ranks import compare_stages, on_ranks, quick_checks
 
 
 def folder_of(path: Path, **changes: Any) -> Path:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from test_roles import critic, critic_rows
 from test_state import content, same, saved
-from tiny_engine import MIXED, model_folder, rollout, saved_tensors, spec, tokens_of, train_rows
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -24,6 +23,7 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import MIXED, model_folder, rollout, saved_tensors, spec, tokens_of, train_rows
 
 # An eps that makes a step smooth in the gradient: the sign of one that is almost 0 does not matter.
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, lr_scheduler_type="constant", warmup_steps_proportion=0.0)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LEVELS = {"warning", "error", "exception", "critical"}
 ERRORS = {"ArenoError", "EngineError", "CheckpointError", "WorkerLost"}
 HOLE = re.compile(r"%-?[\d.]*[a-z]|\{[^{}]*\}")

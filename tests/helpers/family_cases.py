@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import tiny_shape
 import torch
 import transformers
-from two_ranks import load, packed
 
 from areno.models.transformer import Transformer
 from areno.models.weights import save_weights
+from tests.helpers import tiny_shape
+from tests.helpers.two_ranks import load, packed
 
 SHAPE = {**tiny_shape.SHAPE, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 3}
 TWO_ROPES = {

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import children, until_ended
-from warm_python import said_by
 
 from areno.launch import command
 from areno.recipes import gspo, sft
+from tests.helpers.processes import children, until_ended
+from tests.helpers.warm_python import said_by
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/quickstart/model"
 TINY = [
     "total_train_steps=2",

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import warm
-from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train import flat as flat_module
@@ -21,6 +19,8 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
+from tests.helpers import warm
+from tests.helpers.tiny_engine import train_on
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0, gradient_clipping=0.5)
 ALONE = ParallelGroup()

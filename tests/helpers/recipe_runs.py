@@ -9,13 +9,12 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-import warm_python
-
 from areno.launch.command import run
 from areno.tracking.reader import RunReader
+from tests.helpers import warm_python
 
-ROOT = Path(__file__).parents[1]
-TINY = Path(__file__).parent / "tokenizers/tiny"
+ROOT = Path(__file__).parents[2]
+TINY = Path(__file__).parents[1] / "tokenizers/tiny"
 
 
 def train(recipe: str, folder: Path, *arguments: str) -> Path:

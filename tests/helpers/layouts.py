@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_engine import MIXED, logprobs_of, model_folder, rollout, saved_tensors, scored, spec, tokens_of, train_rows
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
@@ -19,6 +18,17 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import (
+    MIXED,
+    logprobs_of,
+    model_folder,
+    rollout,
+    saved_tensors,
+    scored,
+    spec,
+    tokens_of,
+    train_rows,
+)
 
 ROWS = [[3, 4, 5, 6], [7, 8], [9] * 40, [10, 11, 12], [13]]
 # More than any one row has: a micro-batch of one row is shared, too.

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_python
+
+from tests.helpers import warm_python
 
 
 def run_interpreted(code: str, timeout: float = 300) -> None:
     """Whether Triton interprets is decided when it is imported; a comparison on the CPU has no other way to be run."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    words = ["-c", f"from tests.interpreted import prepare_once; prepare_once(); {code}"]
+    words = ["-c", f"from tests.helpers.interpreted import prepare_once; prepare_once(); {code}"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = warm_python.interpreting().run(words, Path(__file__).parents[1], environment, timeout)
+    done = warm_python.interpreting().run(words, Path(__file__).parents[2], environment, timeout)
     if "only 0-dimensional arrays can be converted" in done.stderr:
         pytest.skip("this Triton's interpreter cannot loop under this numpy (Triton 3.6 under 2.5)")
     assert done.returncode == 0, done.stderr

@@ -11,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import kill_runs
 import pytest
 
 from areno.engine.engine import Engine
 from areno.launch import command
 from areno.run.run import Run
+from tests import kill_runs
 
 _wholes: dict[tuple[str, ...], dict[str, Any]] = {}
 _stopped: dict[tuple[str, ...], Path] = {}

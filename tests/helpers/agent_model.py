@@ -9,11 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import tiny_engine
-
 from areno import ArenoConfig, Trainer
+from tests.helpers import tiny_engine
 
-TOKENIZER = Path(__file__).parent / "tokenizers" / "tiny"
+TOKENIZER = Path(__file__).parents[1] / "tokenizers" / "tiny"
 VOCAB, EOS, CONTEXT = 389, 384, 2048
 _folder = tempfile.TemporaryDirectory()
 

@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import tiny_shape
-from tiny_engine import model_folder
-
 from areno.files.paths import find_file
+from tests.helpers import tiny_shape
+from tests.helpers.tiny_engine import model_folder
 
 SHAPE = {**tiny_shape.SHAPE, "num_hidden_layers": 3}
 QWEN = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from policy_runs import MODEL, Played, trained, watched
 
 import areno
 from areno.config.datasets import DatasetConfig
@@ -19,6 +18,7 @@ from areno.config.run import ClusterConfig, EngineConfig, SaverConfig
 from areno.recipes.ppo import PPOActorConfig, PPOConfig
 from areno.tracking.reader import RunReader
 from areno.types import TrainSequence
+from tests.helpers.policy_runs import MODEL, Played, trained, watched
 
 PROBLEMS = [{"prompt": f"{a}+{b}=", "solutions": str(a + b)} for a in (17, 28, 39, 46) for b in (5, 27)]
 TEMPERATURE = 2.0  # completions that differ, also in length

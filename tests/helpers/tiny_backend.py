@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tiny_engine import train_on
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.train.backend import TrainBackend
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import train_on
 
 VOCAB = 61
 CONFIG = {

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from waiting import until
+
+from tests.helpers import warm
+from tests.helpers.waiting import until
 
 reads_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policy_runs import Played, play, trained
 
 from areno.types import TrainSequence
+from tests.helpers.policy_runs import Played, play, trained
 
 Variant = Callable[..., Played]
 MOVING = ["actor.ppo_n_minibatches=8", "actor.optimizer.lr=1e-2", "total_train_steps=1"]  # ratios leave 1

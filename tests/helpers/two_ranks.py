@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import warm
 
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
@@ -16,6 +15,7 @@ from areno.models.config import HeadName
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, save_weights
+from tests.helpers import warm
 
 if TYPE_CHECKING:
     import transformers

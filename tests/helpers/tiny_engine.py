@@ -10,7 +10,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
-from waiting import until
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -19,6 +18,7 @@ from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
+from tests.helpers.waiting import until
 
 VOCAB, EOS, CONTEXT = 64, 1, 512
 ROLLOUT = RolloutSpec(max_running=16, max_len=96)

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Started:
@@ -102,7 +102,7 @@ _KINDS: dict[str, tuple[list[str], dict[str, str]]] = {
             "pytest",
             "torch.distributed.tensor",
             "transformers",
-            "tests.interpreted",
+            "tests.helpers.interpreted",
         ],
         {"TRITON_INTERPRET": "1"},
     ),
@@ -136,7 +136,7 @@ def _warm(kind: str) -> WarmPython:
 def _launch(kind: str, function: str, fd: int) -> subprocess.Popen[bytes]:
     imports, environment = _KINDS[kind]
     return subprocess.Popen(
-        [sys.executable, "-c", f"from tests.warm_python import {function}; {function}({fd}, {tuple(imports)})"],
+        [sys.executable, "-c", f"from tests.helpers.warm_python import {function}; {function}({fd}, {tuple(imports)})"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
         stdin=subprocess.PIPE,
         pass_fds=[fd],

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import warm
-from zero_ranks import ALONE, OPTIMIZER, assert_like, rows
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.spec import UpdateSpec
@@ -28,6 +26,8 @@ from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
+from tests.helpers import warm
+from tests.helpers.zero_ranks import ALONE, OPTIMIZER, assert_like, rows
 
 SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has
 

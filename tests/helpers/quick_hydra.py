@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _CONSTANT = {"hydra.conf", str(_ROOT / "conf"), str(_ROOT / "recipes"), ""}  # "": the store, whose nodes are known
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import children
-from waiting import until
 
 from areno.engine.processes.ray_cluster import QUIET
+from tests.helpers.processes import children
+from tests.helpers.waiting import until
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
 

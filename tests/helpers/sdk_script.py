@@ -8,7 +8,7 @@ from typing import Any
 
 from areno import ArenoConfig, SamplingParams, Trainer, TrainSequence
 
-MODEL = str(Path(__file__).parents[1] / "examples" / "quickstart" / "model")
+MODEL = str(Path(__file__).parents[2] / "examples" / "quickstart" / "model")
 
 SAMPLING = SamplingParams(max_new_tokens=6)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
     "areno", "cli", "bench", "report", "recipes", "launch", "trainers", "run", "api", "agents", "server",
     ("rewards", "plan"), "user_processes", ("data", "tracking"),
