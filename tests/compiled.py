@@ -112,7 +112,7 @@ def launch_alone(dtype: torch.dtype) -> None:
     from areno.kernels.paged import decode_attention
     from areno.kernels.peers import triton as peers
     from areno.kernels.products import unsplit_product
-    from tests.kernels.test_paged import SHAPES, make_case
+    from tests.helpers.paged_rows import SHAPES, make_case
 
     for heads, kv_heads, dim, block_size in SHAPES:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)

@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import quick_hydra, warm, warm_python
-
-# Tests of one room may share names with those of another.
-sys.path += [str(room) for room in Path(__file__).parent.rglob("*") if any(room.glob("test_*.py"))]
+pytest.register_assert_rewrite("tests.helpers")  # before any of them is imported
 
 
 def _on_gpu(config: pytest.Config) -> bool:
@@ -65,6 +62,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int,
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    from tests.helpers import warm_python
+
     config.add_cleanup(warm_python.share())
 
 
@@ -89,6 +88,8 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def warm_workers() -> Iterator[None]:
     """Workers start at once; see warm.py."""
+    from tests.helpers import warm
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("areno.engine.processes.local.multiprocessing", warm.workers())
         yield
@@ -97,6 +98,8 @@ def warm_workers() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def quick_compositions() -> Iterator[None]:
     """Hydra does not parse the same texts again; see quick_hydra.py."""
+    from tests.helpers import quick_hydra
+
     with pytest.MonkeyPatch.context() as patch:
         quick_hydra.quicken(patch)
         yield

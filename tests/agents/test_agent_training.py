@@ -20,23 +20,9 @@ from areno.api.agentic import AgentBatch, AgentTrajectory, AgentTrajectoryTurn, 
 from areno.errors import ArenoError, DataError, WorkerLost
 from areno.loss_fns import group_advantages, gspo_loss_fn
 from areno.trainers.agents import reward_records, trajectory_rows
-from tests.helpers.agent_model import made, model_folder
-from tests.helpers.policy_runs import Played, play
+from tests.helpers.agent_model import made
+from tests.helpers.agent_runs import DATA, run
 from tests.helpers.resumed import lost_in
-
-AGENTS = Path(__file__).parents[1] / "agents"
-REWARD = AGENTS / "reward.py"
-DATA = [{"prompt": f"hello {number}", "solutions": number} for number in range(8)]
-
-
-def run(folder: Path, agent: str, *overrides: str, recipe: str = "gspo", rows: Any = DATA, **given: Any) -> Played:
-    file = AGENTS / agent
-    settings = [
-        f"actor.path={model_folder()}", "engine.dummy_load=true", f"agent.fn={file}", f"reward.fn={REWARD}",
-        "reward.workers=1", "agent.workers=1", "train_dataset.max_length=50", "gconfig.max_tokens=400",
-        "gconfig.temperature=1", "saver.freq_steps=null",
-    ]  # fmt: skip
-    return play(recipe, folder, *settings, *overrides, train_dataset=rows, **given)
 
 
 def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

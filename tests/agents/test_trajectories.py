@@ -24,7 +24,8 @@ from areno.errors import DataError
 from areno.server.conversations import Conversations
 from areno.server.parsers import parser_for_template
 from areno.server.responses import TurnTokens
-from tests.server.test_conversations import USER, load_tokenizer, turn_of
+from tests.helpers.conversations import USER, turn_of
+from tests.helpers.tokenizers import load_tokenizer
 
 TOLD: dict[str, Any] = {
     "session": "s",

@@ -11,17 +11,8 @@ import pytest
 
 from areno.api.metrics import MetricsRecorder, accuracy, rollout_metrics, row_metrics, with_prefix
 from areno.trainers.collect import group_metrics
-from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
-
-
-def sample(n_prompt, logprobs, reward, status="ok", finish_reason="stop"):
-    return ScoredSample(
-        item=PromptItem(prompt="p", text="p", tokens=[0] * n_prompt),
-        sequence=RolloutSequence(resp_tokens=[1] * len(logprobs), resp_logprobs=logprobs, finish_reason=finish_reason),
-        completion="c",
-        outcome=RewardOutcome(reward, status),
-    )
-
+from areno.types import TrainSequence
+from tests.helpers.samples import sample
 
 SAMPLES = [
     sample(3, [-1.0, -2.0], 1.0),

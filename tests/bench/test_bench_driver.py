@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from test_bench_sampling import TINY, TOKENIZER
 
 from areno.bench.__main__ import main
+from tests.helpers.agent_model import TOKENIZER
+from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
 
 
 def test_steps_on_played_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"driver --shape {model_folder(tmp_path, vocab_size=5000)} --tokenizer {TOKENIZER} {TINY} --copies 1 2"
+    command = (
+        f"driver --shape {model_folder(tmp_path, vocab_size=5000)} --tokenizer {TOKENIZER} {TINY_ROLLOUT} --copies 1 2"
+    )
     assert main([*command.split(), "--new-tokens", "30", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["1 copies, 6 samples", "2 copies, 12 samples"]

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from areno.bench.__main__ import main
+from tests.helpers.agent_model import TOKENIZER
+from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
-
-TINY = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 2"
-TOKENIZER = Path(__file__).parents[1] / "tokenizers/tiny"
 
 
 def test_every_setting_is_compared_with_plain_sampling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"sampling --shape {model_folder(tmp_path)} --tokenizer {TOKENIZER} {TINY}"
+    command = f"sampling --shape {model_folder(tmp_path)} --tokenizer {TOKENIZER} {TINY_ROLLOUT}"
     assert main([*command.split(), "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["plain"]["relative"] == 1

@@ -6,16 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from test_bench_sampling import TINY
 
 from areno.bench.__main__ import main
+from tests.helpers.bench_runs import TINY_ROLLOUT
 from tests.helpers.tiny_engine import model_folder
 
 
 def test_a_step_with_a_state_is_compared_with_one_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = tmp_path / "states"
     states.mkdir()
-    command = f"state --shape {model_folder(tmp_path / 'model', vocab_size=5000)} --folder {states} {TINY}".split()
+    command = (
+        f"state --shape {model_folder(tmp_path / 'model', vocab_size=5000)} --folder {states} {TINY_ROLLOUT}".split()
+    )
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["slowdown"] == pytest.approx(found["state_step_s"] / found["step_s"] - 1)

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_any_data import damaged, examples
 
 from areno.cli.__main__ import main
 from areno.errors import CheckpointError, printable
 from areno.models.adapters import read_adapter_config
 from areno.models.registry import load_config
+from tests.helpers.damaged_files import damaged, examples
 
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_report import make_run
 
 from areno.cli import check, env, reference
 from areno.cli.__main__ import COMMANDS, main
+from tests.helpers.made_up_runs import make_run
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for commands in COMMANDS.values() for name in commands]

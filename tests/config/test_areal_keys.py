@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from test_coming_from import of_tables, sections
-from test_docs import ROOT
-from test_docs_names import codes
 
 from areno.api.algorithms import get_algorithm
 from areno.config.fields import Row, rows
 from areno.config.values import InvalidValue
 from areno.launch.hints import NOT_HERE, RECIPES, hint
+from tests.helpers.pages import ROOT, codes, of_tables, sections
 
 CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "gspo": "GRPOConfig", "ppo": "PPOConfig"}
 PAGE = ROOT / "docs/coming_from/areal.md"

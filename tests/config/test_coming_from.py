@@ -11,35 +11,31 @@ import ast
 import dataclasses
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, blocks
-from test_docs_names import codes, is_setting, known, problem_of, text_of, value_of
 
 from areno.launch.hints import RECIPES
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
+from tests.helpers.pages import (
+    ROOT,
+    blocks,
+    codes,
+    is_setting,
+    known,
+    of_tables,
+    problem_of,
+    sections,
+    value_of,
+)
 
 PAGES = sorted((ROOT / "docs/coming_from").glob("*.md"))
 NAMED = "Qwen/Qwen3-0.6B"
 SMALL = ["total_train_steps=1", "gconfig.max_new_tokens=8", "engine.device=cpu", "reward.workers=1"]
-
-
-def sections(page: Path) -> list[tuple[str, str]]:
-    """(recipe, or "" for any; text without code blocks) of each section of a page."""
-    parts = re.split(r"^## (.*)$", text_of(page), flags=re.M)
-    recipes = [heading.split()[0].lower() for heading in parts[1::2]]
-    return [("", parts[0]), *zip((name if name in RECIPES else "" for name in recipes), parts[2::2], strict=True)]
-
-
-def of_tables(text: str) -> list[list[str]]:
-    """The cells of each row of the tables in a text."""
-    return [line[1:-1].split("|") for line in text.splitlines() if line.startswith("| ")]
 
 
 def of_ours(page: Path) -> list[tuple[str, str, bool]]:

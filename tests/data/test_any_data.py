@@ -15,8 +15,8 @@ from areno.config.datasets import DatasetConfig
 from areno.data.forms import fitting
 from areno.data.sources import load_rows
 from areno.errors import ArenoError, printable
+from tests.helpers.damaged_files import damaged, examples
 
-examples = settings(derandomize=True, database=None, deadline=None)
 KINDS = st.sampled_from(["prompt", "sft", "dpo"])
 FORMS = [
     ("prompt", "solutions", "tools"), ("prompt", "response"), ("messages",), ("prompt", "chosen", "rejected"),
@@ -60,19 +60,6 @@ def read(name: str, data: bytes, kind="prompt") -> None:
         file = Path(folder) / name
         file.write_bytes(data)
         ends_well(name, lambda: load_rows(DatasetConfig(path=str(file)), kind))
-
-
-@st.composite
-def damaged(draw, data: bytes) -> bytes:
-    """The bytes with some of them replaced, left out or repeated."""
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(data)))
-        end = min(len(data), start + draw(st.integers(0, 8)))
-        piece = draw(
-            st.binary(max_size=6) | st.sampled_from([b"\xff", b"\x00", b'"', b"\n", b"\r", b",", b"[", b"{", b"\\u"])
-        )
-        data = data[:start] + piece + data[end:]
-    return data
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
 from areno.api import get_algorithm
 from areno.launch.compose import load
+from tests.helpers.algorithms_page import PAGE, SECTIONS, TEXT, blocks, commands
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
-TEXT = PAGE.read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M))
 TABLE = re.findall(r"^\| \[([^\]]+)\]\(#([^)]+)\)", TEXT, re.M)
 VARIANTS = [name for name, _ in TABLE]
 
@@ -41,16 +38,6 @@ SETTINGS = {
     "Decoupled PPO": {"actor.use_decoupled_loss": True},
     "Truncated importance sampling": {"actor.use_decoupled_loss": True, "actor.rejection_sampling.metric": "ratio"},
 }
-
-
-def blocks(section: str, kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", SECTIONS[section], re.S | re.M)
-
-
-def commands() -> list[tuple[str, str]]:
-    return [
-        (section, line) for section in SECTIONS for block in blocks(section, "bash keys") for line in block.splitlines()
-    ]
 
 
 def examples() -> doctest.DocTest:

@@ -26,17 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_agent_training import run as agent_run
 
 from areno.api import get_algorithm
-from areno.cli.__main__ import main
 from areno.data.row_schema import row_problem
-from areno.launch.command import run as run_recipe
 from areno.tracking.reader import RunReader
 from tests.helpers import warm_python
+from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.moe_models import quickstart_with_experts
+from tests.helpers.pages import ROOT, blocks, documented_metrics, run_here
 
-ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -45,11 +43,6 @@ PAGES = [
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
 GUIDES += ["adapters.md", "exact.md"]
-BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.S | re.M)
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 def commands(kind: str) -> list[tuple[str, str]]:
@@ -70,15 +63,6 @@ def run(command: str, folder: Path, *more: str) -> subprocess.CompletedProcess[s
         words[:1] = ["python", "-m", "areno.cli"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     return warm_python.commands().run([*words[1:], *more], folder, environment, timeout=200)
-
-
-def run_here(command: str, *more: str) -> int:
-    """The exit code of a command for a recipe, without a new process that imports everything again."""
-    words = [*shlex.split(command, comments=True), *more]
-    if words[0] == "areno":
-        return main(words[1:])
-    module = words[2].removeprefix("areno.recipes.")
-    return run_recipe(get_algorithm(module), f"python -m {words[2]}", words[3:])
 
 
 @pytest.mark.parametrize(("page", "command"), commands("bash"))
@@ -201,18 +185,6 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
     recorded |= agent_run(tmp_path / "agents", "quick_turns.py", "total_train_steps=1").names()
     documented = documented_metrics()
     assert recorded == documented, recorded ^ documented
-
-
-def documented_metrics() -> set[str]:
-    """The names in the table of docs/runs.md."""
-    names = set()
-    for cell in re.findall(r"^\| `(\w+/[^`]+)`", (ROOT / "docs" / "runs.md").read_text(encoding="utf-8"), re.M):
-        namespace, rest = cell.split("/", 1)
-        first, *others = rest.split()
-        names.add(f"{namespace}/{first}")
-        for name in others:
-            names.add(f"{namespace}/{first.rsplit('_', 1)[0]}{name}" if name[0] == "_" else f"{namespace}/{name}")
-    return names
 
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

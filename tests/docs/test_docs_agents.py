@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, blocks
 
 from areno.server.tokens import Source
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
+from tests.helpers.pages import ROOT, blocks
 
 PAGE, ENVIRONMENTS = ROOT / "docs" / "agents.md", ROOT / "docs" / "environments.md"
 NAMED = "Qwen/Qwen3-0.6B"

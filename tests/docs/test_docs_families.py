@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_docs import ROOT, blocks
 
 from areno.cli.__main__ import main
 from areno.models.registry import FAMILIES, MISSING
+from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs/families.md"
 MODEL = ROOT / "examples/quickstart/model"

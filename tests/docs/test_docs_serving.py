@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, blocks
 
 from areno.server.requests import read_chat, read_completion
 from areno.types import SamplingParams
+from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "serving.md"
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import run_and_compare
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +27,7 @@ from areno.kernels.attention import _flash_goes_back, choose_backend, varlen_att
 from areno.layers.parallel import ParallelGroup
 from areno.plan.facts import tell_model
 from areno.plan.plan import open_actor
+from tests.helpers.attention_rows import run_and_compare
 from tests.helpers.tiny_engine import spec
 
 pytest.importorskip("triton")

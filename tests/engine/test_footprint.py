@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_roles import critic, reference
 
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
@@ -21,6 +20,7 @@ from areno.layers.config import AdapterSpec, Rope
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.cost import parameters
+from tests.helpers.critics import critic, reference
 from tests.helpers.tiny_engine import model_folder, spec
 
 QWEN3_8B = TransformerConfig(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from test_roles import OPTIMIZER, ROWS, critic, critic_rows, reference
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -21,6 +19,7 @@ from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
+from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, large_shape, reference
 from tests.helpers.tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, train_on, values
 
 
@@ -96,14 +95,6 @@ def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
     offload._state[0].arrive = arrive  # type: ignore[method-assign]
     with offload.on_device(training=True):
         assert (params.tolist(), state.tolist()) == ([*range(10)], [*range(5)])
-
-
-def large_shape(folder: Path) -> Path:
-    """About 25M parameters: enough for memory to be told from noise."""
-    values = json.loads((model_folder(folder) / "config.json").read_text())
-    values |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 SLOW_OPTIMIZER = OptimizerConfig(lr=1e-3, lr_scheduler_type="constant", warmup_steps_proportion=0.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.errors import CheckpointError, ConfigError, EngineError
@@ -23,10 +23,9 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
+from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, reference
 from tests.helpers.tiny_engine import ROLLOUT, VOCAB, model_folder, rollout, scored, spec, train_rows, values
 
-ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30, [10, 11, 12], [13]]
-OPTIMIZER = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
 FORMS = {"inline": {}, "spawned": {}, "tp": {"devices": 2, "tp_size": 2}, "dp": {"devices": 2}}
 
 
@@ -53,23 +52,6 @@ def classifier(path: Path, **changes: Any) -> Path:
     return path
 
 
-def reference(path: Path, **changes: Any) -> RoleSpec:
-    return RoleSpec(**{"path": str(path), "head": "lm", "key": "ref.path", **changes})
-
-
-def critic(path: Path, **changes: Any) -> RoleSpec:
-    return RoleSpec(
-        **{
-            "path": str(path),
-            "head": "value",
-            "key": "critic.path",
-            "optimizer": OPTIMIZER,
-            "gradient_checkpointing": False,
-            **changes,
-        }
-    )
-
-
 def reward_model(path: Path, **changes: Any) -> RoleSpec:
     return RoleSpec(**{"path": str(path), "head": "value", "key": "reward.path", "needs_head": True, **changes})
 
@@ -84,23 +66,6 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     """Tests leave it without roles and without having trained the actor."""
     with engine_of(request.param, folder) as built:
         yield built
-
-
-def critic_rows(n: int = 7) -> list[TrainSequence]:
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for index in range(n):
-        size = 5 + 3 * index
-        draws = torch.randn(2, size, generator=generator)
-        rows.append(
-            TrainSequence(
-                tokens=torch.randint(2, VOCAB, (size,), generator=generator).tolist(),
-                prompt_mask=[t < 3 or t % 5 == 0 for t in range(size)],
-                values=(0.1 * draws[0]).tolist(),
-                returns=(1 + draws[1]).tolist(),
-            )
-        )
-    return rows
 
 
 def close(rows: list[list[float]], expected: list[list[float]], within: float = 1e-4) -> bool:

@@ -144,8 +144,7 @@ def test_a_stream_that_ended_long_ago_leaves_the_next_one_of_its_id_alone(engine
 def test_a_script_that_ends_within_a_stream_has_its_own_exit_status(folder: Path) -> None:
     code = f"""
 import asyncio, dataclasses, sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from test_streams import ENDLESS_ROLLOUT, Engine, Path, endless, spec
+from tests.engine.test_streams import ENDLESS_ROLLOUT, Engine, Path, endless, spec
 async def main():
     engine = Engine(spec(Path({str(folder)!r})), "inline")
     engine.begin_rollout(ENDLESS_ROLLOUT)
@@ -153,7 +152,7 @@ async def main():
         sys.exit(3)
 asyncio.run(main())
 """
-    done = warm_python.commands().run(["-c", code], Path.cwd(), os.environ, timeout=120)
+    done = warm_python.commands().run(["-c", code], Path(__file__).parents[2], os.environ, timeout=120)
     assert done.returncode == 3, done.stderr
 
 

@@ -11,7 +11,8 @@ from areno.bench import __main__ as bench
 from areno.bench.arguments import Settings, parse
 from areno.bench.device import Rates
 
-TINY = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --tokens-per-mb 64 --repeats 2"
+TINY_ROLLOUT = "--device cpu --prompts 2 --samples 3 --prompt-len 6 --new-tokens 5 --repeats 2"
+TINY = f"{TINY_ROLLOUT} --tokens-per-mb 64"
 H200 = Rates(copy_bytes_s=4.3e12, matmul_flops_s=770e12)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from areno.engine.engine import Engine
 from tests.helpers import warm
 from tests.helpers.waiting import until
 
@@ -62,3 +63,7 @@ def until_ended(pids: Iterable[int], seconds: float = 60.0) -> None:
         return not left
 
     until(look, seconds, pause_s=0.05, found=lambda: f"{left} go on")
+
+
+def pids(engine: Engine) -> list[int]:
+    return [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels.delta import DeltaStates, DeltaWeights, delta_step
 from areno.kernels.paged import decode_attention
-from tests.kernels.test_paged import LENGTHS, cut_into, make_case
+from tests.helpers.paged_rows import LENGTHS, cut_into, make_case
 
 pytest.importorskip("triton")
 

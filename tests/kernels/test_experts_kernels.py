@@ -16,10 +16,10 @@ from areno.kernels import experts as ops
 from areno.kernels.experts import reference, triton
 from areno.layers.config import Experts
 from areno.layers.parallel import ParallelGroup
-from tests.engine.decoder.test_decoder import make_decoder, request
-from tests.engine.decoder.test_decoder import run as run_decoder
+from tests.helpers.fused_layers import BARE, SOME, build, compare, run
 from tests.helpers.interpreted import run_interpreted
-from tests.layers.test_fused import BARE, SOME, build, compare, run
+from tests.helpers.tiny_decoder import make_decoder, request
+from tests.helpers.tiny_decoder import run as run_decoder
 
 SIZES = [(40, 3, 7), (1, 2, 5), (90, 1, 4)]  # tokens, experts of a token, experts
 EXPERTS: dict[str, Any] = {

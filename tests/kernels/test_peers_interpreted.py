@@ -96,7 +96,7 @@ def compare_calls(memory: PeerMemory, rank: int, n_ranks: int) -> None:
 
 def compare_models(memory: PeerMemory, rank: int, n_ranks: int) -> None:
     """Hidden states without gradients: with tokens that ranks share, too."""
-    from tests.layers.test_fused import BARE, build
+    from tests.helpers.fused_layers import BARE, build
 
     changes: dict[str, Any] = {**BARE, "intermediate_size": 42, "num_layers": 1}
     plain, peers = (ParallelGroup(rank, n_ranks, dist.group.WORLD, peers=each) for each in (None, memory))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from areno.kernels.sampling import SamplingFlags
 from areno.types import SamplingParams
-from tests.engine.decoder.test_sampler import PLAIN, settings_of
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.slot_samplers import PLAIN, settings_of
 
 BANNED = [SamplingParams(min_new_tokens=4), SamplingParams(min_new_tokens=100, greedy=True)]
 

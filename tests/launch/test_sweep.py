@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_report import make_run
 
 from areno.api import get_algorithm
 from areno.launch.compose import load
 from areno.launch.sweep_results import Sweep
 from areno.report.verdict import run_names
 from areno.tracking.reader import RunReader
+from tests.helpers.made_up_runs import make_run
 
 RUNS = [("1e-4", 1, 0.5), ("1e-4", 2, 0.7), ("2e-4", 1, 0.9), ("2e-4", 2, None), ("3e-4", 1, 0.65)]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,64 +18,26 @@ from areno.engine.spec import LoraSpec, RoleSpec
 from areno.errors import CheckpointError
 from areno.layers.config import AdapterSpec
 from areno.layers.rotary import in_order
-from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models import cost
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_adapter_config, stored_adapters
-from areno.models.registry import build_model, load_config
-from areno.models.weights import save_weights
+from areno.models.registry import load_config
 from tests.helpers.family_cases import CASES, SHAPE, random_model
 from tests.helpers.in_float64 import InFloat64
+from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora, of_peft, train
 from tests.helpers.tiny_engine import (
-    model_folder,
-    request,
     rollout,
     saved_tensors,
     scored,
-    spec,
     tokens_of,
-    train_rows,
     wait_saved,
 )
 from tests.helpers.two_ranks import load, packed, random_rows
-
-ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SOME = ("q_proj", "v_proj", "up_proj", "down_proj")  # fused layers have an adapter on some of their projections
-REQUESTS = [request(index, n_samples=3, length=4 + 7 * index) for index in range(4)]
-ROWS = [[3, 4, 5, 6], [7, 8], list(range(2, 40))]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base(tmp_path_factory.mktemp("base"))
-
-
-def base(path: Path) -> Path:
-    """A model with weights, for peft to load."""
-    model = build_model(load_config(model_folder(path)), dtype=torch.float32, device="cpu")
-    model.init_weights(11)
-    save_weights(model, path)
-    return path
-
-
-def lora(folder: Path, targets: tuple[str, ...] = ALL, rank: int = 4, **more: Any) -> LoraSpec:
-    """Adapters that are to be felt: of a large scale."""
-    how = {"alpha": 16.0, "use_rslora": False, **more}
-    init_from = how.pop("init_from", "")
-    return LoraSpec(adapters=AdapterSpec(rank=rank, targets=targets, **how), base=str(folder), init_from=init_from)
-
-
-def engine_of(folder: Path, adapters: LoraSpec | None, **settings: Any) -> Engine:
-    workers = "spawn" if settings.get("devices", 1) > 1 else "inline"
-    return Engine(spec(folder, **{"random_init": False, "lora": adapters, **settings}), workers)
-
-
-def train(engine: Engine, times: int = 2) -> dict[str, float]:
-    """Rollouts, and a step on each."""
-    stats: dict[str, float] = {}
-    for _ in range(times):
-        stats = engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)
-    return stats
 
 
 @pytest.fixture(scope="module", params=[(ALL, False), (SOME, True)], ids=["all", "some, rsLoRA"])
@@ -88,31 +48,9 @@ def trained(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
         yield engine
 
 
-def of_peft(
-    folder: Path, adapters: Path, rows: list[list[int]] = ROWS, dtype: torch.dtype = torch.float32
-) -> list[list[float]]:
-    """Log-probabilities of each token but the first, by transformers and peft."""
-    import peft
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(model, str(adapters)).eval().to(dtype)
-    out = []
-    for row in rows:
-        with torch.no_grad(), InFloat64() if dtype == torch.float64 else nullcontext():
-            logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-        out.append([0.0, *logprobs[:-1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0].tolist()])
-    return out
-
-
 def times_apart(stats: dict[str, float]) -> dict[str, float]:
     """Without what depends on the machine."""
     return {name: value for name, value in stats.items() if "memory" not in name}
-
-
-def apart(rows: Any, others: Any) -> float:
-    pairs = zip(rows, others, strict=True)
-    return max(float(np.abs(np.asarray(row) - np.asarray(other)).max()) for row, other in pairs)
 
 
 def test_peft_loads_what_is_saved(trained: Engine, folder: Path, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from test_fused import DELTA, LENGTHS, LIKE_QWEN, SMALL
-from test_lora import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +35,9 @@ from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.types import GenerationRequest
 from tests.helpers.family_cases import random_model
+from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
 from tests.helpers.tiny_engine import ROLLOUT, Outputs, request, rollout, scored, spec, tokens_of, train_rows
 
 T = TypeVar("T")
@@ -429,7 +429,4 @@ def _rank_main(rank: int, meeting: str) -> None:
     ],
 )
 def test_interpreted(name: str) -> None:
-    run_interpreted(
-        "import sys; sys.path += ['tests', 'tests/layers', 'tests/models']; "
-        f"from tests.models.test_lora_ranks import {name}; {name}()"
-    )
+    run_interpreted(f"from tests.models.test_lora_ranks import {name}; {name}()")

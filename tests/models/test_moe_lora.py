@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_lora import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 
 from areno.config.models import ModelConfig
 from areno.errors import ConfigError
@@ -16,6 +15,7 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
 from areno.plan.lora import lora_of
+from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.moe_models import random_reference
 from tests.helpers.tiny_engine import rollout, scored, train_rows
 

@@ -24,14 +24,14 @@ from areno.models.cost import Cost
 from areno.models.registry import load_config, tp_problems
 from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams
-from tests.engine.decoder.test_family_rollouts import decode, trained_logprobs
-from tests.engine.test_family_engines import step
 from tests.helpers.delta_loop import random_tokens, random_weights
 from tests.helpers.family_cases import CASES, SHAPE, random_model, read_and_saved_as_text
+from tests.helpers.family_engines import step
+from tests.helpers.family_rollouts import decode, trained_logprobs
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.lora_models import apart
 from tests.helpers.tiny_engine import request, rollout, scored, spec
 from tests.helpers.two_ranks import load, random_rows
-from tests.models.test_lora import apart
 
 TEXT = CASES["qwen3.5"][1]
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_models import CASES, random_reference
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
@@ -17,6 +16,7 @@ from areno.errors import CheckpointError
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, load_weights, save_weights
+from tests.helpers.dense_models import CASES, random_reference
 from tests.helpers.tiny_engine import saved_tensors
 from tests.helpers.tiny_shape import SHAPE, random_model
 from tests.helpers.two_ranks import compare_values, load, on_two_ranks, packed, random_rows, values_of

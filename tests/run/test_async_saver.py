@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_run import start
 
 import areno.models.weights
 from areno.config.run import EvaluatorConfig, SaverConfig
@@ -27,6 +26,7 @@ from areno.run.checkpoints import Saver
 from areno.run.setup import Setup
 from areno.types import TrainSequence
 from tests.helpers.policy_runs import classifier, play
+from tests.helpers.started_runs import start
 from tests.helpers.tiny_engine import model_folder, saved_tensors, spec, wait_saved
 
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])] * 2

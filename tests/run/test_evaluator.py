@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_metrics import sample
-from test_run import loader, start
 
 from areno.api.metrics import evaluation_metrics, pass_at_k
 from areno.config.datasets import DatasetConfig
@@ -23,6 +21,8 @@ from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
 from areno.run.evaluator import Evaluator, over_sets
 from areno.run.run import Run
+from tests.helpers.samples import sample
+from tests.helpers.started_runs import loader, start
 
 # pass@k --------------------------------------------------------------------------------------------------------------
 

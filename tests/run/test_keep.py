@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_row_trainers import DEMONSTRATIONS, MODEL, hf_logprobs, optimizer, sft_config
 
 import areno
 from areno.config.datasets import ValidDatasetConfig
@@ -19,6 +18,7 @@ from areno.config.run import SaverConfig
 from areno.errors import ConfigError
 from areno.run.checkpoints import Saver
 from areno.tracking.reader import RunReader
+from tests.helpers.row_runs import DEMONSTRATIONS, MODEL, hf_logprobs, optimizer, sft_config
 
 METRIC = "eval/rewards_mean"
 

@@ -7,52 +7,18 @@ import logging
 import os
 import signal
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from areno.config.datasets import DatasetConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.config.tracking import StatsLoggerConfig, TensorBoardConfig
-from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, EngineError
-from areno.recipes.sft import SFTConfig
-from areno.run.evaluator import Evaluator
 from areno.run.run import Run
 from areno.tracking.run_log import RunLog
 from areno.types import TrainSequence
-
-
-def loader(n_rows: int = 2, **settings: Any) -> BatchLoader[TrainSequence]:
-    """Batches of one row, whose only token is the row's number."""
-    return BatchLoader(
-        [{}] * n_rows,
-        lambda row, index: TrainSequence(tokens=[index]),  # type: ignore[arg-type, return-value]
-        DatasetConfig(**{"path": "rows.jsonl", "batch_size": 1, "shuffle": False, **settings}),
-        max_tokens=8,
-        max_tokens_key="max_length",
-    )
-
-
-def start(
-    folder: Path,
-    n_rows: int = 2,
-    evaluate: Any = None,
-    data: dict[str, Any] | None = None,
-    save: Any = lambda at: (at / "x").write_text("x"),
-    is_saved: Any = lambda: True,
-    facts: Any = MappingProxyType({}),
-    **settings,
-) -> Run:
-    config = SFTConfig(
-        experiment_name="e",
-        **{"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings},
-    )
-    rows = loader(n_rows, **(data or {}))
-    evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
-    return Run(config, folder, rows, save=save, is_saved=is_saved, evaluator=evaluator, facts=facts)
+from tests.helpers.started_runs import start
 
 
 @pytest.mark.parametrize("path", [None, "elsewhere"])

@@ -23,6 +23,7 @@ from areno.server.host import Threads
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.tokens import Source, expand
+from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 
 DATA = Path(__file__).parents[3] / "shared/data/toolcall/glaive_toolcall_en_demo.json"
@@ -48,28 +49,6 @@ def real_conversations() -> Iterator[tuple[list[Any], list[Any]]]:
                 message["tool_call_id"] = f"call_{number - 1}"
             messages.append(message)
         yield messages, tools
-
-
-def turn_of(conversations: Conversations, messages: list[Any], said: str, tools: Any, answer: Any = None) -> Any:
-    """A turn as an agent returns it, whose model has written `said`."""
-    tokenizer = conversations.tokenizer
-    asked = read_messages(messages)
-    prompt = conversations.prompt(asked, tools)
-    tokens = tokenizer.encode(said, add_special_tokens=False)
-    message = answer or {"role": "assistant", "content": said.removesuffix("<|im_end|>")}
-    [kept] = read_messages([message])
-    conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept)
-    sampled = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
-    told = {
-        "session": "s",
-        "conversation": conversation_keys(asked)[-1],
-        "temperature": 1.0,
-        "prompt_token_ids": prompt.tokens,
-        "sources": prompt.sources,
-        "choices": [sampled],
-    }
-    turn = {"messages": messages, "tools": tools, "tool_choice": None, "message": message, "finish_reason": "stop"}
-    return {**turn, "tokens": told}
 
 
 def made(name: str) -> Conversations:
@@ -119,9 +98,6 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
     assert n_turns > 400 / every
     if name != "qwen3":  # whose empty reasoning is not written again once a question follows
         assert n_joined > 0.6 * (n_turns - N_CONVERSATIONS / every)
-
-
-USER, OTHER = {"role": "user", "content": "hello"}, {"role": "user", "content": "and you?"}
 
 
 def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(tiny: Any) -> None:

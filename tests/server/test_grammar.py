@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -16,6 +15,7 @@ from areno.engine.decoder.grammar import GrammarCompiler
 from areno.errors import GrammarError
 from areno.server.grammar import Constraint, Grammar, compile_grammar, reasoning_after
 from areno.server.parsers import ParsedMessage, lark, parser_for
+from tests.helpers.grammars import allowed, response_format, schemas
 
 FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
 WEATHER: dict[str, Any] = {
@@ -32,10 +32,6 @@ WEATHER: dict[str, Any] = {
     "$defs": {"place": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}},
 }
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}, {"name": "now"}]
-
-
-def allowed(mask: np.ndarray) -> list[int]:
-    return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist()
 
 
 def drawn(grammar: Grammar | None, tokenizer: Any, seed: int, most: int = 200) -> tuple[str, bool]:
@@ -163,54 +159,6 @@ def test_what_reasoning_a_prompt_leaves_open(tokenizer_of: Any) -> None:
     assert reasoning_after("assistant\n<think>\n\n</think>\n\n", template) == "none"
     assert reasoning_after("assistant\n", template) == "optional"
     assert reasoning_after("assistant\n", None) == "none"
-
-
-def random_schema(rng: random.Random, size: int) -> dict[str, Any]:
-    """A schema of about `size` parts, of whose values models with random weights reach the end."""
-    if size <= 1:
-        return rng.choice(
-            [
-                {"type": "boolean"},
-                {"type": "null"},
-                {"type": "integer", "minimum": -5, "maximum": 300},
-                {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.25},
-                {"type": "string", "maxLength": 4},
-                {"type": "string", "pattern": "^[a-c]{1,3}-[0-9]$"},
-                {"type": "string", "format": "date"},
-                {"enum": ["red", 7, None, ["x"], "\u00e9\n"]},
-                {"const": {"k": [1, 2]}},
-            ]
-        )
-    kind = rng.randrange(5)
-    if kind == 0:
-        return {"type": "array", "items": random_schema(rng, size // 2), "minItems": rng.randrange(2), "maxItems": 2}
-    if kind == 1:
-        return {
-            "type": "array",
-            "prefixItems": [random_schema(rng, size // 2) for _ in range(2)],
-            "items": False,
-            "minItems": 2,
-        }
-    if kind == 2:
-        return {"anyOf": [random_schema(rng, size // 2), random_schema(rng, size // 2)]}
-    parts = min(5, size)
-    properties = {f'p{i} \u00e9"': random_schema(rng, size // parts) for i in range(parts)}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": rng.sample(sorted(properties), rng.randrange(parts)),
-    }
-
-
-def schemas() -> Iterator[dict[str, Any]]:
-    """50 of growing size."""
-    rng = random.Random(5)
-    for size in range(1, 51):
-        yield random_schema(rng, size)
-
-
-def response_format(schema: Any, strict: bool = True) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
 
 
 def test_fifty_schemas_of_growing_size(tokenizer_of: Any) -> None:

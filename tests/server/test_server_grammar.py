@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 
 from areno import SamplingParams
 from tests.helpers.agent_model import made
-from tests.server.test_grammar import response_format, schemas
+from tests.helpers.grammars import response_format, schemas
 
 pytest.importorskip("llguidance")
 

@@ -15,7 +15,7 @@ from areno.tracking import console
 from areno.tracking import console as display
 from areno.tracking.run_log import RunLog
 from areno.tracking.samples import SampleLog
-from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
+from tests.helpers.samples import samples
 
 
 @contextmanager
@@ -107,24 +107,6 @@ def test_progress_bar_on_a_terminal(monkeypatch, tmp_path):
         assert "tok/s" in shown
         assert "metric=reward_mean value=1.000000" in shown
         assert sys.stderr is screen
-
-
-def samples():
-    item = PromptItem(prompt="2+2?", text="<2+2?>", tokens=[1, 2, 3], solutions={"a", "4"} - {"a"}, index=17)
-    return [
-        ScoredSample(
-            item=item,
-            sequence=RolloutSequence(resp_tokens=[5, 6], resp_logprobs=[-0.1, -0.2]),
-            completion="four\n4 é",
-            outcome=RewardOutcome(1.0),
-        ),
-        ScoredSample(
-            item=item,
-            sequence=RolloutSequence(resp_tokens=[5], resp_logprobs=[-0.1], finish_reason="length"),
-            completion="x" * 5000,
-            outcome=RewardOutcome(None, "timeout", "no answer within 30 s"),
-        ),
-    ]
 
 
 def test_completions_in_the_log(caplog, monkeypatch):

@@ -18,8 +18,8 @@ from areno.agents.proxy import SessionProxy
 from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
 from areno.errors import ConfigError, EngineError
-from tests.engine.decoder.test_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run
 from tests.helpers.agent_model import EOS, made
+from tests.helpers.tiny_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run
 
 POISON = 70
 

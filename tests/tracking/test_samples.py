@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_console import samples
 
 from areno import Trainer
 from areno.errors import ConfigError
@@ -18,6 +17,7 @@ from areno.tracking.reader import RunReader
 from areno.tracking.samples import EvalFiles, SampleFiles, chosen
 from areno.types import PromptItem
 from tests.helpers.policy_runs import classifier, play
+from tests.helpers.samples import samples
 
 
 def written(path):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 from safetensors.torch import load_file
-from test_serve import Served
 
 from areno import ArenoConfig, ModelRole, SamplingParams, Trainer
 from areno.api import get_algorithm
@@ -26,6 +25,7 @@ from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers import tiny_shape
 from tests.helpers.resumed import folder_of, go, killed_after, whole
+from tests.helpers.served import Served
 
 MODEL = str(Path(__file__).parents[2] / "examples/quickstart/model")
 LORA = ("actor.use_lora=true", "actor.lora_rank=4", "actor.optimizer.lr=2e-3")

@@ -3,69 +3,31 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 import areno
-from areno.config.datasets import DatasetConfig, ValidDatasetConfig
-from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, ScoringRefConfig
-from areno.config.run import ClusterConfig, EngineConfig, EvaluatorConfig, RecoverConfig, SaverConfig
+from areno.config.datasets import ValidDatasetConfig
+from areno.config.models import MicroBatchSpec, ScoringRefConfig
+from areno.config.run import EngineConfig, EvaluatorConfig, RecoverConfig
 from areno.errors import ConfigError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load
 from areno.loss_fns import sft_loss_fn
-from areno.recipes.dpo import DPOActorConfig, DPOConfig
-from areno.recipes.sft import SFTConfig
+from areno.recipes.dpo import DPOConfig
 from areno.tracking.reader import RunReader
 from areno.types import Batch
-
-MODEL = str(find_file("examples/quickstart/model"))
-PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)}
-    for a in range(17, 77, 10)
-    for b in (5, 27)
-]
-DEMONSTRATIONS = [{"prompt": f"{a}+9=", "response": str(a + 9) * (a % 3 + 1)} for a in range(11, 21)]
-
-
-def settings(tmp_path, actor, **more):
-    return {
-        "experiment_name": "rows",
-        "actor": actor,
-        "cluster": ClusterConfig(fileroot=str(tmp_path)),
-        "saver": SaverConfig(freq_steps=None),
-        **more,
-    }
-
-
-def optimizer(lr=1e-4):
-    return OptimizerConfig(lr=lr, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
-
-
-def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
-    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
-    data = DatasetConfig(batch_size=batch_size, max_length=64)
-    return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
-
-
-def scalars(run_dir: Path) -> dict[str, list[float]]:
-    return {name: series.values for name, series in RunReader(run_dir).metrics().items()}
-
-
-def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
-    """Of the answer's tokens and the end of the sequence."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    start = tokenizer.encode(prompt, add_special_tokens=False)
-    tokens = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-    with torch.no_grad():
-        table = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
-    return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
-
+from tests.helpers.row_runs import (
+    DEMONSTRATIONS,
+    MODEL,
+    PAIRS,
+    dpo_config,
+    hf_logprobs,
+    optimizer,
+    scalars,
+    sft_config,
+)
 
 # DPO -----------------------------------------------------------------------------------------------------------------
 
@@ -268,12 +230,6 @@ def test_quickstart_learns_what_is_preferred(tmp_path, seed):
 
 
 # SFT -----------------------------------------------------------------------------------------------------------------
-
-
-def sft_config(tmp_path, mb_spec, batch_size=10, **more):
-    actor = ModelConfig(path=MODEL, gradient_checkpointing=False, optimizer=optimizer(), mb_spec=mb_spec)
-    data = DatasetConfig(batch_size=batch_size, max_length=64)
-    return SFTConfig(**settings(tmp_path, actor, train_dataset=data, **more))
 
 
 def test_packed_rows_have_the_loss_of_rows_one_by_one(tmp_path):

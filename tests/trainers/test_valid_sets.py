@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_row_trainers import DEMONSTRATIONS, PAIRS, dpo_config, scalars, sft_config
 
 import areno
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig
@@ -23,6 +22,7 @@ from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from areno.tracking.samples import EvalFiles
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
+from tests.helpers.row_runs import DEMONSTRATIONS, PAIRS, dpo_config, scalars, sft_config
 
 # Settings ------------------------------------------------------------------------------------------------------------
 

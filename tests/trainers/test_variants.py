@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_algorithms_doc import commands
 
+from tests.helpers.algorithms_page import commands
 from tests.helpers.policy_runs import MODEL, groups, play, trained
 from tests.helpers.variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
 

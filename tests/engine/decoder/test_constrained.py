@@ -23,7 +23,10 @@ from areno.errors import EngineError
 from areno.kernels.sampling.reference import allowed_tokens, sample_key, uniform
 from areno.server.grammar import compile_grammar
 from areno.types import GenerationRequest, SamplingParams
-from tests.engine.decoder.test_decoder import (
+from tests.helpers import tiny_engine
+from tests.helpers.grammars import allowed, response_format, schemas
+from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_decoder import (
     EOS,
     MIXED,
     VOCAB,
@@ -34,9 +37,6 @@ from tests.engine.decoder.test_decoder import (
     request,
     run,
 )
-from tests.helpers import tiny_engine
-from tests.helpers.interpreted import run_interpreted
-from tests.server.test_grammar import allowed, response_format, schemas
 
 # Letters in groups of three with a comma between them; it ends after any group.
 GROUPS = 'start: group ("," group)*\ngroup: /[a-z]{3}/'

@@ -11,17 +11,8 @@ from areno.engine.decoder.attention_split import AttentionSplit, split_attention
 from areno.kernels.attention import choose_backend
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.models.registry import build_model
-from tests.engine.decoder.test_decoder import (
-    MIXED,
-    forward_logits,
-    make_decoder,
-    mixed_outputs,
-    model,
-    prompt,
-    request,
-    run,
-)
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_decoder import MIXED, forward_logits, make_decoder, mixed_outputs, model, prompt, request, run
 
 
 def decode_in_groups(device: str, use_graphs: bool) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from areno.engine.decoder.decoder import Decoder
 from areno.types import GenerationOutput
-from tests.engine.decoder.test_decoder import MIXED, generate, make_decoder, mixed_outputs, request
+from tests.helpers.tiny_decoder import MIXED, generate, make_decoder, mixed_outputs, request
 
 Key = tuple[int, int]
 

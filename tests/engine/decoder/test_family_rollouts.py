@@ -12,20 +12,18 @@ import torch
 
 from areno.engine.decoder.attention_split import split_attention
 from areno.engine.decoder.block_manager import BlockManager, HeldBlocks, KVGroup, KVLayout
-from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup
-from areno.models.transformer import Transformer
-from areno.types import GenerationOutput, GenerationRequest, SamplingParams
+from areno.types import GenerationRequest, SamplingParams
+from tests.helpers.dense_models import CASES as OLDER
+from tests.helpers.dense_models import random_reference as random_older
 from tests.helpers.family_cases import CASES, random_model
+from tests.helpers.family_rollouts import REQUESTS, decode, prompt, trained_logprobs
 from tests.helpers.moe_models import CASES as WITH_EXPERTS
 from tests.helpers.moe_models import random_reference
-from tests.helpers.two_ranks import load, on_two_ranks, packed
-from tests.models.test_models import CASES as OLDER
-from tests.models.test_models import random_reference as random_older
+from tests.helpers.two_ranks import load, on_two_ranks
 
-Outputs = dict[tuple[int, int], GenerationOutput]
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "cut prompts": {"max_prefill_tokens": 7},
@@ -33,49 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(4, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-REQUESTS = [
-    GenerationRequest(
-        request_id=number,
-        prompt=prompt(number, length),
-        n_samples=n_samples,
-        seed=number,
-        params=SamplingParams(max_new_tokens=n_new, ignore_eos=True),
-    )
-    for number, (length, n_samples, n_new) in enumerate([(13, 3, 10), (30, 2, 12), (1, 1, 16), (8, 2, 6)])
-]
 SHORT = [  # for rows that run alone, each of which takes as many steps as it has tokens: at least as long as a block
     dataclasses.replace(each, n_samples=n_samples, params=dataclasses.replace(each.params, max_new_tokens=n_new))
     for each, n_samples, n_new in zip(REQUESTS, (1, 1, 1, 2), (5, 5, 9, 4), strict=True)
 ]
-
-
-def decode(
-    model: Transformer, requests: list[GenerationRequest] = REQUESTS, **settings: Any
-) -> tuple[Outputs, Decoder]:
-    options = {"n_blocks": 200, "block_size": 4, "max_running": 16, "max_prefill_tokens": 256, "eos_token_ids": []}
-    decoder = Decoder(model, **{**options, **settings})
-    for request in requests:
-        decoder.submit(request)
-    outputs: Outputs = {}
-    while decoder.has_work:
-        outputs |= {(output.request_id, output.sample): output for output in decoder.step()}
-    return outputs, decoder
-
-
-def trained_logprobs(model: Transformer, outputs: Outputs) -> list[torch.Tensor]:
-    """Of the completions, by one pass over all rows."""
-    n_prompt = {request.request_id: len(request.prompt) for request in REQUESTS}
-    rows = [torch.tensor(REQUESTS[request_id].prompt + out.tokens) for (request_id, _), out in outputs.items()]
-    with torch.no_grad():
-        logprobs = model.logits(model(*packed(rows))).log_softmax(-1).split([len(row) for row in rows])
-    return [
-        row_logprobs[n_prompt[key[0]] - 1 : -1].gather(1, row[n_prompt[key[0]] :, None]).squeeze(1)
-        for key, row, row_logprobs in zip(outputs, rows, logprobs, strict=True)
-    ]
 
 
 ALL = [*CASES, *(f"older {case}" for case in OLDER), *(f"experts {case}" for case in WITH_EXPERTS)]

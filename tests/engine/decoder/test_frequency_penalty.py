@@ -10,17 +10,8 @@ import torch
 from areno.engine.decoder.decoder import Decoder
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.types import GenerationRequest
-from tests.engine.decoder.test_decoder import (
-    MIXED,
-    VOCAB,
-    forward_logits,
-    make_decoder,
-    mixed_outputs,
-    model,
-    request,
-    run,
-)
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, model, request, run
 
 PENALIZED = [
     request(21, 9, n_samples=3, max_new_tokens=25, frequency_penalty=1.5),

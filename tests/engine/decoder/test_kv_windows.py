@@ -16,8 +16,8 @@ from areno.errors import EngineError
 from areno.models.cost import kv_bytes
 from areno.models.transformer import Transformer
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.engine.decoder.test_family_rollouts import prompt
 from tests.helpers.family_cases import random_model
+from tests.helpers.family_rollouts import prompt
 from tests.helpers.two_ranks import load
 
 Outputs = dict[tuple[int, int], GenerationOutput]

@@ -11,8 +11,8 @@ import torch
 from areno.errors import EngineError
 from areno.kernels.sampling.reference import sample_key, uniform
 from areno.types import GenerationRequest
-from tests.engine.decoder.test_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, request, run
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.tiny_decoder import MIXED, VOCAB, forward_logits, make_decoder, mixed_outputs, request, run
 
 EDITED = [
     replace(request(41, 9, n_samples=3, max_new_tokens=20), logit_bias={3: 4.0, 5: -100.0}),

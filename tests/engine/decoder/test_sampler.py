@@ -11,6 +11,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.kernels.sampling.reference import SamplingFlags, sample_key, sample_tokens, uniform
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.slot_samplers import PLAIN, settings_of
 
 
 def draw(
@@ -216,34 +217,6 @@ def test_settings_travel_to_their_slots() -> None:
     assert settings.greedy.tolist() == [True, False, False, True, False]
 
 
-def settings_of(slots: int, vocab: int, params: list[SamplingParams], device: str) -> tuple[SlotSampler, Tensor]:
-    """SlotSampler with those of row i in some slot, and the slots. Each row has had some tokens."""
-    order = torch.randperm(slots, generator=torch.Generator().manual_seed(5))[: len(params)]
-    sequences = [
-        Sequence(
-            request=GenerationRequest(request_id=i, prompt=[1], params=given),
-            sample=0,
-            key=sample_key(11, i),
-            max_new=1,
-            stop_ids=frozenset({7, 8, 9 + i % 5}),
-            tokens=[1, *torch.randint(vocab, (40,), generator=torch.Generator().manual_seed(i)).tolist() * 2],
-            slot=slot,
-        )
-        for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True))
-    ]
-    slot_sampler = SlotSampler(slots, vocab, torch.device(device))
-    slot_sampler.assign(torch.from_numpy(SlotSampler.pack(sequences)).to(device))
-    if (counts := SlotSampler.pack_counts(sequences)) is not None:
-        slot_sampler.assign_counts(*(torch.from_numpy(part).to(device) for part in counts))
-    return slot_sampler, order.to(device)
-
-
-PLAIN = [
-    SamplingParams(),
-    SamplingParams(temperature=0.6),
-    SamplingParams(greedy=True),
-    SamplingParams(temperature=0),
-]
 FILTERED = [
     SamplingParams(top_k=5),
     SamplingParams(top_p=0.7, temperature=1.7),

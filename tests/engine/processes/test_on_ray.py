@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from test_docs import blocks, run_here
 
 from areno.api import get_algorithm
 from areno.api.trainer import Trainer
@@ -29,6 +28,7 @@ from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
 from areno.plan import devices
 from areno.run.setup import Setup
+from tests.helpers.pages import blocks, run_here
 from tests.helpers.ray_cluster import ENVIRONMENT, needs_ray
 
 BIG, SMALL, HEAD = Node("a", "10.0.0.1", 8, 64), Node("b", "10.0.0.2", 4, 32), Node("c", "10.0.0.3", 0, 16)

@@ -20,6 +20,7 @@ from areno.engine.spec import RoleSpec, RolloutSpec
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.processes import pids
 from tests.helpers.tiny_engine import (
     MIXED,
     ROLLOUT,
@@ -40,10 +41,6 @@ ENDLESS = 20_000  # tokens: a minute
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"), context=ENDLESS + 100)
-
-
-def pids(engine: Engine) -> list[int]:
-    return [process.pid for process in engine._workers.processes.processes.values()]  # type: ignore[attr-defined]
 
 
 def roles(folder: Path) -> dict[str, RoleSpec]:

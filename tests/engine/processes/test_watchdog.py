@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_restart import pids
 from torch import Tensor
 
 from areno import heartbeat
@@ -27,6 +26,7 @@ from areno.errors import EngineError, WorkerLost
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.processes import pids
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, scored, spec
 from tests.helpers.waiting import until
 

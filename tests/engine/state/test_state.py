@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload import large_shape
-from test_roles import OPTIMIZER, critic, critic_rows
 
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
@@ -25,6 +23,8 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.critics import OPTIMIZER, critic, critic_rows, large_shape
+from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import model_folder, rollout, saved_tensors, scored, spec, train_rows
 
 NOTHING = [TrainSequence([True, True], [3, 4], [0.0, 0.0], [0.0, 0.0])]
@@ -42,6 +42,12 @@ def built(folder: Path, optimizer: OptimizerConfig = OPTIMIZER, **settings: Any)
     return engine
 
 
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with built(folder) as built_engine:
+        yield built_engine
+
+
 def steps(engine: Engine, n: int) -> list[Any]:
     """Steps of actor and critic, each on a rollout of its own. What was sampled, and all statistics."""
     seen: list[Any] = []
@@ -56,12 +62,6 @@ def steps(engine: Engine, n: int) -> list[Any]:
     return seen
 
 
-def saved(engine: Engine, folder: Path) -> Path:
-    engine.save_state(folder)
-    assert engine.state_written(wait=True)
-    return folder
-
-
 def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     """All that a worker in this process keeps of its trained roles, the padding between parameters included."""
     found = {}
@@ -71,26 +71,6 @@ def buffers(engine: Engine) -> dict[str, torch.Tensor]:
         found |= {f"{name}.{kind}": tensor for kind, tensor in optimizer.moments.items()}
         found[f"{name}.counters"] = torch.tensor([optimizer.steps, optimizer.skipped_steps])
     return {name: tensor.clone() for name, tensor in found.items()}
-
-
-def content(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a state, read from its files by what its index says."""
-    index = json.loads((folder / "index.json").read_text().splitlines()[1])
-    tensors = {}
-    for name, tensor in index["tensors"].items():
-        tensors[name] = whole = torch.empty(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
-        missing = whole.numel()
-        for offsets, sizes, file, start in tensor["chunks"]:
-            box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-            data = bytearray((folder / file).read_bytes()[start : start + box.numel() * whole.element_size()])
-            box.copy_(torch.frombuffer(data, dtype=whole.dtype).view(sizes))
-            missing -= box.numel()
-        assert missing == 0, name
-    return tensors
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
@@ -300,12 +280,6 @@ def test_the_next_update_waits_for_the_copy_beside_it(tmp_path: Path) -> None:
 
 
 # -- states that are not taken over ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    with built(folder) as built_engine:
-        yield built_engine
 
 
 @pytest.fixture(scope="module")

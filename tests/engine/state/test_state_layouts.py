@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_roles import OPTIMIZER, ROWS, critic, critic_rows
-from test_state import content, same, saved
 
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.adam.reference import dequantise
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows
+from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import model_folder, saved_tensors, scored, spec, values
 
 # The vocabulary of 65 is padded to 66 rows over two ranks.

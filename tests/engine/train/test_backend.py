@@ -19,7 +19,17 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
-from tests.helpers.tiny_backend import CONFIG, OPTIMIZER, VOCAB, WHOLE, loss_and_gradient, make, make_rows, model_config
+from tests.helpers.tiny_backend import (
+    CONFIG,
+    OPTIMIZER,
+    VOCAB,
+    WHOLE,
+    Shares,
+    loss_and_gradient,
+    make,
+    make_rows,
+    model_config,
+)
 from tests.helpers.tiny_engine import train_on
 
 LOSSES = {
@@ -73,20 +83,6 @@ def test_how_pairs_are_cut_does_not_change_the_step(n_minibatches):
         train_on(make(dp=Shares(0)), rows[:4], pair_loss_fn, WHOLE, rows_per_unit=2)
     with pytest.raises(DataError, match="11 rows, not a multiple of rows_per_unit=2"):
         train_on(make(), rows[:11], pair_loss_fn, WHOLE, rows_per_unit=2)
-
-
-class Shares:
-    """Data-parallel ranks run one after the other: what they would sum is added up here by hand."""
-
-    size = 3
-
-    def __init__(self, rank):
-        self.rank = rank
-        self.sent = []
-
-    def all_reduce(self, x, op=None):
-        self.sent.append(x.clone())
-        return x
 
 
 def test_data_parallel_shares_add_up():

@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_backend import CONFIG, OPTIMIZER, WHOLE, Shares, loss_and_gradient, make_rows
 
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.backend import TrainBackend
@@ -17,6 +16,7 @@ from areno.layers.attention import PackedAttend
 from areno.loss_fns.ppo import value_loss_fn
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
+from tests.helpers.tiny_backend import CONFIG, OPTIMIZER, WHOLE, Shares, loss_and_gradient, make_rows
 from tests.helpers.tiny_engine import train_on
 
 

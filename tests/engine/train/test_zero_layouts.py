@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_roles import critic, critic_rows
-from test_state import content, same, saved
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.engine.engine import Engine
@@ -23,6 +21,8 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
+from tests.helpers.critics import critic, critic_rows
+from tests.helpers.states import content, same, saved
 from tests.helpers.tiny_engine import MIXED, model_folder, rollout, saved_tensors, spec, tokens_of, train_rows
 
 # An eps that makes a step smooth in the gradient: the sign of one that is almost 0 does not matter.

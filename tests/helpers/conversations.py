@@ -1,0 +1,33 @@
+"""Messages and recorded turns of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areno.server.conversations import Conversations, conversation_keys
+from areno.server.messages import read_messages
+
+
+def turn_of(conversations: Conversations, messages: list[Any], said: str, tools: Any, answer: Any = None) -> Any:
+    """A turn as an agent returns it, whose model has written `said`."""
+    tokenizer = conversations.tokenizer
+    asked = read_messages(messages)
+    prompt = conversations.prompt(asked, tools)
+    tokens = tokenizer.encode(said, add_special_tokens=False)
+    message = answer or {"role": "assistant", "content": said.removesuffix("<|im_end|>")}
+    [kept] = read_messages([message])
+    conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept)
+    sampled = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    told = {
+        "session": "s",
+        "conversation": conversation_keys(asked)[-1],
+        "temperature": 1.0,
+        "prompt_token_ids": prompt.tokens,
+        "sources": prompt.sources,
+        "choices": [sampled],
+    }
+    turn = {"messages": messages, "tools": tools, "tool_choice": None, "message": message, "finish_reason": "stop"}
+    return {**turn, "tokens": told}
+
+
+USER, OTHER = {"role": "user", "content": "hello"}, {"role": "user", "content": "and you?"}

@@ -1,0 +1,61 @@
+"""Random JSON schemas, and the tokens that a grammar allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def allowed(mask: np.ndarray) -> list[int]:
+    return np.nonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0].tolist()
+
+
+def random_schema(rng: random.Random, size: int) -> dict[str, Any]:
+    """A schema of about `size` parts, of whose values models with random weights reach the end."""
+    if size <= 1:
+        return rng.choice(
+            [
+                {"type": "boolean"},
+                {"type": "null"},
+                {"type": "integer", "minimum": -5, "maximum": 300},
+                {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.25},
+                {"type": "string", "maxLength": 4},
+                {"type": "string", "pattern": "^[a-c]{1,3}-[0-9]$"},
+                {"type": "string", "format": "date"},
+                {"enum": ["red", 7, None, ["x"], "\u00e9\n"]},
+                {"const": {"k": [1, 2]}},
+            ]
+        )
+    kind = rng.randrange(5)
+    if kind == 0:
+        return {"type": "array", "items": random_schema(rng, size // 2), "minItems": rng.randrange(2), "maxItems": 2}
+    if kind == 1:
+        return {
+            "type": "array",
+            "prefixItems": [random_schema(rng, size // 2) for _ in range(2)],
+            "items": False,
+            "minItems": 2,
+        }
+    if kind == 2:
+        return {"anyOf": [random_schema(rng, size // 2), random_schema(rng, size // 2)]}
+    parts = min(5, size)
+    properties = {f'p{i} \u00e9"': random_schema(rng, size // parts) for i in range(parts)}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": rng.sample(sorted(properties), rng.randrange(parts)),
+    }
+
+
+def schemas() -> Iterator[dict[str, Any]]:
+    """50 of growing size."""
+    rng = random.Random(5)
+    for size in range(1, 51):
+        yield random_schema(rng, size)
+
+
+def response_format(schema: Any, strict: bool = True) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}

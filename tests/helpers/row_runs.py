@@ -1,0 +1,70 @@
+"""Configurations and data of the SFT and DPO quickstarts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from areno.config.datasets import DatasetConfig
+from areno.config.models import ModelConfig, OptimizerConfig
+from areno.config.run import ClusterConfig, SaverConfig
+from areno.files.paths import find_file
+from areno.recipes.dpo import DPOActorConfig, DPOConfig
+from areno.recipes.sft import SFTConfig
+from areno.tracking.reader import RunReader
+
+MODEL = str(find_file("examples/quickstart/model"))
+
+
+PAIRS = [
+    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b - 10)}
+    for a in range(17, 77, 10)
+    for b in (5, 27)
+]
+
+
+DEMONSTRATIONS = [{"prompt": f"{a}+9=", "response": str(a + 9) * (a % 3 + 1)} for a in range(11, 21)]
+
+
+def settings(tmp_path, actor, **more):
+    return {
+        "experiment_name": "rows",
+        "actor": actor,
+        "cluster": ClusterConfig(fileroot=str(tmp_path)),
+        "saver": SaverConfig(freq_steps=None),
+        **more,
+    }
+
+
+def optimizer(lr=1e-4):
+    return OptimizerConfig(lr=lr, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
+
+
+def dpo_config(tmp_path, *, batch_size=4, actor=None, **more):
+    how = {"path": MODEL, "gradient_checkpointing": False, "optimizer": optimizer(), **(actor or {})}
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return DPOConfig(**settings(tmp_path, DPOActorConfig(**how), train_dataset=data, **more))
+
+
+def scalars(run_dir: Path) -> dict[str, list[float]]:
+    return {name: series.values for name, series in RunReader(run_dir).metrics().items()}
+
+
+def hf_logprobs(folder, prompt: str, answer: str) -> list[float]:
+    """Of the answer's tokens and the end of the sequence."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    start = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = [*start, *tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    with torch.no_grad():
+        table = model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
+    return [table[t - 1, tokens[t]].item() for t in range(len(start), len(tokens))]
+
+
+def sft_config(tmp_path, mb_spec, batch_size=10, **more):
+    actor = ModelConfig(path=MODEL, gradient_checkpointing=False, optimizer=optimizer(), mb_spec=mb_spec)
+    data = DatasetConfig(batch_size=batch_size, max_length=64)
+    return SFTConfig(**settings(tmp_path, actor, train_dataset=data, **more))
