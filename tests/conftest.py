@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,62 +143,18 @@ def tokenizer_of() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Any:
+def tiny(tokenizer_of: Callable[[str], Any]) -> Any:
     """ChatML with tools, tool calls and a switch for thinking."""
-    from tests.helpers.tokenizers import load_tokenizer
-
-    return load_tokenizer("tiny")
+    return tokenizer_of("tiny")
 
 
 @pytest.fixture(scope="session", params=["tiny", "qwen3"])
-def chatml(request: pytest.FixtureRequest) -> Any:
+def chatml(request: pytest.FixtureRequest, tokenizer_of: Callable[[str], Any]) -> Any:
     """`tiny`, and the real tokenizer whose template does the same to the conversations of our tests."""
-    from tests.helpers.tokenizers import load_tokenizer
-
-    return load_tokenizer(request.param)
+    return tokenizer_of(request.param)
 
 
 @pytest.fixture(scope="session")
-def plain() -> Any:
+def plain(tokenizer_of: Callable[[str], Any]) -> Any:
     """Has no chat template."""
-    from tests.helpers.tokenizers import load_tokenizer
-
-    return load_tokenizer("plain")
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What a run can have beside the quickstart's actor: a reward model, a critic, another language model."""
-    from tests.helpers.policy_runs import classifier, other_actor
-
-    folder = tmp_path_factory.mktemp("models")
-    return {
-        "reward": classifier(folder / "reward", seed=1),
-        "critic": classifier(folder / "critic", seed=2),
-        "lm": other_actor(folder / "lm"),
-    }
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Any]:
-    """The SDK's, on one CPU: one for all tests of a module that leave it as usable as it was."""
-    from tests.helpers.sdk_script import made
-
-    with made() as trainer:
-        yield trainer
-
-
-@pytest.fixture
-def grpo(tmp_path: Path, models: dict[str, Path]) -> Any:
-    """Runs GRPO with settings, 16 rows a step, a reward model: nearly any two completions differ in reward."""
-    from tests.helpers.variant_runs import player
-
-    return player("grpo", tmp_path, models["reward"])
-
-
-@pytest.fixture
-def gspo(tmp_path: Path, models: dict[str, Path]) -> Any:
-    """The same with GSPO."""
-    from tests.helpers.variant_runs import player
-
-    return player("gspo", tmp_path, models["reward"])
+    return tokenizer_of("plain")

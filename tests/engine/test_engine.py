@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,6 @@ ROWS = [[3, 4, 5, 6], [7, 8], [9] * 30]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"), context=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def engines(folder: Path) -> Iterator[dict[str, Engine]]:
-    """One of each form; what changes the weights is done to both."""
-    with Engine(spec(folder), "inline") as inline, Engine(spec(folder), "spawn") as spawned:
-        yield {"inline": inline, "spawned": spawned}
-
-
-@pytest.fixture(params=["inline", "spawned"])
-def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
-    return engines[request.param]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3, 9])

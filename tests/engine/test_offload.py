@@ -20,17 +20,7 @@ from areno.loss_fns.sft import sft_loss_fn
 from areno.models import weights
 from areno.models.registry import build_model, load_config
 from tests.helpers.critics import OPTIMIZER, ROWS, critic, critic_rows, large_shape, reference
-from tests.helpers.tiny_engine import VOCAB, model_folder, request, rollout, scored, spec, train_on, values
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with weights."""
-    path = model_folder(tmp_path_factory.mktemp("actor"))
-    model = build_model(load_config(path), dtype=torch.float32, device="cpu")
-    model.init_weights(11)
-    weights.save_weights(model, path)
-    return path
+from tests.helpers.tiny_engine import VOCAB, request, rollout, scored, spec, train_on, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

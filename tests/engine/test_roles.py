@@ -30,16 +30,6 @@ FORMS = {"inline": {}, "spawned": {}, "tp": {"devices": 2, "tp_size": 2}, "dp": 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The actor's, with weights."""
-    path = model_folder(tmp_path_factory.mktemp("actor"))
-    model = build_model(load_config(path), dtype=torch.float32, device="cpu")
-    model.init_weights(11)
-    weights.save_weights(model, path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return classifier(tmp_path_factory.mktemp("reward"))
 

@@ -37,17 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"), context=ENDLESS + 10)
 
 
-@pytest.fixture(scope="module")
-def engines(folder: Path) -> Iterator[dict[str, Engine]]:
-    with Engine(spec(folder), "inline") as inline, Engine(spec(folder), "spawn") as spawned:
-        yield {"inline": inline, "spawned": spawned}
-
-
-@pytest.fixture(params=["inline", "spawned"])
-def engine(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Engine:
-    return engines[request.param]
-
-
 def long(request_id: int, **params: Any) -> GenerationRequest:
     return request(request_id, max_new_tokens=LONG, ignore_eos=True, **params)
 

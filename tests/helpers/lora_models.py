@@ -13,11 +13,8 @@ from areno.engine.engine import Engine
 from areno.engine.spec import LoraSpec
 from areno.layers.config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.registry import build_model, load_config
-from areno.models.weights import save_weights
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.tiny_engine import (
-    model_folder,
     request,
     rollout,
     spec,
@@ -34,14 +31,6 @@ REQUESTS = [request(index, n_samples=3, length=4 + 7 * index) for index in range
 
 
 ROWS = [[3, 4, 5, 6], [7, 8], list(range(2, 40))]
-
-
-def base(path: Path) -> Path:
-    """A model with weights, for peft to load."""
-    model = build_model(load_config(model_folder(path)), dtype=torch.float32, device="cpu")
-    model.init_weights(11)
-    save_weights(model, path)
-    return path
 
 
 def lora(folder: Path, targets: tuple[str, ...] = ALL, rank: int = 4, **more: Any) -> LoraSpec:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
+from areno.models.registry import build_model, load_config
+from areno.models.weights import save_weights
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
 from tests.helpers.waiting import until
 
@@ -49,6 +52,14 @@ def model_folder(folder: Path, vocab_size: int = VOCAB, context: int = CONTEXT) 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def folder_with_weights(path: Path) -> Path:
+    """Write a model folder with random weights, for transformers and peft to load."""
+    model = build_model(load_config(model_folder(path)), dtype=torch.float32, device="cpu")
+    model.init_weights(11)
+    save_weights(model, path)
+    return path
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:

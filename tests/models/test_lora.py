@@ -24,8 +24,9 @@ from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_
 from areno.models.registry import load_config
 from tests.helpers.family_cases import CASES, SHAPE, random_model
 from tests.helpers.in_float64 import InFloat64
-from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora, of_peft, train
+from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora, of_peft, train
 from tests.helpers.tiny_engine import (
+    folder_with_weights,
     rollout,
     saved_tensors,
     scored,
@@ -37,7 +38,7 @@ from tests.helpers.two_ranks import load, packed, random_rows
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return base(tmp_path_factory.mktemp("base"))
+    return folder_with_weights(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module", params=[(ALL, False), (SOME, True)], ids=["all", "some, rsLoRA"])

@@ -37,8 +37,18 @@ from areno.types import GenerationRequest
 from tests.helpers.family_cases import random_model
 from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, base, engine_of, lora
-from tests.helpers.tiny_engine import ROLLOUT, Outputs, request, rollout, scored, spec, tokens_of, train_rows
+from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora
+from tests.helpers.tiny_engine import (
+    ROLLOUT,
+    Outputs,
+    folder_with_weights,
+    request,
+    rollout,
+    scored,
+    spec,
+    tokens_of,
+    train_rows,
+)
 
 T = TypeVar("T")
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
@@ -48,7 +58,7 @@ LIKE_STATES: dict[str, Any] = {**LIKE_QWEN, "delta": replace(DELTA, n_value_head
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return base(tmp_path_factory.mktemp("base"))
+    return folder_with_weights(tmp_path_factory.mktemp("base"))
 
 
 LAYOUTS = {  # the last has fewer key-value heads than ranks
@@ -352,7 +362,7 @@ def compare_engine() -> None:
     few = [request(0, n_samples=2, max_new_tokens=3, ignore_eos=True)]
     with tempfile.TemporaryDirectory() as path:
         base_folder, state, saved = (Path(path) / name for name in ("base", "state", "saved"))
-        adapters = lora(base(base_folder), rank=3)
+        adapters = lora(folder_with_weights(base_folder), rank=3)
         with engine_of(base_folder, adapters) as engine:
             engine.train(train_rows(sampled_as_scored(engine, few), few), grpo_loss_fn)
             engine.save_state(state)

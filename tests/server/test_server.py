@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,10 +12,10 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from areno import SamplingParams, Trainer
+from areno import Trainer
 from areno.agents.proxy import SessionProxy
 from areno.engine.worker import KV_BLOCK
-from tests.helpers.agent_model import EOS, made
+from tests.helpers.agent_model import EOS
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [
@@ -25,23 +24,6 @@ TOOLS: list[Any] = [
 
 
 HALF: Any = {"id": "c", "type": "function", "function": {"name": "move", "arguments": {"a": "\ud800"}}}
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with made() as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
-def proxy(trainer: Trainer) -> Iterator[SessionProxy]:
-    with trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24), max_running_prompts=16) as session:
-        yield session.proxy
-
-
-@pytest.fixture
-def client(proxy: SessionProxy) -> OpenAI:
-    return OpenAI(base_url=proxy.base_url, api_key=proxy.api_key, max_retries=0)
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:

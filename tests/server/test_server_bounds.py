@@ -9,29 +9,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 
-from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.server import sampling
 from areno.server.host import ServerThread
-from tests.helpers.agent_model import made
 from tests.helpers.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}
 ]
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[SessionProxy]:
-    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24)) as session:
-        yield session.proxy
 
 
 LARGE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -25,12 +24,6 @@ HELLO: list[Any] = [{"role": "user", "content": "hello world"}]
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}
 ]
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24)) as session:
-        yield OpenAI(base_url=session.proxy.base_url, api_key=session.proxy.api_key, max_retries=0)
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -13,12 +12,10 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.server import answers
 from areno.server.errors import ApiError
 from areno.types import GenerationOutput
-from tests.helpers.agent_model import made
 
 OWN = {"areno", "reasoning_content", "max_model_len"}  # fields that the API does not have; clients keep what they get
 HELLO = [{"role": "user", "content": "hello world"}]
@@ -112,12 +109,6 @@ SCHEMAS = {
 TYPES: dict[str, type[BaseModel]] = {
     "chat": ChatCompletion, "chunk": ChatCompletionChunk, "text": Completion, "model": Model,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def proxy() -> Iterator[SessionProxy]:
-    with made() as trainer, trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=24)) as session:
-        yield session.proxy
 
 
 def unknown_fields(value: Any) -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -13,7 +12,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from areno import SamplingParams, Trainer
+from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
 from areno.config.rollout import LEAST_TEMPERATURE, GenerationConfig
 from areno.engine.decoder.runner import PendingTokens
@@ -22,23 +21,6 @@ from tests.helpers.agent_model import EOS, made
 from tests.helpers.tiny_decoder import MIXED, assert_same, make_decoder, mixed_outputs, model, request, run
 
 POISON = 70
-
-
-@pytest.fixture(scope="module")
-def trainer() -> Iterator[Trainer]:
-    with made() as trainer:
-        yield trainer
-
-
-@pytest.fixture(scope="module")
-def proxy(trainer: Trainer) -> Iterator[SessionProxy]:
-    with trainer.rollout_session(sampling_params=SamplingParams(max_new_tokens=6), max_running_prompts=16) as session:
-        yield session.proxy
-
-
-@pytest.fixture
-def client(proxy: SessionProxy) -> OpenAI:
-    return OpenAI(base_url=proxy.base_url, api_key=proxy.api_key, max_retries=0)
 
 
 @pytest.fixture
