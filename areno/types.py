@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-from areno.config.fields import setting, settings
 from areno.config.rollout import SamplingConfig
 from areno.errors import did_you_mean
+from areno.schema.fields import setting, settings
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from areno.api.algorithms import get_algorithm
 from areno.cli.train_flags import HEADINGS, Flag, flags
-from areno.config.fields import Row, rows
 from areno.launch.hints import RECIPES
+from areno.schema.fields import Row, rows
 
 _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
 _HEAD = """\

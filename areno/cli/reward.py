@@ -83,9 +83,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> Any:
     """The RewardConfig that the command line describes."""
-    from areno.config.build import build
     from areno.config.rollout import OnlyReward
     from areno.launch.hints import hint
+    from areno.schema.build import build
 
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
     given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
@@ -138,7 +138,7 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
 
 def _record(row: Any, where: str) -> Any:
     """What the functions get for a row. Texts may be messages, as TRL writes them."""
-    from areno.config.values import show as shown
+    from areno.schema.values import show as shown
     from areno.types import RewardRecord
 
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():

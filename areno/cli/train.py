@@ -12,9 +12,9 @@ from typing import Any
 from areno.api.algorithms import Algorithm, algorithm_names, get_algorithm
 from areno.cli import train_flags
 from areno.cli.train_flags import HEADINGS, REFUSED, TASK, Flag
-from areno.config.fields import rows
 from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
 from areno.launch.hints import RECIPES
+from areno.schema.fields import rows
 from areno.tracking.run_folder import is_described, recipe_of
 
 _DEFAULT = "gspo"

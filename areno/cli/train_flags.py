@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from areno.api.algorithms import get_algorithm
-from areno.config.fields import Row, Section, rows
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem
 from areno.launch.hints import NOT_HERE, RECIPES, listed
+from areno.schema.fields import Row, Section, rows
 
 TASK = "train"
 """The task file that the flags are filled into by default: conf/train.yaml."""

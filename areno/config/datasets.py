@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.fields import Missing, Section, build_check, check, setting, settings
 from areno.errors import Key, Problem
+from areno.schema.fields import Missing, Section, build_check, check, setting, settings
 
 
 @dataclass(kw_only=True)

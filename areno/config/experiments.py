@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config import datasets, models, run
-from areno.config.fields import Missing, Section, build_check, check, forbid, setting
 from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
 from areno.config.run import RecoverConfig
 from areno.config.tracking import StatsLoggerConfig
-from areno.config.values import show
 from areno.errors import ConfigError, Key, Problem, did_you_mean
+from areno.schema.fields import Missing, Section, build_check, check, forbid, setting
+from areno.schema.values import show
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
 NEEDS = {"evaluator": "valid_dataset", "eval_gconfig": "valid_dataset"}

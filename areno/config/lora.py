@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, forbid, setting
-from areno.config.values import show
 from areno.errors import Problem
+from areno.schema.fields import Section, check, forbid, setting
+from areno.schema.values import show
 
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")

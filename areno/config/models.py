@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, build_check, check, forbid, setting
 from areno.config.lora import LoraConfig
 from areno.config.rejection import RejectionSamplingConfig
 from areno.errors import Problem
+from areno.schema.fields import Section, build_check, check, forbid, setting
 
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
 

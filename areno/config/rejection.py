@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, forbid, setting
 from areno.errors import Problem
+from areno.schema.fields import Section, check, forbid, setting
 
 
 @dataclass(kw_only=True)

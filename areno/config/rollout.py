@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from areno.config.fields import Missing, Section, build_check, check, forbid, setting
-from areno.config.values import show
 from areno.errors import Problem
+from areno.schema.fields import Missing, Section, build_check, check, forbid, setting
+from areno.schema.values import show
 
 LEAST_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""

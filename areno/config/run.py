@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, build_check, check, forbid, setting, settings
-from areno.config.values import is_no_folder
 from areno.errors import Key, Problem
+from areno.schema.fields import Section, build_check, check, forbid, setting, settings
+from areno.schema.values import is_no_folder
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.config.fields import Section, check, forbid, setting
-from areno.config.values import is_no_folder
 from areno.errors import Problem
+from areno.schema.fields import Section, check, forbid, setting
+from areno.schema.values import is_no_folder
 
 _PROJECT = "Name of the project. null: experiment_name"
 _NAME = "Name of the run. null: that of its folder"

@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from areno.config.values import text_problem
 from areno.errors import DataError, printable
+from areno.schema.values import text_problem
 
 Row = Mapping[str, Any]
 RowKind = Literal["prompt", "sft", "dpo"]

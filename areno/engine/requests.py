@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from areno.config.fields import partial_section, problems_between, settings
-from areno.config.values import InvalidValue, show
 from areno.engine.spec import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem, non_finite_logits
+from areno.schema.fields import partial_section, problems_between, settings
+from areno.schema.values import InvalidValue, show
 from areno.types import GIVEN_BACK, GenerationOutput, GenerationRequest, SamplingParams
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.run import DecoderConfig
-from areno.config.values import flat
 from areno.engine.train.rows import RouteShape
 from areno.layers.config import AdapterSpec
 from areno.models.cost import Cost
+from areno.schema.values import flat
 
 LOOPBACK = "127.0.0.1"
 

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from areno import __version__
 from areno.api.algorithms import Algorithm
-from areno.config.build import with_defaults
-from areno.config.fields import Missing
 from areno.errors import ArenoError, ConfigError, Key, Problem, keys_renamed, of_a_place
 from areno.files import interrupts
 from areno.files.interrupts import Terminated, handled, terminate
@@ -36,6 +34,8 @@ from areno.launch import help, yaml_files
 from areno.launch.hints import RECIPES, listed
 from areno.launch.side_by_side import N_JOBS, JobFailed, SideBySide, shares
 from areno.launch.sweep_results import Sweep
+from areno.schema.build import with_defaults
+from areno.schema.fields import Missing
 from areno.tracking.run_log import RunLog
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ The result is one plain dictionary, together with all problems that were found.
 
 Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without their types, so
 that Hydra does not stop at the first bad key or value. For the same reason values of the command line are forced in
-(`++key=value`). `areno.config.build` then checks everything at once.
+(`++key=value`). `areno.schema.build` then checks everything at once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
-from areno.config.build import build, with_defaults
 from areno.config.experiments import NEEDS
-from areno.config.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.interrupts import not_lost
 from areno.files.paths import absolute, root
@@ -46,6 +44,8 @@ from areno.launch import yaml_files
 from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
 from areno.launch.side_by_side import N_JOBS
+from areno.schema.build import build, with_defaults
+from areno.schema.fields import Section
 
 T = TypeVar("T", bound=Section)
 

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from areno.config.fields import Row, Section, rows
-from areno.config.values import flat
 from areno.launch import yaml_files
+from areno.schema.fields import Row, Section, rows
+from areno.schema.values import flat
 
 _USAGE = """\
 usage: {command} [--config-name NAME] [key=value ...]

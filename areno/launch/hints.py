@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from areno.api.algorithms import get_algorithm
-from areno.config.fields import rows
 from areno.files.small_yaml import plain_yaml
+from areno.schema.fields import rows
 
 _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"

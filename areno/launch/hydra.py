@@ -26,12 +26,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from areno.config.build import Consequence
-from areno.config.values import show
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import interrupts_held
 from areno.files.paths import beginning_of, root
 from areno.files.small_yaml import MOST_BYTES, YamlFault, checked_text
+from areno.schema.build import Consequence
+from areno.schema.values import show
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")

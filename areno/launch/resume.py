@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig
-from areno.config.values import value_at
 from areno.errors import ConfigError, Problem
 from areno.run.resume import Change, EarlierRun
+from areno.schema.values import value_at
 from areno.tracking import run_folder
 from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import NewFolder, overrides_of, sweep_of

@@ -11,12 +11,12 @@ import numpy as np
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from areno.config.run import is_no_folder
-from areno.config.values import text_problem
 from areno.data.row_schema import bad_text, messages_problem
 from areno.engine.requests import check_params
 from areno.engine.spec import OldLogprobs, UpdateSpec
 from areno.engine.train.rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
+from areno.schema.values import text_problem
 from areno.types import SamplingParams, TrainSequence
 
 

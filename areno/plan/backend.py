@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from areno.config.build import build
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import Section, check, forbid, setting, settings
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
 from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
+from areno.schema.build import build
+from areno.schema.fields import Section, check, forbid, setting, settings
 
 
 @dataclass

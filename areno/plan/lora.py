@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
 from areno.config.models import ModelConfig
-from areno.config.values import show
 from areno.engine.spec import LoraSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean
 from areno.files.paths import existing_path, model_of
@@ -17,6 +16,7 @@ from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import OF_EXPERTS, kept_within, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder import HUB_ID, TOKENIZER, resolve
+from areno.schema.values import show
 
 KEY = "actor.init_lora_from"
 _WITHIN = (

@@ -21,7 +21,6 @@ from areno.config.experiments import (
     PolicyExperimentConfig,
     PreferenceExperimentConfig,
 )
-from areno.config.fields import settings
 from areno.config.models import ModelConfig
 from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.config.run import DecoderConfig, EngineConfig, layout_problems
@@ -34,6 +33,7 @@ from areno.models.folder import resolve
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of
+from areno.schema.fields import settings
 from areno.types import ModelRole, SamplingParams
 
 # Settings of the section engine that an EngineSpec has under the same names.

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, PreferenceExperimentConfig
-from areno.config.fields import forbid, setting
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
+from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.dpo import DPOTrainer

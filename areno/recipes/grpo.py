@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.fields import setting
 from areno.config.models import TokenPolicyConfig
 from areno.launch import run_recipe
+from areno.schema.fields import setting
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import KLExperimentConfig, LossFn
-from areno.config.fields import forbid, setting
 from areno.config.models import PolicyConfig
 from areno.launch import run_recipe
+from areno.schema.fields import forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer

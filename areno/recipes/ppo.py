@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import CriticExperimentConfig, LossFn
-from areno.config.fields import check, forbid, setting
 from areno.config.models import NormConfig, RefConfig, TokenPolicyConfig
 from areno.errors import Problem
 from areno.launch import run_recipe
 from areno.recipes.grpo import token_loss_settings
+from areno.schema.fields import check, forbid, setting
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from areno import __version__
-from areno.config.values import flat
 from areno.errors import ArenoError
 from areno.files.durable import write_text_whole
 from areno.report.curves import Chart, charts, is_count, thinned, unit_of
 from areno.report.verdict import differing, run_names, verdict
+from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
 
 SAMPLE_BYTES = 8 * 2**20  # of all samples in the page, compressed

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.config.values import show
 from areno.errors import ArenoError
+from areno.schema.values import show
 from areno.server.tokens import Source, expand
 
 _MOST = 2**31  # of token ids, weight versions and lengths

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.config.values import flat
 from areno.files.paths import content_of
 from areno.launch.sweep_results import Outcome, Sweep
+from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
 
 _LONGEST = 48  # characters of what a name says about a run of a sweep

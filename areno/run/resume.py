@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
 from areno import __version__
-from areno.config.build import with_defaults
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import Section
-from areno.config.values import show
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked
 from areno.run.checkpoints import Trigger
 from areno.run.states import State, StatefulEngine, States, StateWriter
+from areno.schema.build import with_defaults
+from areno.schema.fields import Section
+from areno.schema.values import show
 from areno.tracking import run_folder
 from areno.tracking.run_folder import RunFiles, recipe_of, settings_of, versions
 

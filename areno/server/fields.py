@@ -12,9 +12,9 @@ from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from areno.config.values import show
 from areno.data.row_schema import bad_text
 from areno.errors import did_you_mean
+from areno.schema.values import show
 from areno.server.errors import ApiError, bad, is_deeper
 
 _LONG_NAME = 80  # characters: no misspelling of a field

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areno.config.values import show
 from areno.data.row_schema import bad_text
+from areno.schema.values import show
 from areno.server.errors import bad, is_deeper, is_larger
 from areno.server.fields import MOST_LEVELS, Fields
 from areno.types import Message

@@ -11,8 +11,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.config.values import show
 from areno.data.row_schema import bad_text
+from areno.schema.values import show
 from areno.server.errors import ApiError, bad, is_larger
 from areno.server.fields import Fields
 from areno.server.messages import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.rollout import LEAST_TEMPERATURE, MOST_TEMPERATURE
-from areno.config.values import show
+from areno.schema.values import show
 from areno.server.errors import BadTrajectory
 from areno.server.tokens import Runs, Source
 

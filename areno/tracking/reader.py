@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from areno.config.values import show, value_at
 from areno.errors import ArenoError
 from areno.files.paths import content_of, names_in
+from areno.schema.values import show, value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.run_folder import is_described, is_sweep, overrides_of, settings_of, versions_of
 

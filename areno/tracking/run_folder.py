@@ -25,11 +25,11 @@ from omegaconf import OmegaConf
 
 from areno import __version__
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import Section
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import UNFINISHED, locked, make_folders, remove, remove_empty, sync, write_text_whole
 from areno.files.paths import beginning_of, content_of, root
 from areno.files.small_yaml import YamlFault, fault, plain_yaml
+from areno.schema.fields import Section
 
 SETTINGS, OVERRIDES, VERSIONS = "config.yaml", "overrides.yaml", "versions.json"
 SWEEP = "multirun.yaml"  # written by Hydra

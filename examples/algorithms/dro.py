@@ -20,10 +20,10 @@ from functools import partial
 import areno
 from areno.api import Algorithm, register_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.fields import check, setting
 from areno.config.models import PolicyConfig, RefConfig
 from areno.errors import Problem
 from areno.launch import run_algorithm
+from areno.schema.fields import check, setting
 
 # DRO has no ratio, no clip and no further KL. So these settings of other policies would do nothing here.
 NO_USE = ("eps_clip", "eps_clip_higher", "c_clip", "use_decoupled_loss", "m2_threshold", "recompute_logprob")

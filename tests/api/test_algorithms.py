@@ -149,7 +149,7 @@ import areno
 from areno.api import Algorithm, register_algorithm
 from areno.launch import run_algorithm
 from areno.config.experiments import PolicyExperimentConfig
-from areno.config.fields import setting
+from areno.schema.fields import setting
 from areno.config.models import PolicyConfig
 
 

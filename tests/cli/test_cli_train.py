@@ -15,9 +15,9 @@ from areno.api import algorithms, get_algorithm
 from areno.cli import train_flags as flags
 from areno.cli.__main__ import main
 from areno.cli.train_flags import REFUSED
-from areno.config.build import with_defaults
 from areno.launch import command
 from areno.launch.hints import RECIPES
+from areno.schema.build import with_defaults
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parents[3] / "shared/reference"

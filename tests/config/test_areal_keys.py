@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from areno.api.algorithms import get_algorithm
-from areno.config.fields import Row, rows
-from areno.config.values import InvalidValue
 from areno.launch.hints import NOT_HERE, RECIPES, hint
+from areno.schema.fields import Row, rows
+from areno.schema.values import InvalidValue
 from tests.helpers.pages import ROOT, codes, of_tables, sections
 
 CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "grpo": "GRPOConfig", "gspo": "GRPOConfig", "ppo": "PPOConfig"}

@@ -8,19 +8,19 @@ from typing import Any, Literal
 
 import pytest
 
-from areno.config.build import build, with_defaults
 from areno.config.datasets import ValidDatasetConfig
-from areno.config.fields import Section, check, rows, setting
 from areno.config.models import OptimizerConfig
 from areno.config.rollout import GenerationConfig
 from areno.config.run import EngineConfig
-from areno.config.values import InvalidValue, convert, spelling
 from areno.errors import ConfigError, Problem, keys_renamed
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
+from areno.schema.build import build, with_defaults
+from areno.schema.fields import Section, check, rows, setting
+from areno.schema.values import InvalidValue, convert, spelling
 
 
 def smallest(**more) -> dict:

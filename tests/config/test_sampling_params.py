@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from areno import SamplingParams
-from areno.config.fields import settings
 from areno.config.rollout import GenerationConfig, SamplingConfig
 from areno.errors import ConfigError, DataError
 from areno.plan.arguments import check_sampling
 from areno.plan.plan import sampling_params
+from areno.schema.fields import settings
 
 WRONG: list[tuple[str, Any, str]] = [
     ("max_new_tokens", 0, "is 0; it must be more than 0"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from areno.api import get_algorithm
-from areno.config.fields import rows
 from areno.config.models import MicroBatchSpec
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, RECIPES, hint
+from areno.schema.fields import rows
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:

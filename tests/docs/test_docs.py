@@ -189,8 +189,8 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
 
 def test_the_sdk_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks, in order; what they show, and every number and key they could return, is what the page says."""
-    from areno.config.fields import settings
     from areno.plan.backend import RuntimeConfig
+    from areno.schema.fields import settings
 
     page = ROOT / "docs" / "sdk.md"
     monkeypatch.chdir(tmp_path)

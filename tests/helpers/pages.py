@@ -11,10 +11,10 @@ from typing import Any
 
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
-from areno.config.fields import Row, rows
-from areno.config.values import InvalidValue
 from areno.launch.command import run as run_recipe
 from areno.launch.hints import RECIPES
+from areno.schema.fields import Row, rows
+from areno.schema.values import InvalidValue
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from areno.api import get_algorithm
-from areno.config.build import build
 from areno.errors import ConfigError, DataError
 from areno.files import paths
 from areno.launch import command, compose
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
+from areno.schema.build import build
 from areno.tracking.reader import RunReader
 from tests.helpers.played import TASK, Main, load, problems_of, run, task_folder
 

@@ -15,7 +15,6 @@ import areno
 from areno.agents.environment import Environment, replay
 from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory, plain_results
 from areno.api.metrics import evaluation_metrics, rollout_metrics
-from areno.config.build import build
 from areno.config.rollout import RewardConfig
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
@@ -23,6 +22,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.rewards.functions import part_names
 from areno.rewards.pool import RewardPool
 from areno.rewards.records import verdict
+from areno.schema.build import build
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RewardRecord, RolloutSequence, ScoredSample
 

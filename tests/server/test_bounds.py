@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areno.config.values import show
+from areno.schema.values import show
 from areno.server import errors, fields
 from areno.server.errors import ApiError, has_more_tokens, is_deeper, is_larger
 from areno.server.fields import read_json, unpacked

@@ -53,7 +53,7 @@ def test_a_set_takes_what_it_leaves_out_from_the_section(tmp_path):
 def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
     from dataclasses import asdict
 
-    from areno.config.build import build
+    from areno.schema.build import build
 
     config = load(GSPOConfig, "quickstart", ["valid_dataset.sets={a: {max_rows: 3}, b: {split: train}}"])
     assert build(GSPOConfig, json.loads(json.dumps(asdict(config)))) == config

@@ -143,7 +143,9 @@ class RayProcesses:
                 logger.info(text, limit, what, free, ray_cluster.resource(kind))
                 told = True
             if time.monotonic() > deadline:
-                message = "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
+                message = (
+                    "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
+                )
                 message += "raise {} to wait longer, or lower {}"
                 there_is, unit = ray_cluster.described(found), ray_cluster.resource(kind)
                 n_nodes = Key("cluster.n_nodes")

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from areno import __version__
 from areno.config.experiments import ExperimentConfig
-from areno.config.fields import changed
-from areno.config.values import show
+from areno.schema.fields import changed
+from areno.schema.values import show
 from areno.tracking.display.board import Board, Warnings
 from areno.tracking.display.screen import Line, Screen, can_draw
 from areno.tracking.display.view import draw

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.config.values import flat
+from areno.schema.values import flat
 
 
 @dataclass(frozen=True)

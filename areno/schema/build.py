@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from areno.config.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
-from areno.config.values import InvalidValue, show, value_at
 from areno.errors import ConfigError, Problem, question
+from areno.schema.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
+from areno.schema.values import InvalidValue, show, value_at
 
 T = TypeVar("T", bound=Section)
 

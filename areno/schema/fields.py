@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from areno.config.values import InvalidValue, convert, show, spelling
 from areno.errors import ConfigError, Problem
+from areno.schema.values import InvalidValue, convert, show, spelling
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
