@@ -59,6 +59,22 @@ def setting(
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
+def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
+    """Add a nested section for each part that declares its own settings. Stands below `@dataclass`.
+
+    Args:
+        found: The name of a section, with its dataclass and its help text.
+    """
+
+    def add(cls: type[T]) -> type[T]:
+        for name, (section, text) in found.items():
+            cls.__annotations__[name] = section
+            setattr(cls, name, setting(factory=section, help=text))
+        return cls
+
+    return add
+
+
 class Missing(Problem):
     """A required value is not given."""
 

@@ -22,15 +22,12 @@ from areno.config.experiments import ExperimentConfig, PolicyExperimentConfig
 from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ConfigError, Problem
 from areno.files.durable import write_text_whole
+from areno.services import SERVICES
+from areno.services.service import RunAbout, Service
 from areno.tracking.console import Console
 from areno.tracking.run_folder import RunFiles, is_sweep
 from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
 from areno.tracking.scalar_files import Jsonl, TensorBoard
-from areno.tracking.services.mlflow import Mlflow
-from areno.tracking.services.service import RunAbout, Service
-from areno.tracking.services.swanlab import Swanlab
-from areno.tracking.services.trackio import Trackio
-from areno.tracking.services.wandb import Wandb
 from areno.tracking.tracker import END_OF_STEP, Tracker, Trackers
 
 logger = logging.getLogger("areno")
@@ -42,22 +39,17 @@ RESUMED = "run/resumed_after"
 _END_S = 60.0  # what is left to send is waited for so long
 
 
-def services(config: StatsLoggerConfig) -> dict[str, Service]:
-    """The services that a configuration turns on, by the name of their section."""
-    all_of = {
-        "wandb": (config.wandb.mode, Wandb(config.wandb)),
-        "swanlab": (config.swanlab.mode, Swanlab(config.swanlab)),
-        "trackio": (config.trackio.mode, Trackio(config.trackio)),
-        "mlflow": (config.mlflow.mode, Mlflow(config.mlflow)),
-    }
-    return {name: service for name, (mode, service) in all_of.items() if mode != "disabled"}
-
-
 def check_services(config: StatsLoggerConfig) -> None:
-    """Raise ConfigError where the package of a service is not installed."""
-    missing = [name for name, service in services(config).items() if find_spec(service.package) is None]
-    text = "needs the package {}: pip install 'areno[{}]', or set it to disabled"
-    if problems := [Problem(f"stats_logger.{name}.mode", text, name, name) for name in missing]:
+    """Raise ConfigError if the package of a service that is on is not installed."""
+    missing = {name: service for name, service in config.services().items() if find_spec(service.package) is None}
+    text = "needs the package {}: pip install '{}', or {}"
+    problems = [
+        Problem(f"stats_logger.{name}.mode", text, service.package, service.install, "set it to disabled")
+        if name in SERVICES
+        else Problem(f"stats_logger.{name}", text, service.package, service.install, "leave it out")
+        for name, service in missing.items()
+    ]
+    if problems:
         raise ConfigError(problems)
 
 
@@ -154,7 +146,7 @@ def open_trackers(
         most = None if config.rollout.dump_to_file else config.rollout.dump_n_samples
         if most != 0:
             trackers.append(SampleFiles(run_dir / "rollouts", most, token_text))
-    trackers += [ServiceTracker(name, service, about) for name, service in services(config.stats_logger).items()]
+    trackers += [ServiceTracker(name, service, about) for name, service in config.stats_logger.services().items()]
     return Trackers(trackers if display is None else [*trackers, display])
 
 

@@ -24,6 +24,7 @@ MAY_COMPUTE_ATTRIBUTES = {
     "areno.bench.others": "a model of transformers may lack a method",
     "areno.engine.processes.child": "changes attributes of the module __main__",
     "areno.engine.processes.messages": "a command for a worker names its method",
+    "areno.schema.fields": "adds sections to a dataclass",
     "areno.files.user_code": "looks a function up in the user's file",
 }
 MAY_IMPORT_RE = {

@@ -12,18 +12,23 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 import areno
+from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
+from areno.schema.fields import Section, setting
+from areno.services import installed_services
+from areno.services.mlflow import allowed
+from areno.services.service import RunAbout, Service
 from areno.tracking import recorder as services_tracker
-from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers, services
-from areno.tracking.services.mlflow import allowed
-from areno.tracking.services.service import RunAbout, Service
+from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers
 from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -273,18 +278,18 @@ def test_the_ids_of_several_services_are_kept(tmp_path):
 def test_a_missing_package_is_told_at_the_door(tmp_path, monkeypatch):
     modes = ["wandb.mode=offline", "swanlab.mode=cloud", "trackio.mode=local", "mlflow.mode=online"]
     config = config_of(tmp_path, *[f"stats_logger.{mode}" for mode in modes])
-    assert list(services(config.stats_logger)) == ["wandb", "swanlab", "trackio", "mlflow"]
+    assert sorted(config.stats_logger.services()) == ["mlflow", "swanlab", "trackio", "wandb"]
     monkeypatch.setattr(services_tracker, "find_spec", lambda name: None if name != "trackio" else "here")
     with pytest.raises(ConfigError) as told:
         check_services(config.stats_logger)
     assert [problem.key for problem in told.value.problems] == [
-        f"stats_logger.{name}.mode" for name in ("wandb", "swanlab", "mlflow")
+        f"stats_logger.{name}.mode" for name in ("mlflow", "swanlab", "wandb")
     ]
     assert "needs the package wandb: pip install 'areno[wandb]', or set it to disabled" in str(told.value)
     with pytest.raises(ConfigError, match="needs the package mlflow"):
         areno.PolicyOnlyTrainer(config, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    assert not services(config_of(tmp_path).stats_logger)
+    assert not config_of(tmp_path).stats_logger.services()
 
 
 def test_no_package_is_imported_unless_it_is_used(tmp_path):
@@ -316,7 +321,7 @@ def test_modes_of_swanlab(tmp_path, monkeypatch, mode):
     package.Settings.Terminal = lambda **settings: None
     package.init = lambda **settings: given.update(settings)
     monkeypatch.setitem(sys.modules, "swanlab", package)
-    [service] = services(config_of(tmp_path, f"stats_logger.swanlab.mode={mode}").stats_logger).values()
+    [service] = config_of(tmp_path, f"stats_logger.swanlab.mode={mode}").stats_logger.services().values()
     service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None)
     assert given["mode"] == {"cloud": "online"}.get(mode, mode)
 
@@ -328,7 +333,7 @@ def test_a_run_of_wandb_that_others_write_to(tmp_path, monkeypatch):
     run = types.SimpleNamespace(define_metric=lambda *name, **how: None, id="shared-id")
     monkeypatch.setattr(wandb, "login", lambda **how: logins.append(how) or True)
     monkeypatch.setattr(wandb, "init", lambda **how: given.update(how) or run)
-    [service] = services(config_of(tmp_path, "stats_logger.wandb.mode=shared").stats_logger).values()
+    [service] = config_of(tmp_path, "stats_logger.wandb.mode=shared").stats_logger.services().values()
     assert service.start(RunAbout(tmp_path, "e", "n", None, {}, tmp_path), None) == "shared-id"
     assert (given["mode"], len(logins)) == ("shared", 1)
 
@@ -358,10 +363,61 @@ def test_a_sweep_is_a_group(tmp_path):
 
 def test_a_run_goes_on_without_a_service_that_fails(tmp_path, monkeypatch, caplog):
     service = Faulty("log")
-    monkeypatch.setattr("areno.tracking.recorder.services", lambda config: {"wandb": service})
+    monkeypatch.setattr(StatsLoggerConfig, "services", lambda config: {"wandb": service})
     settings = ["total_train_steps=3", "train_dataset.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=4"]
     config = load(GSPOConfig, "quickstart", [*settings, "valid_dataset=null", "reward.workers=1", "engine.device=cpu"])
     with areno.PolicyOnlyTrainer(config, run_dir=tmp_path / "run", reward_fn=lambda record: 1.0) as trainer:
         trainer.fit()
     assert caplog.text.count("stats_logger.wandb: ConnectionError: no route; the run goes on without it") == 1
     assert len((tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()) > 3
+
+
+@dataclass(kw_only=True)
+class MineConfig(Section):
+    """Settings of a tracker in another package."""
+
+    limit: int = setting(3, help="A number", gt=0)
+
+
+class Mine(Faulty):
+    settings, title, package, install = MineConfig, "Mine", "json", "mine"
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A package that declares Mine, and one whose entry point names no service."""
+    group = "areno.trackers"
+    found = [EntryPoint(name, value, group) for name, value in [("mine", f"{__name__}:Mine"), ("odd", "json:dumps")]]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: found)
+    installed_services.cache_clear()
+    yield
+    installed_services.cache_clear()
+
+
+def test_a_tracker_of_another_package(tmp_path, installed, monkeypatch):
+    config = config_of(tmp_path, "stats_logger.trackers.mine.limit=4")
+    [(name, service)] = config.stats_logger.services().items()
+    assert (name, type(service), service.config.limit) == ("trackers.mine", Mine, 4)
+    assert load(GSPOConfig, "quickstart", ["stats_logger.trackers.mine=null"]).stats_logger.services()
+    monkeypatch.setattr(services_tracker, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trackers.mine: needs the package json: pip install 'mine', or leave it"):
+        check_services(config.stats_logger)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("mine.limit=0", "trackers.mine.limit: is 0; it must be more than 0"),
+        ("mine.limt=4", r"trackers.mine.limt: unknown key; did you mean limit\?"),
+        ("mine=4", "trackers.mine: is 4; a mapping of its settings is expected"),
+        ("mien.limit=4", r"trackers.mien: is no installed tracker; did you mean mine\?; its package declares it"),
+        ("odd.limit=4", "trackers.odd: does not import: TypeError: json:dumps is no subclass of"),
+    ],
+)
+def test_settings_of_a_tracker_of_another_package(tmp_path, installed, setting, message):
+    with pytest.raises(ConfigError, match=rf"stats_logger\.{message}"):
+        config_of(tmp_path, f"stats_logger.trackers.{setting}")

@@ -1,0 +1,53 @@
+"""The services that can follow a run: Weights & Biases, Trackio, SwanLab, MLflow, and those of other packages.
+
+Each file of this folder declares one service: its settings, its checks and its calls. A class below `Service` in
+`wandb.py` is the service `wandb`, and its settings are the section `stats_logger.wandb`. No other place lists it. A
+package of its own declares a service by an entry point of the group "areno.trackers", name = "module:Class". Its
+settings are the entry `stats_logger.trackers.<name>`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from areno.services.service import Service
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "areno.trackers"
+
+SERVICES: dict[str, type[Service]] = {
+    found.name: service
+    for found in pkgutil.iter_modules(__path__)
+    for service in vars(import_module(f"{__name__}.{found.name}")).values()
+    if isinstance(service, type) and issubclass(service, Service) and service is not Service
+}
+"""The services of this folder, by the name of their file."""
+
+
+@cache
+def installed_services() -> dict[str, EntryPoint]:
+    """Return the services of other packages by name. The first call reads the metadata of all installed packages."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def installed_service(name: str) -> type[Service]:
+    """Import a service of another package.
+
+    Args:
+        name: The name of its entry point in the group "areno.trackers".
+
+    Raises:
+        TypeError: The entry point names something other than a subclass of Service.
+        Exception: Whatever the module of the service raises when it is imported.
+    """
+    service = installed_services()[name].load()
+    if not (isinstance(service, type) and issubclass(service, Service)):
+        raise TypeError(f"{installed_services()[name].value} is no subclass of areno.services.service.Service")
+    return service

@@ -1,0 +1,96 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from areno.schema.fields import Section, forbid, setting
+from areno.services.service import RunAbout, Service
+
+_PUNCTUATION = "_-./ :"
+_MOST_PARAMS = 100  # of one request
+_LONGEST = 6000  # characters of a parameter
+
+
+@dataclass(kw_only=True)
+class MlflowConfig(Section):
+    """MLflow (pip install 'areno[mlflow]')."""
+
+    mode: Literal["disabled", "local", "online"] = setting(
+        "disabled", help="local writes to a folder or a database, for mlflow ui. online sends to a server"
+    )
+    tracking_uri: str | None = setting(
+        None,
+        help="local: the folder, or sqlite:///file.db, which needs the whole package mlflow; null is mlruns/ in "
+        "cluster.fileroot. online: address of the server; null is MLFLOW_TRACKING_URI in the environment",
+    )
+    project: str | None = setting(None, help="Name of the experiment. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
+
+    @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
+    def server_of_local(self) -> bool:
+        """Return whether mode=local has the address of a server."""
+        return self.mode == "local" and (self.tracking_uri or "").startswith("http")
+
+
+class Mlflow(Service):
+    """MLflow calls a project an experiment. It keeps the old and the new values of a step that is repeated."""
+
+    settings, title, package, install = MlflowConfig, "MLflow", "mlflow", "areno[mlflow]"
+    config: MlflowConfig
+    _client: Any = None
+    _id = ""
+
+    def start(self, about: RunAbout, run_id: str | None) -> str:
+        """Begin the run, or continue it."""
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client = MlflowClient(tracking_uri=self._uri(about))
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self._id = run_id
+            return run_id
+        project = self.config.project or about.experiment
+        found = self._client.get_experiment_by_name(project)
+        experiment = self._client.create_experiment(project) if found is None else found.experiment_id
+        tags = {"sweep": about.group} if about.group else {}
+        self._id = self._client.create_run(experiment, run_name=self.config.name or about.name, tags=tags).info.run_id
+        params = [Param(name, str(value)[:_LONGEST]) for name, value in about.flat().items()]
+        for start in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
+        return self._id
+
+    def _uri(self, about: RunAbout) -> str | None:
+        """Return the address of the server or the folder; None for MLflow's own default."""
+        given = self.config.tracking_uri
+        if self.config.mode == "online" or (given is not None and "://" in given):
+            return given
+        # MLflow 3.7 writes to a folder only with this variable.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        folder = about.fileroot / "mlruns" if given is None else Path(given).expanduser()
+        return folder.absolute().as_uri()
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send scalars of a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(allowed(n), v, now, step) for n, v in scalars.items()])
+
+    def finish(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._id)
+
+
+def allowed(name: str) -> str:
+    """Return a name in the characters that MLflow accepts: pass_at_4 for pass@4."""
+    plain = name.replace("@", "_at_")
+    return "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in _PUNCTUATION) else "_" for letter in plain
+    )

@@ -1,0 +1,64 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+from areno.schema.fields import Section, setting
+from areno.services.service import RunAbout, Service
+
+
+@dataclass(kw_only=True)
+class SwanlabConfig(Section):
+    """SwanLab (pip install 'areno[swanlab]'). Its key is SWANLAB_API_KEY in the environment, or of swanlab login."""
+
+    mode: Literal["cloud", "local", "offline", "disabled"] = setting(
+        "disabled",
+        help="cloud sends the scalars. offline writes them to logdir, for swanlab sync. local writes them to logdir, "
+        "for swanlab watch (pip install 'swanlab[dashboard]')",
+    )
+    project: str | None = setting(None, help="Name of the project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
+    logdir: str | None = setting(None, help="Folder of its files. null: swanlab/ in the run's folder")
+
+
+class Swanlab(Service):
+    """SwanLab keeps the first values of a step that a resumed run repeats."""
+
+    settings, title, package, install = SwanlabConfig, "SwanLab", "swanlab", "areno[swanlab]"
+    config: SwanlabConfig
+    _run: Any = None
+
+    def start(self, about: RunAbout, run_id: str | None) -> str:
+        """Begin the run, or continue it."""
+        import secrets
+        import string
+
+        swanlab: Any = import_module(self.package)  # where it is not installed, a type checker finds this file instead
+
+        # The console belongs to the run, and nobody is there to type a key.
+        settings = swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none"))
+        run_id = run_id or "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
+        self._run = swanlab.init(
+            mode="online" if self.config.mode == "cloud" else self.config.mode,
+            project=self.config.project or about.experiment,
+            name=self.config.name or about.name,
+            group=about.group,
+            id=run_id,
+            resume="allow",
+            config=dict(about.settings),
+            settings=settings,
+            log_dir=self.config.logdir or str(about.folder / "swanlab"),
+        )
+        return run_id
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send scalars of a step."""
+        self._run.log(dict(scalars), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()

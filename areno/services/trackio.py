@@ -1,0 +1,63 @@
+"""Trackio of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areno.errors import Problem
+from areno.schema.fields import Section, check, setting
+from areno.services.service import RunAbout, Service
+
+
+@dataclass(kw_only=True)
+class TrackioConfig(Section):
+    """Trackio of Hugging Face (pip install 'areno[trackio]')."""
+
+    mode: Literal["disabled", "local", "online"] = setting(
+        "disabled",
+        help="local keeps the scalars on this machine, for trackio show; online also sends them to a Space",
+    )
+    project: str | None = setting(None, help="Name of the project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
+    space_id: str | None = setting(None, help="Space of the Hugging Face hub (owner/name) that mode=online sends to")
+
+    @check
+    def space_of_the_mode(self) -> Iterator[Problem]:
+        """Require a Space for mode=online, and refuse one for mode=local."""
+        if self.mode == "online" and self.space_id is None:
+            yield Problem("space_id", "is null, but mode is online; name the Space that gets the scalars")
+        if self.mode == "local" and self.space_id is not None:
+            yield Problem("space_id", f"is {self.space_id}, but mode=local sends nothing; set mode=online")
+
+
+class Trackio(Service):
+    """Trackio knows a run by its name, so the name is the id."""
+
+    settings, title, package, install = TrackioConfig, "Trackio", "trackio", "areno[trackio]"
+    config: TrackioConfig
+    _run: Any = None
+
+    def start(self, about: RunAbout, run_id: str | None) -> str:
+        """Begin the run, or continue it."""
+        import trackio
+
+        self._run = trackio.init(
+            project=self.config.project or about.experiment,
+            name=run_id or self.config.name or about.name,
+            group=about.group,
+            space_id=self.config.space_id,
+            config=dict(about.settings),
+            resume="allow" if run_id else "never",
+            embed=False,
+        )
+        return self._run.name  # trackio changes a name that is taken
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send scalars of a step."""
+        self._run.log(dict(scalars), step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()

@@ -1,0 +1,78 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areno.schema.fields import Section, setting
+from areno.services.service import RunAbout, Service
+
+
+@dataclass(kw_only=True)
+class WandbConfig(Section):
+    """Weights & Biases (pip install 'areno[wandb]'). Its key is WANDB_API_KEY in the environment, or of wandb login."""
+
+    mode: Literal["online", "offline", "disabled", "shared"] = setting(
+        "disabled",
+        help="online sends the scalars. offline writes them to wandb/ in the run's folder, for wandb sync. shared is "
+        "online, and other processes may write to the same run meanwhile (its id is in trackers.json)",
+    )
+    wandb_base_url: str | None = setting(None, help="Address of a server of your own. null: that of wandb")
+    entity: str | None = setting(None, help="User or team that the run belongs to. null: that of the key")
+    project: str | None = setting(None, help="Name of the project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
+    job_type: str | None = setting(None, help="Kind of run, to sort by")
+    group: str | None = setting(None, help="Group of runs that it is shown with. null: its sweep, if it is part of one")
+    notes: str | None = setting(None, help="A longer description")
+    tags: list[str] | None = setting(None, help="Words to filter by")
+
+
+class Wandb(Service):
+    """The scalar `step` is the axis of all charts, so a step that a resumed run repeats is drawn again."""
+
+    settings, title, package, install = WandbConfig, "Weights & Biases", "wandb", "areno[wandb]"
+    config: WandbConfig
+    _run: Any = None
+
+    def start(self, about: RunAbout, run_id: str | None) -> str:
+        """Begin the run, or continue it. Raises RuntimeError if wandb has no key."""
+        import secrets
+
+        import wandb
+
+        config = self.config
+        if config.mode in ("online", "shared") and not wandb.login(prompt=False, host=config.wandb_base_url):
+            raise RuntimeError("there is no key; set WANDB_API_KEY in the environment, or call wandb login")
+        # The console belongs to the run. wandb must not capture it, since several runs may share a process.
+        options: dict[str, Any] = {"console": "off", "silent": True}
+        if config.wandb_base_url is not None:
+            options["base_url"] = config.wandb_base_url
+        self._run = wandb.init(
+            mode=config.mode,
+            dir=str(about.folder),
+            id=run_id or secrets.token_hex(4),
+            resume="allow",
+            entity=config.entity,
+            project=config.project or about.experiment,
+            name=config.name or about.name,
+            group=config.group or about.group,
+            job_type=config.job_type,
+            notes=config.notes,
+            tags=config.tags,
+            config=dict(about.settings),
+            settings=wandb.Settings(**options),
+            reinit="create_new",
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return self._run.id
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Send scalars of a step."""
+        self._run.log({"step": step, **scalars})
+
+    def finish(self) -> None:
+        """End the run."""
+        self._run.finish()
