@@ -1,18 +1,13 @@
-"""Settings of sampling. Imports no torch.
-
-Settings of agents. Imports no torch.
-
-Settings of the reward: functions, those that are built in, and a reward model.
-"""
+"""Settings of sampling, of agents, and of the reward: functions and a reward model. Imports no torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areno.errors import Problem
-from areno.schema.fields import Missing, Section, build_check, check, forbid, setting
+from areno.reward_fns.built_in import BUILT_IN_REWARDS
+from areno.schema.fields import Missing, Section, build_check, check, forbid, setting, settings, with_sections
 from areno.schema.values import show
 
 LEAST_TEMPERATURE = 1e-5
@@ -167,69 +162,18 @@ class AgentConfig(Section):
                 yield Problem(name, f"is {show(vars(self)[name])}, but fn is null, so there is no agent; leave it out")
 
 
-BUILT_IN_REWARDS = ("math", "exact_match", "choice", "format", "length", "json", "code")
-
-# A reasoning that is closed once, and an answer behind it. Many chat templates write the opening tag themselves.
-_NO_TAG = r"(?!</?think>)"
-THINK = rf"\s*(?:<think>)?(?:{_NO_TAG}.)*</think>\s*{_NO_TAG}\S(?:{_NO_TAG}.)*"
+_SECTIONS = {
+    name: (reward, f"The built-in reward {name}") for name, reward in BUILT_IN_REWARDS.items() if settings(reward)
+}
 
 
 @dataclass(kw_only=True)
-class FormatRewardConfig(Section):
-    """The built-in reward format: 1 if the whole completion has a form, else 0."""
-
-    pattern: str = setting(
-        THINK,
-        help="Regular expression (Python, dot matches newlines) that the whole completion has to match. The default is "
-        "<think>...</think> and an answer; the opening tag may be missing",
-    )
-
-    @check
-    def pattern_compiles(self) -> Iterator[Problem]:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            yield Problem("pattern", f"is {self.pattern!r}, which is no regular expression: {error}")
-
-
-@dataclass(kw_only=True)
-class LengthRewardConfig(Section):
-    """The built-in reward length: 1 between two lengths, and less the farther a completion is from them."""
-
-    min_tokens: int | None = setting(None, help="Shortest completion that gets 1. null: 0", gt=0)
-    max_tokens: int | None = setting(None, help="Longest completion that gets 1. null: no limit", gt=0)
-    margin_tokens: int = setting(
-        0, help="Outside of the limits the reward falls evenly, to 0 at so many tokens. 0: at once", ge=0
-    )
-
-    @forbid("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
-    def limits_cross(self) -> bool:
-        return self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens
-
-
-@dataclass(kw_only=True)
-class JsonRewardConfig(Section):
-    """The built-in reward json: 1 if the answer is JSON of a schema, else 0."""
-
-    schema: str | None = setting(
-        None,
-        help="File with the JSON schema of rows that have no field schema (needs the package jsonschema). null: any "
-        "JSON",
-    )
-
-
-@dataclass(kw_only=True)
-class CodeRewardConfig(Section):
-    """The built-in reward code: 1 if the program in the completion passes the tests of its row, else 0. Linux only."""
-
-    timeout_s: float = setting(10.0, help="Time limit for all tests of a sample, in seconds", gt=0, le=3600)
-    memory_mb: int = setting(1024, help="Memory that each process of the program may use, in MiB", ge=64)
-    partial: bool = setting(False, help="The reward is the share of tests that pass")
-
-
-@dataclass(kw_only=True)
+@with_sections(_SECTIONS)
 class RewardConfig(Section):
-    """The reward of a completion, from functions, a reward model, or both (their sum)."""
+    """The reward of a completion, from functions, a reward model, or both (their sum).
+
+    Each built-in reward that has settings has a section, whose dataclass is in areno/reward_fns/built_in.py.
+    """
 
     fn: str | list[str] | None = setting(
         None,
@@ -261,10 +205,6 @@ class RewardConfig(Section):
         gt=0,
         le=512,
     )
-    format: FormatRewardConfig = setting(factory=FormatRewardConfig, help="The built-in reward format")
-    length: LengthRewardConfig = setting(factory=LengthRewardConfig, help="The built-in reward length")
-    json: JsonRewardConfig = setting(factory=JsonRewardConfig, help="The built-in reward json")
-    code: CodeRewardConfig = setting(factory=CodeRewardConfig, help="The built-in reward code")
 
     @property
     def functions(self) -> list[str]:
@@ -294,21 +234,16 @@ class RewardConfig(Section):
 
     @check
     def settings_of_built_in_functions(self) -> Iterator[Problem]:
-        for name in ("format", "length", "json", "code"):
+        """Refuse settings of a built-in reward that reward.fn does not name."""
+        for name in _SECTIONS:
             if name not in self.functions and not self.is_default(name):
                 yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
 
-    @forbid("length", "is in reward.fn, but has no limit; set reward.length.max_tokens or reward.length.min_tokens")
-    def length_without_a_limit(self) -> bool:
-        return "length" in self.functions and self.length.min_tokens is None and self.length.max_tokens is None
-
-    @forbid(
-        "code.timeout_s",
-        "is {self.code.timeout_s}, which has to be less than reward.timeout_s={self.timeout_s}, the limit for scoring "
-        "a sample",
-    )
-    def code_takes_longer_than_scoring(self) -> bool:
-        return "code" in self.functions and self.code.timeout_s >= self.timeout_s
+    @check
+    def built_in_functions_that_do_not_work(self) -> Iterator[Problem]:
+        """Report what a built-in reward that reward.fn names finds wrong with its settings."""
+        for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
+            yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))
 
     @build_check
     def limits_of_no_function(self) -> Iterator[Problem]:

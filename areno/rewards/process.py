@@ -18,7 +18,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, function_of, load_module
+from areno.reward_fns.built_in import Reward
 from areno.rewards.records import Answer, verdict
 from areno.user_processes.process import MOST_TEXT, CameBack, Copies, event_loop, is_async, unpickle
 
@@ -36,21 +37,21 @@ if TYPE_CHECKING:
 Chunk = list[tuple[int, bytes]]
 
 _MOST_TRACEBACK = 4000  # characters of a message
-_BUILT_IN = Path(os.path.realpath(__file__)).parent / "built_in"
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One function, as it is sent to this process.
+    """A reward function, as the driver sends it to a reward process.
 
-    code: `file:function`, or a function of a script, pickled. name: of its part of the reward; "" if it is the only
-    one. weight: factor of its value in the reward. options: keyword arguments of a built-in function.
+    Attributes:
+        code: `file:function`, a pickled function of a script, or a built-in reward.
+        name: The name of its part of the reward; "" for the only function.
+        weight: The factor of its value in the reward.
     """
 
-    code: str | bytes
+    code: str | bytes | Reward
     name: str = ""
     weight: float = 1.0
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def serve(connection: Connection) -> None:
@@ -73,9 +74,15 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class _Function:
-    """A function that has been loaded. path: its file; None for one of a script.
+    """A function that has been loaded.
 
-    warm_up: makes its first calls as fast as later ones; None, but of some built-in functions.
+    Attributes:
+        call: Scores one record.
+        name: See RewardFunction.
+        weight: See RewardFunction.
+        path: The file of the function, which messages of errors point to; None for a function of a script.
+        is_async: Whether `call` returns a coroutine.
+        warm_up: Makes the first calls as fast as later ones; None for functions of a user.
     """
 
     call: Callable[[Any], Any]
@@ -83,29 +90,29 @@ class _Function:
     weight: float
     path: Path | None
     is_async: bool
-    warm_up: Callable[[], None] | None
+    warm_up: Callable[[], None] | None = None
 
 
 def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
-    """Import the functions, each file once. Raises ConfigError with all that is wrong with them."""
+    """Import the functions, each file once. Raises ConfigError with all problems."""
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
     for source in functions:
-        warm_up = None
+        name, path, warm_up = source.name or "reward_fn", None, None
         try:
             if isinstance(source.code, bytes):
-                function, name, path = unpickle(source.code, key), source.name or "reward_fn", None
+                function = unpickle(source.code, key)
+            elif isinstance(source.code, Reward):
+                name, warm_up, function = source.code.name, source.code.warm_up, source.code.load()
+                path = _file_of(function)
             else:
                 file, _, name = source.code.rpartition(":")
                 if file not in modules:
                     modules[file] = load_module(file, key)
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
-                if path.parent == _BUILT_IN:
-                    warm_up = vars(modules[file]).get("warm_up")
             with contextlib.suppress(ValueError):  # some callables have no signature to look at
-                inspect.signature(function).bind(None, **source.options)
-            call = partial(function, **source.options) if source.options else function
-            loaded.append(_Function(call, source.name, source.weight, path, is_async(function), warm_up))
+                inspect.signature(function).bind(None)
+            loaded.append(_Function(function, source.name, source.weight, path, is_async(function), warm_up))
         except ArenoError as error:
             problems += error.problems
         except TypeError as error:
@@ -113,6 +120,11 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
     if problems:
         raise ConfigError(problems)
     return loaded
+
+
+def _file_of(function: Callable[[Any], Any]) -> Path:
+    """Return the file of the function that a built-in reward has loaded."""
+    return Path(inspect.getfile(function.func if isinstance(function, partial) else function))
 
 
 @dataclass

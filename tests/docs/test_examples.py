@@ -21,7 +21,7 @@ from areno.config.rollout import RewardConfig
 from areno.data.sources import load_rows
 from areno.files.user_code import load_function
 from areno.launch.compose import load
-from areno.rewards.built_in import math_reward
+from areno.reward_fns import math_reward
 from areno.rewards.pool import RewardPool
 from areno.tracking.reader import RunReader
 from areno.types import RewardRecord, TrainSequence

@@ -36,11 +36,9 @@ MAY_IMPORT_RE = {
     "areno.launch.hydra": "puts quotes around words of the command line",
     "areno.models.adapters": "matches the pattern of target_modules, as peft does",
     "areno.models.folder": "tells a model's name from a path",
-    "areno.config.rollout": "checks a pattern of a user",
-    "areno.rewards.built_in.answers": "finds the answer in a completion",
-    "areno.rewards.built_in.choice_reward": "finds a letter in a completion",
-    "areno.rewards.built_in.format_reward": "matches a pattern of a user",
-    "areno.rewards.built_in.math_reward": "finds the answer in a completion",
+    "areno.reward_fns.answers": "finds the answer in a completion",
+    "areno.reward_fns.built_in": "matches a pattern of a user, and finds a letter in a completion",
+    "areno.reward_fns.math_reward": "finds the answer in a completion",
 }
 
 

@@ -8,19 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from areno.config.rollout import (
-    CodeRewardConfig,
-    FormatRewardConfig,
-    JsonRewardConfig,
-    LengthRewardConfig,
-    RewardConfig,
-)
+from areno.config.rollout import RewardConfig
 from areno.errors import ConfigError
+from areno.reward_fns import sandbox
+from areno.reward_fns.built_in import BUILT_IN_REWARDS, ChoiceReward, CodeReward, ExactMatchReward, chosen, fits_schema
 from areno.rewards import functions
-from areno.rewards.built_in import choice_reward, code_reward, exact_match_reward, json_reward
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
-from areno.user_processes import sandbox
 from tests.helpers.processes import is_running
 from tests.helpers.waiting import until
 
@@ -29,9 +23,8 @@ needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=f"code {sandb
 
 def config_of(name, **settings):
     """Settings, where those of a section are a dictionary."""
-    sections = {"format": FormatRewardConfig, "length": LengthRewardConfig, "json": JsonRewardConfig}
-    sections |= {"code": CodeRewardConfig}
-    given = {key: sections[key](**value) if key in sections else value for key, value in settings.items()}
+    rewards = BUILT_IN_REWARDS
+    given = {key: rewards[key](**value) if key in rewards else value for key, value in settings.items()}
     return RewardConfig(fn=name, workers=1, **{"timeout_s": 60.0, **given})
 
 
@@ -60,21 +53,21 @@ def scores(name, *records, **settings):
     ],
 )
 def test_exact_match(completion, solutions, right):
-    assert exact_match_reward.reward_fn(RewardRecord(completion=completion, solutions=solutions)) == float(right)
+    assert ExactMatchReward().score(RewardRecord(completion=completion, solutions=solutions)) == float(right)
 
 
 def test_exact_match_refuses_a_solution_of_several_boxes():
     with pytest.raises(ValueError, match="which has several boxes; exact_match compares one answer"):
-        exact_match_reward.reward_fn(RewardRecord(completion="b", solutions=[r"\boxed{a} or \boxed{b}"]))
+        ExactMatchReward().score(RewardRecord(completion="b", solutions=[r"\boxed{a} or \boxed{b}"]))
     twice = r"\boxed{a}, that is \boxed{a}"
-    assert exact_match_reward.reward_fn(RewardRecord(completion="a", solutions=twice)) == 1.0
+    assert ExactMatchReward().score(RewardRecord(completion="a", solutions=twice)) == 1.0
 
 
 @pytest.mark.parametrize("solutions", [None, [], [None], {"a": 1}, ["a", {}]])
 def test_rows_without_a_solution_are_errors(solutions):
-    for reward in (exact_match_reward, choice_reward):
+    for reward in (ExactMatchReward(), ChoiceReward()):
         with pytest.raises(ValueError, match="field solutions is"):
-            reward.reward_fn(RewardRecord(completion="a", solutions=solutions))
+            reward.score(RewardRecord(completion="a", solutions=solutions))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_rows_without_a_solution_are_errors(solutions):
     ],
 )
 def test_choice(completion, letter):
-    assert choice_reward.chosen(completion) == letter
+    assert chosen(completion) == letter
 
 
 def test_choice_of_letters_and_numbers():
@@ -153,7 +146,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
 )
 def test_json(completion, of_row, expected):
     pytest.importorskip("jsonschema")
-    found = json_reward.reward_fn(RewardRecord(completion=completion, record={"schema": of_row}))
+    found = fits_schema(RewardRecord(completion=completion, record={"schema": of_row}))
     assert (found["reward"], found["parses"]) == expected
 
 
@@ -189,7 +182,7 @@ COUNT = "import sys\nfor line in sys.stdin:\n    print(len(line.split()), end=' 
 
 
 def passed(program, tests, **settings):
-    found = code_reward.reward_fn(RewardRecord(completion=program, solutions=tests), **settings)
+    found = CodeReward(**settings).load()(RewardRecord(completion=program, solutions=tests))
     assert found["reward"] == (found["passed"] if settings.get("partial") else float(found["passed"] == 1))
     return found["passed"]
 

@@ -15,8 +15,8 @@ import pytest
 from math_verify import parse, verify
 
 from areno.config.rollout import RewardConfig
-from areno.rewards.built_in import math_reward
-from areno.rewards.built_in.math_reward import final_answer, reward_fn
+from areno.reward_fns import math_reward
+from areno.reward_fns.math_reward import final_answer, reward_fn
 from areno.rewards.pool import RewardPool
 from areno.types import RewardRecord
 
@@ -432,7 +432,7 @@ def test_outcomes_in_the_reward_process():
 def test_a_reward_process_has_scored_answers_of_some_kinds_before_the_first(tmp_path):
     """Their first time would be the longest of a step, in each process at another one."""
     probe = tmp_path / "probe.py"
-    reads = "import sys\n\ndef seen(record):\n    read = sys.modules['areno_user_math_reward']._read_solution\n"
+    reads = "import sys\n\ndef seen(record):\n    read = sys.modules['areno.reward_fns.math_reward']._read_solution\n"
     probe.write_text(reads + "    return read.cache_info().currsize\n")
     config = RewardConfig(fn=["math", f"{probe}:seen"], weights=[0.0, 1.0], workers=1, timeout_s=60.0)
     with RewardPool(config) as pool:

@@ -8,7 +8,7 @@ are the tests, in one of these forms:
 - {"inputs": [...], "outputs": [...]}: what the program reads and what it has to print. White space at the ends of lines
   and of the output does not count
 
-Programs run in a sandbox (areno.user_processes.sandbox). The part `passed` is the share of tests that pass.
+Programs run in a sandbox (areno.reward_fns.sandbox). The part `passed` is the share of tests that pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areno.rewards.built_in.answers import block
-from areno.user_processes.sandbox import run
+from areno.reward_fns.answers import block
+from areno.reward_fns.sandbox import run
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
 _MOST_OUTPUT = 1 << 22  # characters
 
 
-def reward_fn(record: Any, timeout_s: float = 10.0, memory_mb: int = 1024, partial: bool = False) -> dict[str, float]:
-    """Score one RewardRecord. Raises ValueError where its solutions are no tests."""
+def score_program(record: Any, *, timeout_s: float, memory_mb: int, partial: bool) -> dict[str, float]:
+    """Run the tests of one RewardRecord on the program in its completion.
+
+    Args:
+        record: The sample. Its `solutions` are the tests.
+        timeout_s: The time limit for all tests together, in seconds.
+        memory_mb: The memory that each process of the program may use, in MiB.
+        partial: The reward is the share of tests that pass. Without it, only a program that passes all of them gets 1.
+
+    Returns:
+        "reward", and "passed", the share of tests that pass.
+
+    Raises:
+        ValueError: The solutions are no tests.
+    """
     tests, end = _tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
     with tempfile.TemporaryDirectory(prefix="areno-code-") as folder:

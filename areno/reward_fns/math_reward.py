@@ -35,7 +35,7 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 from sympy import FiniteSet, nan, zoo
 
-from areno.rewards.built_in.answers import boxes, last_box
+from areno.reward_fns.answers import boxes, last_box
 
 # They warn that their time limit is off. They set it with an alarm for each step; ours is one limit for a whole call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
