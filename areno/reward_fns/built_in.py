@@ -20,7 +20,8 @@ from areno.schema.fields import Section, check, forbid, setting
 
 @dataclass(kw_only=True)
 class Reward(Section):
-    """A built-in reward. To add one, derive a class in this file. Its settings are the section `reward.<name>`.
+    """A built-in reward. To add one, derive a class in this file. One with settings is a dataclass, and they are the
+    section `reward.<name>`.
 
     Attributes:
         name: What `reward.fn` calls the reward.
@@ -69,7 +70,6 @@ class Reward(Section):
         raise NotImplementedError
 
 
-@dataclass(kw_only=True)
 class MathReward(Reward):
     """1 if the final answer has the value of one of the row's `solutions`, else 0. See math_reward.py."""
 
@@ -88,7 +88,6 @@ class MathReward(Reward):
         warm_up()
 
 
-@dataclass(kw_only=True)
 class ExactMatchReward(Reward):
     """1 if the answer of the completion is one of the row's `solutions`, else 0.
 
@@ -124,7 +123,6 @@ _ANOTHER = rf"\s*(?:,|/|\bor\b|\band\b)\s*{_OPEN}[A-Z]{_CLOSE}(?![\w'])"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-@dataclass(kw_only=True)
 class ChoiceReward(Reward):
     """1 if the completion chooses the letter in the row's `solutions`, else 0.
 
