@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from areno.layers.config import Delta, Experts, Rope
 from areno.models.folder import RawConfig
 from areno.models.rope import read_rope
 
-FamilyName = Literal[
-    "qwen3", "llama", "qwen2", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3_text", "qwen3_moe",
-    "mixtral", "qwen3_5_text",
-]  # fmt: skip
 HeadName = Literal["lm", "value"]
 MOST_LAYERS = 10_000  # each is built before the weights are read
+
+
+_NAMES = "architectures model_type transformers_version name_or_path model_name torch_dtype dtype tokenizer_class"
+_TOKENS = "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id bos_token eos_token pad_token unk_token"
+_LABELS = "id2label label2id num_labels problem_type finetuning_task task_specific_params"
+_HOW_IT_RUNS = (
+    "use_cache cache_implementation return_dict output_attentions output_hidden_states torchscript is_decoder "
+    "gradient_checkpointing attn_implementation use_flash_attention use_flash_attn use_flashattn"
+)
+_LENGTHS = "model_max_length tokenizer_model_max_length max_sequence_length max_seq_length seq_length"
+_SAMPLING = (  # older versions of transformers kept them here
+    "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size num_return_sequences"
+)
+_TOOLS = "unsloth_fixed unsloth_version is_llama_config transformers.js_config tokenizer_padding_side padding_side"
+UNUSED = frozenset(" ".join((_NAMES, _TOKENS, _LABELS, _HOW_IT_RUNS, _LENGTHS, _SAMPLING, _TOOLS)).split())
+"""Fields of `config.json` that do not change what a model computes, whatever its family."""
+UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+"""Fields that change nothing without `use_sliding_window`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,7 @@ class TransformerConfig:
     head; False for a value model made from a causal language model, whose head starts at 0.
     """
 
-    family: FamilyName
+    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -100,33 +116,46 @@ class TransformerConfig:
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
-class Family(NamedTuple):
-    """One entry of the registry: what `config.json` calls the family, and how it is read.
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model family. This record is the only place where it is declared; areno/models/families finds all of them.
 
-    names: names of the checkpoint for modules of a layer, where they are not Llama's; see `LAYER_NAMES` in names.py.
-    stacked: modules of the checkpoint that hold the rows of several, which go by the names of Llama elsewhere.
-    around: the architecture with images whose `text_config` is such a model. assumed: fields that this leaves out.
-    is_whole: transformers makes the model with images of such a folder, also where a text model is asked for.
-    beginnings: how names of its tensors begin there, and how they begin in a text model.
-    unread: how tensors begin that belong to neither.
+    Attributes:
+        name: `model_type` in `config.json`.
+        architecture: The class of transformers with a head over the vocabulary.
+        value_architecture: The class of transformers with a head of one label.
+        read: Makes the shape of a model from `config.json`. It begins with `read_decoder`.
+        unused: Fields of `config.json` that do not change what a model of this family computes, beside UNUSED. A field
+            that is neither read nor listed is an error for the user.
+        names: The names of modules in a layer, as checkpoints have them, where they differ from LAYER_NAMES.
+        expert_names: The same for the modules of a mixture of experts. `{}` stands for the number of an expert. Names
+            of several modules are stacked, for each expert in turn.
+        stacked: Modules of the checkpoint that hold the rows of several modules. These have Llama's names elsewhere.
+        around: The architecture with images whose `text_config` describes such a model; "" if there is none.
+        assumed: Fields that `text_config` of such a model may leave out, with their values.
+        is_whole: Whether transformers builds the model with images from such a folder, even for a text model.
+        beginnings: Beginnings of tensor names in a model with images, with their beginnings in a text model.
+        unread: Beginnings of the names of tensors that belong to neither and are ignored.
     """
 
-    name: FamilyName
-    architecture: str  # with a head over the vocabulary
-    value_architecture: str  # with a head of one label
+    name: str
+    architecture: str
+    value_architecture: str
     read: Callable[[RawConfig], TransformerConfig]
-    names: Mapping[str, tuple[str, ...]] = {}
-    stacked: Mapping[str, tuple[str, ...]] = {}
+    unused: frozenset[str] = frozenset()
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     around: str = ""
-    assumed: Mapping[str, Any] = {}
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False
-    beginnings: Mapping[str, str] = {}
+    beginnings: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 
 
 def read_decoder(
     raw: RawConfig,
-    family: FamilyName,
+    family: str,
     default_head_dim: int | None = None,
     *,
     partial_rotary: float | None = None,

@@ -13,11 +13,10 @@ import torch
 from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
-from areno.models.config import Family, HeadName, TransformerConfig
+from areno.models.config import UNUSED, Family, HeadName, TransformerConfig
 from areno.models.cost import kv_heads, parameters
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve
-from areno.models.rope import HARMLESS
 from areno.models.transformer import Transformer
 
 _TEXT_ONLY = "images beside text; only text models run"
@@ -94,7 +93,7 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     eos_ids = _eos_ids(raw, config) | _eos_ids(RawConfig(generation, str(generation_file), raw.problems), config)
-    raw.refuse_unknown(HARMLESS[family.name])
+    raw.refuse_unknown(UNUSED | family.unused)
     if raw.problems:
         raise raw.error()
     has_head = head == "lm" or has_value_head

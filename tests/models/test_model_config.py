@@ -12,8 +12,9 @@ import transformers
 
 from areno.errors import CheckpointError
 from areno.files.paths import model_of
+from areno.models.config import UNUSED
+from areno.models.families import FAMILIES
 from areno.models.registry import load_config
-from areno.models.rope import HARMLESS
 from tests.helpers.tiny_shape import SHAPE
 
 KINDS = {
@@ -272,7 +273,7 @@ def test_every_field_of_transformers_is_known(kind: str, tmp_path: Path) -> None
     names = {field.name for field in dataclasses.fields(KINDS[kind])} | {"rope_theta", "rope_scaling", "model_type"}
     refused_unless_off = {"chunk_size_feed_forward", "is_encoder_decoder"}
     defaults = KINDS[kind]().to_dict()
-    values = {name: defaults.get(name) or "set" for name in names - HARMLESS[kind] - refused_unless_off}
+    values = {name: defaults.get(name) or "set" for name in names - UNUSED - FAMILIES[kind].unused - refused_unless_off}
     (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": kind}))
     with pytest.raises(CheckpointError) as caught:  # of the values that are only "set"
         load_config(tmp_path)

@@ -1,47 +1,23 @@
-"""All families that are known.
+"""The model families, and the names that their checkpoints give to the tensors of a model. Imports no torch.
 
-What checkpoints call the tensors of a mixture of experts, by family.
-
-What the weight files call the modules of a model. Imports no torch.
+Each file of this folder has the records of some families. A `Family` in any of them is a family that runs: no other
+place lists it.
 """
 
 from __future__ import annotations
 
-from areno.layers.config import Experts
+import pkgutil
+from importlib import import_module
+
 from areno.models.config import Family, TransformerConfig
-from areno.models.families.gemma3 import GEMMA3
-from areno.models.families.glm4 import GLM4
-from areno.models.families.llama import LLAMA, MISTRAL, PHI3, SMOLLM3
-from areno.models.families.moe import MIXTRAL, QWEN3_MOE
-from areno.models.families.olmo import OLMO2, OLMO3
-from areno.models.families.qwen import QWEN2, QWEN3, QWEN3_5
 
-_KNOWN = (QWEN3, LLAMA, QWEN2, MISTRAL, PHI3, SMOLLM3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, QWEN3_5)
-FAMILIES: dict[str, Family] = {family.name: family for family in _KNOWN}
-
-
-# Our module in a layer -> the module of each expert that is stacked in it, in the order of the rows.
-_QWEN = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts_gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts_down": ("mlp.experts.{}.down_proj",),
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for found in pkgutil.iter_modules(__path__)
+    for family in vars(import_module(f"{__name__}.{found.name}")).values()
+    if isinstance(family, Family)
 }
-_MIXTRAL = {
-    "mlp.router": "block_sparse_moe.gate",
-    "mlp.experts_gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-    "mlp.experts_down": ("block_sparse_moe.experts.{}.w2",),
-}
-_NAMES: dict[str, dict[str, str | tuple[str, ...]]] = {"qwen3_moe": _QWEN, "mixtral": _MIXTRAL}
-
-
-def expert_modules(family: str, experts: Experts | None, module: str) -> tuple[str, ...] | None:
-    """The checkpoint's modules stacked in a module of a layer; None where it is none of a mixture of experts."""
-    found = _NAMES.get(family, {}).get(module)
-    if found is None or experts is None:
-        return None
-    if isinstance(found, str):
-        return (found,)
-    return tuple(name.format(expert) for expert in range(experts.n_experts) for name in found)
+"""The families by `model_type`, in the order of their files."""
 
 
 # Our module -> the checkpoint's modules stacked in it, from the first row down; then the same inside a layer.
@@ -59,7 +35,16 @@ LAYER_NAMES = {
 
 
 def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """ "layers.3.attention.qkv" -> the checkpoint's modules stacked in it, from the first row down."""
+    """Return the names that a checkpoint has for a module.
+
+    Args:
+        module: The name of the module in `Transformer`, such as "layers.3.attention.qkv".
+        config: The shape of the model.
+
+    Returns:
+        The modules of the checkpoint that are stacked in it, from the first row down. Names are those of Llama or of
+        the family, even where the files keep several modules as one.
+    """
     if module in NAMES:
         return NAMES[module]
     _, index, inner = module.split(".", 2)
@@ -67,20 +52,36 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """The same inside a layer. Names are Llama's or the family's own, also where its files keep several as one."""
-    own = {**LAYER_NAMES, **FAMILIES[config.family].names}
-    return expert_modules(config.family, config.experts, module) or own[module]
+    """Return the names that a checkpoint has for a module of a layer.
+
+    Args:
+        module: The name inside the layer, such as "attention.qkv".
+        config: The shape of the model.
+    """
+    family = FAMILIES[config.family]
+    if config.experts is not None and module in family.expert_names:
+        names = family.expert_names[module]
+        if "{}" not in names[0]:
+            return names
+        return tuple(name.format(expert) for expert in range(config.experts.n_experts) for name in names)
+    return {**LAYER_NAMES, **family.names}[module]
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Modules inside a layer that the files keep as one with others -> the files' name of that one."""
+    """Return each module of a layer that the files keep together with others, with the name of the file's module."""
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
-    """ "attention.qkv" -> the files' modules that are stacked in it, each with the numbers of its projections.
+    """Return the modules of the files that are stacked in a module of a layer.
 
-    A file's module has one projection, or several where the files keep these as one.
+    Args:
+        module: The name inside the layer, such as "attention.qkv".
+        config: The shape of the model.
+
+    Returns:
+        Each module of the files, with the numbers of the projections in it. There is one, or several where the files
+        keep them as one.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):

@@ -1,8 +1,8 @@
-"""Gemma 3 (arXiv 2503.19786), text: five of six layers have a window and a rope of their own.
+"""Gemma 3 (arXiv 2503.19786), the text model.
 
-Norms are before and behind attention and MLP and multiply by 1 + weight, embeddings are scaled, the MLP has GELU.
-Gemma 2's caps on logits and scores are not implemented; Gemma 3 has none. Of a model with images, which those of 4B
-and more are, the text model is read, and saved as one without.
+Five of six layers have a window and a rope of their own. Norms stand before and after attention and MLP and multiply by
+1 + weight. Embeddings are scaled, and the MLP has GELU. The caps of Gemma 2 on logits and scores are not implemented,
+because Gemma 3 has none. The models of 4B and more have images. Their text model is read, and saved without images.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areno.models.rope import read_two_ropes
 
 
 def read(raw: RawConfig) -> TransformerConfig:
-    """Scores are divided by the root of `query_pre_attn_scalar`, which need not be the size of a head."""
+    """Read a shape. Scores are divided by the root of `query_pre_attn_scalar`, which may differ from the head size."""
     raw.assume(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(name, float, 0.0):
@@ -24,7 +24,7 @@ def read(raw: RawConfig) -> TransformerConfig:
         raw.refuse("use_bidirectional_attention", "false")
     ropes = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_local_base_freq")
     head_dim = raw.get("head_dim", int, 256, ge=2)
-    # Attention divides scores by the root of head_dim. The rest is in the queries and keys, half of it in each.
+    # Attention divides scores by the root of head_dim. Queries and keys carry the root of the remaining factor each.
     more = (head_dim / raw.get("query_pre_attn_scalar", float, 256.0, gt=0)) ** 0.25
     rope, local = (replace(rope, attention_factor=rope.attention_factor * more) for rope in ropes)
     activation = ("hidden_activation", "gelu_pytorch_tanh")
@@ -45,10 +45,10 @@ def read(raw: RawConfig) -> TransformerConfig:
 
 
 GEMMA3 = Family(
-    "gemma3_text",
-    "Gemma3ForCausalLM",
-    "Gemma3TextForSequenceClassification",
-    read,
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    value_architecture="Gemma3TextForSequenceClassification",
+    read=read,
     names={
         "attention_norm": ("post_attention_layernorm",),
         "post_norm": ("pre_feedforward_layernorm",),

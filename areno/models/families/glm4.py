@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and behind attention and MLP; half of each head is rotated, in pairs of neighbours."""
+"""GLM-4 (0414): norms before and after attention and MLP. Half of each head is rotated, in pairs of neighbours."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from areno.models.folder import RawConfig
 
 
 def read(raw: RawConfig) -> TransformerConfig:
-    """`attention_bias` covers q, k and v."""
+    """Read a shape. `attention_bias` covers q, k and v."""
     raw.assume(rms_norm_eps=1.5625e-7, num_key_value_heads=2, attention_bias=True)
     config = read_decoder(raw, "glm4", default_head_dim=128, partial_rotary=0.5, interleaved=True)
     return replace(config, qkv_bias=raw.get("attention_bias", bool, False), norms="both")
 
 
 GLM4 = Family(
-    "glm4",
-    "Glm4ForCausalLM",
-    "Glm4ForSequenceClassification",
-    read,
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    value_architecture="Glm4ForSequenceClassification",
+    read=read,
     names={
         "attention_norm": ("post_self_attn_layernorm",),
         "post_norm": ("post_attention_layernorm",),

@@ -1,12 +1,10 @@
-"""Llama (2, 3.x, and models of that shape): no q/k norm, optional biases, frequency-band rope scaling.
+"""Llama, and the families that have Llama's layers: Mistral, Phi-3 and SmolLM3.
 
-Mistral (7B, Nemo, Small 3 as text): Llama's layers, whose tokens may see a window of the last tokens only.
-
-Phi-3 and Phi-4 as text: Llama's layers with other names, of whose heads only a part may be rotated.
-
-With `longrope`, which the versions for long contexts have, the context ends where the first training's did.
-
-SmolLM3: Llama's layers, some of which know no position (NoPE, arXiv 2501.18795).
+- Llama 2, 3.x and models of that shape: no norms of queries and keys, optional biases, rope scaling by frequency bands.
+- Mistral 7B, Nemo, Small 3 (text): all layers may have a window.
+- Phi-3 and Phi-4 (text): other names of tensors, and a part of each head may be rotated. With `longrope`, the context
+  ends at `original_max_position_embeddings`.
+- SmolLM3: some layers have no rotary positions (NoPE, arXiv 2501.18795).
 """
 
 from __future__ import annotations
@@ -14,27 +12,38 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.layers.config import Rope
-from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.config import UNUSED_WINDOW, Family, LayerKind, TransformerConfig, read_decoder, with_windows
 from areno.models.folder import RawConfig
 
 
 def read_llama(raw: RawConfig) -> TransformerConfig:
-    """`attention_bias` covers q, k, v and o; `mlp_bias` covers gate, up and down."""
+    """Read a shape. `attention_bias` covers q, k, v and o. `mlp_bias` covers gate, up and down."""
     bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
     return replace(read_decoder(raw, "llama"), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", "LlamaForSequenceClassification", read_llama)
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    value_architecture="LlamaForSequenceClassification",
+    read=read_llama,
+    unused=frozenset({"pretraining_tp"}),
+)
 
 
 def read_mistral(raw: RawConfig) -> TransformerConfig:
-    """Without `sliding_window` it is 4096, and null is none."""
+    """Read a shape. An absent `sliding_window` is 4096, and null is no window."""
     raw.assume(sliding_window=4096, num_key_value_heads=8)
     return with_window(raw, read_decoder(raw, "mistral", may_slide=True))
 
 
 def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """`sliding_window` alone says whether there is one, and then all layers have it."""
+    """Give all layers the window `sliding_window`, or none without it.
+
+    Args:
+        raw: The fields of `config.json`. A `layer_types` that says something else is refused.
+        config: The shape without windows.
+    """
     types = raw.get("layer_types", list, [])
     has_window = raw.get("sliding_window", int, 0, ge=1) > 0
     if any(kind != ("sliding_attention" if has_window else "full_attention") for kind in types):
@@ -43,27 +52,33 @@ def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
     return with_windows(raw, config, lambda layer: has_window)
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", "MistralForSequenceClassification", read_mistral)
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    value_architecture="MistralForSequenceClassification",
+    read=read_mistral,
+)
 
 
 def read_phi3(raw: RawConfig) -> TransformerConfig:
-    """`sliding_window` is that of all layers."""
+    """Read a shape. All layers have the window `sliding_window`."""
     raw.assume(rms_norm_eps=1e-5)
     config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if raw.get(name, float, 0.0):
             raw.refuse(name, "0, since there is no dropout")
-    for name in ("full_attn_mod", "interpolate_factor"):  # of Phi-4-mini's own code; transformers knows neither
+    for name in ("full_attn_mod", "interpolate_factor"):  # fields of Phi-4-mini's own code, unknown to transformers
         if raw.get(name, int, 1, ge=0) != 1:
             raw.refuse(name, "1")
     return with_window(raw, config)
 
 
 PHI3 = Family(
-    "phi3",
-    "Phi3ForCausalLM",
-    "Phi3ForSequenceClassification",
-    read_phi3,
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    value_architecture="Phi3ForSequenceClassification",
+    read=read_phi3,
+    unused=frozenset({"attention_bias"}),  # the family has no biases
     stacked={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -72,7 +87,7 @@ PHI3 = Family(
 
 
 def read_smollm3(raw: RawConfig) -> TransformerConfig:
-    """`no_rope_layers` has a 1 for each layer that is rotated, else it is every one but each fourth."""
+    """Read a shape. `no_rope_layers` has a 1 for each layer with a rope. Without it, each fourth layer has none."""
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True)
     bias, mlp_bias = raw.get("attention_bias", bool, False), raw.get("mlp_bias", bool, False)
@@ -89,4 +104,10 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     return config
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification", read_smollm3)
+SMOLLM3 = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    value_architecture="SmolLM3ForSequenceClassification",
+    read=read_smollm3,
+    unused=UNUSED_WINDOW | {"pretraining_tp"},
+)

@@ -1,7 +1,8 @@
-"""Qwen3-MoE and Mixtral: layers whose MLP is a mixture of experts, of one kind, under different names.
+"""Qwen3-MoE and Mixtral: the MLP of a layer is a mixture of experts.
 
-Qwen3-MoE has Qwen3's attention, experts of an inner size of their own, and perhaps some plain layers. Mixtral has
-Llama's attention without biases, and experts in every layer, whose weights always add up to 1.
+Qwen3-MoE has the attention of Qwen3 and experts with an inner size of their own. Some layers may have a plain MLP.
+Mixtral has the attention of Llama without biases, and experts in every layer. The weights of the chosen experts always
+add up to 1.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from areno.layers.config import Experts
-from areno.models.config import Family, TransformerConfig, read_decoder
+from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder
 from areno.models.folder import RawConfig
 
 
 def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
-    """Layers in `mlp_only_layers` are plain, and so are all but every `decoder_sparse_step`-th."""
+    """Read a shape. Layers in `mlp_only_layers` are plain, and so are all but each `decoder_sparse_step`-th layer."""
     config = read_decoder(raw, "qwen3_moe")
     bias, step = raw.get("attention_bias", bool, False), raw.get("decoder_sparse_step", int, 1, ge=1)
     if raw.get("use_sliding_window", bool, False):
@@ -35,7 +36,7 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
 
 
 def read_mixtral(raw: RawConfig) -> TransformerConfig:
-    """`intermediate_size` is that of an expert."""
+    """Read a shape. `intermediate_size` is the inner size of an expert."""
     config = read_decoder(raw, "mixtral")
     if raw.get("sliding_window", int, -1, ge=0) >= 0:
         raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
@@ -51,7 +52,7 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
 
 
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
-    """fields: two names of the number of experts."""
+    """Read the experts. The number of experts has one of the two names in `fields`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
@@ -63,7 +64,7 @@ def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Exper
 
 
 def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
-    """The numbers of layers in a list."""
+    """Return the numbers of layers that a field lists."""
     listed = raw.get(field, list, [])
     if not all(type(index) is int and 0 <= index < num_layers for index in listed):
         raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")
@@ -71,5 +72,29 @@ def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
     return set(listed)
 
 
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", read_qwen3_moe)
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", "MixtralForSequenceClassification", read_mixtral)
+_ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    value_architecture="Qwen3MoeForSequenceClassification",
+    read=read_qwen3_moe,
+    unused=UNUSED_WINDOW | _ROUTER_LOSS,
+    expert_names={
+        "mlp.router": ("mlp.gate",),
+        "mlp.experts_gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        "mlp.experts_down": ("mlp.experts.{}.down_proj",),
+    },
+)
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    value_architecture="MixtralForSequenceClassification",
+    read=read_mixtral,
+    unused=frozenset(_ROUTER_LOSS),
+    expert_names={
+        "mlp.router": ("block_sparse_moe.gate",),
+        "mlp.experts_gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        "mlp.experts_down": ("block_sparse_moe.experts.{}.w2",),
+    },
+)

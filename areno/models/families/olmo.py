@@ -1,6 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms behind attention and MLP, and over all queries and keys of a token.
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP, and over all queries and keys of a token.
 
-Three of four layers of OLMo 3 have a window, and only the others a scaled rope.
+Three of four layers of OLMo 3 have a window. Only the other layers have a scaled rope.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _NORMS = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_fe
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """All layers see all tokens."""
+    """Read a shape. No layer has a window."""
     raw.assume(rms_norm_eps=1e-5)
     return _with_norms(raw, read_decoder(raw, "olmo2"))
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
-    """Without `layer_types`, each fourth layer sees all tokens."""
+    """Read a shape. Without `layer_types`, all layers but each fourth have a window."""
     raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
     config = read_decoder(raw, "olmo3", may_slide=True, rope=rope)
@@ -31,9 +31,22 @@ def read_olmo3(raw: RawConfig) -> TransformerConfig:
 
 
 def _with_norms(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
+    """Add the norms and the biases of both families."""
     bias = raw.get("attention_bias", bool, False)
     return replace(config, qkv_bias=bias, o_bias=bias, qk_norm_whole=True, norms="after")
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", read_olmo2, names=_NORMS)
-OLMO3 = Family("olmo3", "Olmo3ForCausalLM", "Olmo3ForSequenceClassification", read_olmo3, names=_NORMS)
+OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    value_architecture="Olmo2ForSequenceClassification",
+    read=read_olmo2,
+    names=_NORMS,
+)
+OLMO3 = Family(
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    value_architecture="Olmo3ForSequenceClassification",
+    read=read_olmo3,
+    names=_NORMS,
+)

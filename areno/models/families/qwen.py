@@ -1,12 +1,11 @@
-"""Qwen2 and Qwen2.5, dense: Llama's layers with biases on q, k, v.
+"""The dense Qwen models: Qwen2 and 2.5, Qwen3, and the text model of Qwen3.5.
 
-Qwen3, dense: Llama's layers with a norm on each query and key head before rope.
-
-Qwen3.5, dense, text: three of four layers have the gated delta rule in the place of attention (arXiv 2412.06464).
-
-The others have Qwen3's attention with a gate at its output; a quarter of each head is rotated. Norms multiply by
-1 + weight. Positions of images (mrope) are those of text where there is only text. Of a model with images, the text
-model is read, and saved as one without.
+- Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v.
+- Qwen3: Llama's layers with a norm on each query and key head before the rope.
+- Qwen3.5: three of four layers have the gated delta rule in place of attention (arXiv 2412.06464). The others have the
+  attention of Qwen3 with a gate at its output, and a quarter of each head is rotated. Norms multiply by 1 + weight.
+  Without images, positions of images (mrope) equal those of text. Of a model with images, the text model is read, and
+  saved without images.
 """
 
 from __future__ import annotations
@@ -14,18 +13,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.layers.config import Delta
-from areno.models.config import Family, TransformerConfig, read_decoder, with_windows
+from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder, with_windows
 from areno.models.folder import RawConfig
 from areno.models.rope import read_rope
 
 
 def read_qwen2(raw: RawConfig) -> TransformerConfig:
-    """The biases on q, k, v are always there; `config.json` has no field for them."""
+    """Read a shape. q, k and v always have biases: `config.json` has no field for them."""
     return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
 
 def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """With `use_sliding_window`, the layers from `max_window_layers` on have the window `sliding_window`."""
+    """Give the layers from `max_window_layers` on the window `sliding_window`, if `use_sliding_window` is true.
+
+    Args:
+        raw: The fields of `config.json`.
+        config: The shape without windows.
+    """
     raw.assume(sliding_window=4096)
     first = raw.get("max_window_layers", int, 28, ge=0)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
@@ -35,25 +39,37 @@ def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerC
     return config
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "Qwen2ForSequenceClassification", read_qwen2)
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    value_architecture="Qwen2ForSequenceClassification",
+    read=read_qwen2,
+    unused=UNUSED_WINDOW | {"attention_bias"},  # q, k and v have biases whatever it says
+)
 
 
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
-    """The head dimension is 128 where not given, whatever the hidden size."""
+    """Read a shape. An absent `head_dim` is 128, whatever the hidden size."""
     bias = raw.get("attention_bias", bool, False)
     config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True)
     return with_late_windows(raw, replace(config, qkv_bias=bias, o_bias=bias, qk_norm=True))
 
 
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", "Qwen3ForSequenceClassification", read_qwen3)
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    value_architecture="Qwen3ForSequenceClassification",
+    read=read_qwen3,
+    unused=UNUSED_WINDOW,
+)
 
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
-_MOST_KEYS = 128  # of a head: kernels hold columns of a state whole, and 256 do not fit the memory of a processor
+_MOST_KEYS = 128  # the kernels hold whole columns of a state, and columns of 256 exceed the memory of a multiprocessor
 
 
 def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
-    """Without `layer_types`, each layer number `full_attention_interval` has attention."""
+    """Read a shape. Without `layer_types`, each `full_attention_interval`-th layer has attention."""
     bias = raw.get("attention_bias", bool, False)
     if not raw.get("attn_output_gate", bool, True):
         raw.refuse("attn_output_gate", "true")
@@ -90,15 +106,21 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
 
 
 QWEN3_5 = Family(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5TextForSequenceClassification",
-    read_qwen3_5,
+    name="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    value_architecture="Qwen3_5TextForSequenceClassification",
+    read=read_qwen3_5,
+    # Nothing here reads the layers that predict several tokens, and states are always float32.
+    unused=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
     names={
         "delta": ("linear_attn",),
         "delta.given": (
-            "linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v",
-            "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a",
+            "linear_attn.in_q",
+            "linear_attn.in_k",
+            "linear_attn.in_v",
+            "linear_attn.in_proj_z",
+            "linear_attn.in_proj_b",
+            "linear_attn.in_proj_a",
         ),
         "delta.conv": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
         "delta.norm": ("linear_attn.norm",),
@@ -111,4 +133,4 @@ QWEN3_5 = Family(
     around="Qwen3_5ForConditionalGeneration",
     beginnings={"model.language_model.": "model."},
     unread=("mtp.", "model.visual."),
-)  # fmt: skip
+)
