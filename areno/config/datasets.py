@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.errors import Key, Problem
-from areno.schema.fields import Missing, Section, build_check, check, setting, settings
+from areno.schema.fields import Missing, Needs, Section, build_check, check, setting, settings
 
 
 @dataclass(kw_only=True)
@@ -44,7 +44,11 @@ class DatasetConfig(Section):
         flag="--dataset-loader-fn",
     )
     columns: ColumnsConfig = setting(
-        factory=ColumnsConfig, help="Names of the columns, where they differ from the fields of a row"
+        factory=ColumnsConfig,
+        help="Names of the columns, where they differ from the fields of a row",
+        only_with=Needs(
+            "loader", None, so="its rows are taken as they are", do="set loader to null to read the file itself"
+        ),
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
@@ -66,12 +70,6 @@ class DatasetConfig(Section):
     def is_given(self) -> bool:
         """Whether it says where the rows come from."""
         return self.path is not None or self.loader is not None
-
-    @check
-    def columns_of_a_loader(self) -> Iterator[Problem]:
-        if self.loader is not None and self.columns.given():
-            text = "is set, but {} makes the rows and does not read it; set {} to null to read the file itself"
-            yield Problem("columns", text, self.loader, Key("loader"))
 
     @check
     def arguments_of_the_loader(self) -> Iterator[Problem]:

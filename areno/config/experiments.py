@@ -11,14 +11,10 @@ from areno.config.rollout import AgentConfig, GenerationConfig, RewardConfig
 from areno.config.run import RecoverConfig
 from areno.config.tracking import StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
-from areno.schema.fields import Missing, Section, build_check, check, forbid, setting
-from areno.schema.values import show
+from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting
 
 LONGEST_NAME = 255  # bytes in the name of a folder, on every common file system
-NEEDS = {"evaluator": "valid_dataset", "eval_gconfig": "valid_dataset"}
-"""Section -> the section that it has no effect without."""
-
-_NO_EVALUATION = "valid_dataset is null, so nothing is evaluated; set valid_dataset.path or leave this out"
+_EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
 
 LossFn = Callable[..., Any]
 """(pack, logprobs) -> (loss, stats), see areno.loss_fns."""
@@ -51,8 +47,12 @@ class ExperimentConfig(Section):
         None, help="Evaluation data. null: no evaluation", flags={}
     )
     saver: run.SaverConfig = setting(factory=run.SaverConfig, help="Checkpoints")
-    evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation")
-    recover: RecoverConfig = setting(factory=RecoverConfig, help="Going on with a run that was interrupted")
+    evaluator: run.EvaluatorConfig = setting(factory=run.EvaluatorConfig, help="Evaluation", only_with=_EVALUATION)
+    recover: RecoverConfig = setting(
+        factory=RecoverConfig,
+        help="Going on with a run that was interrupted",
+        only_with=Needs("recover.mode", "auto", "resume", so="no states are written", in_build=True),
+    )
     stats_logger: StatsLoggerConfig = setting(factory=StatsLoggerConfig, help="Metrics")
     cluster: run.ClusterConfig = setting(factory=run.ClusterConfig, help="Machines and output folder")
     scheduler: run.SchedulerConfig = setting(factory=run.SchedulerConfig, help="What starts the worker processes")
@@ -68,19 +68,12 @@ class ExperimentConfig(Section):
 
     @build_check
     def evaluation_of_nothing(self) -> Iterator[Problem]:
-        if self.valid_dataset is None:
-            for name in (name for name in vars(self.evaluator) if not self.evaluator.is_default(name)):
-                yield Problem(f"evaluator.{name}", f"is {show(vars(self.evaluator)[name])}, but {_NO_EVALUATION}")
-            if (metric := self.saver.best_metric or "").startswith("eval/"):
-                yield Problem("saver.best_metric", f"is {metric}, but {_NO_EVALUATION}")
+        if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
+            yield _EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
     def metric_of_the_evaluator(self) -> Iterator[Problem]:
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
-
-    @forbid("saver.merge_adapters", "is true, but actor.use_lora is false, so there are no adapters; leave it out")
-    def merging_nothing(self) -> bool:
-        return self.saver.merge_adapters and not self.actor.use_lora
 
     def optimizers(self) -> list[models.OptimizerConfig]:
         """Return the optimizer of each trained model."""
@@ -201,14 +194,18 @@ class PolicyExperimentConfig(ExperimentConfig):
     actor: models.PolicyConfig = setting(help="The policy")
     ref: models.RefConfig | None = setting(None, help="Frozen reference model for the KL loss. null: none")
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling in training")
-    eval_gconfig: GenerationConfig | None = setting(None, help="Sampling in evaluation. null: gconfig", flags={})
+    eval_gconfig: GenerationConfig | None = setting(
+        None, help="Sampling in evaluation. null: gconfig", flags={}, only_with=_EVALUATION
+    )
     rollout: run.RolloutConfig = setting(factory=run.RolloutConfig, help="Decoder")
     agent: AgentConfig = setting(factory=AgentConfig, help="Agents that sample in the place of the recipe")
     reward: RewardConfig = setting(
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True
     )
     dynamic_bs: bool = setting(
-        False, help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others"
+        False,
+        help="When rollout.dynamic_sampling drops prompts, train on fewer instead of sampling others",
+        only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 
     def brings_rows(self) -> bool:
@@ -225,11 +222,6 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
         return self._objective("eval/accuracy", "rollout/rewards_mean, mean of the last 5 steps", "max")
-
-    @build_check
-    def samples_for_no_evaluation(self) -> Iterator[Problem]:
-        if self.valid_dataset is None and self.eval_gconfig is not None:
-            yield Problem("eval_gconfig", f"is set, but {_NO_EVALUATION}")
 
     @forbid(
         "eval_gconfig.temperature",
@@ -288,17 +280,6 @@ class PolicyExperimentConfig(ExperimentConfig):
     def repeated_greedy_samples(self) -> bool:
         has_agent = self.agent.fn is not None or self.agent.is_environment
         return self.gconfig.greedy and self.gconfig.n_samples > 1 and not has_agent
-
-    @forbid(
-        "rollout.max_sampling_rounds",
-        "is {self.rollout.max_sampling_rounds}, but dynamic_bs=true samples only one round",
-    )
-    def rounds_that_are_not_sampled(self) -> bool:
-        return self.dynamic_bs and not self.rollout.is_default("max_sampling_rounds")
-
-    @forbid("dynamic_bs", "is true, but no prompts are dropped; also set rollout.dynamic_sampling=true")
-    def smaller_batches_without_cause(self) -> bool:
-        return self.dynamic_bs and not self.rollout.dynamic_sampling
 
     @forbid(
         "actor.overlong_tokens",

@@ -12,9 +12,10 @@ from typing import Literal
 from areno.config.lora import LoraConfig
 from areno.config.rejection import RejectionSamplingConfig
 from areno.errors import Problem
-from areno.schema.fields import Section, build_check, check, forbid, setting
+from areno.schema.fields import Needs, Section, check, forbid, setting
 
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
+_MOMENTS = Needs("type", "adam", "adam_8bit", so="there are no moments")
 
 
 @dataclass(kw_only=True)
@@ -29,7 +30,12 @@ class OptimizerConfig(Section):
     )
     lr: float = setting(1e-6, help="Peak learning rate. 0 leaves the weights as they are", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
-        0.1, help="Learning rate at the end of the decay, as a fraction of lr", ge=0, le=1, flag="--min-lr"
+        0.1,
+        help="Learning rate at the end of the decay, as a fraction of lr",
+        ge=0,
+        le=1,
+        only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
+        flag="--min-lr",
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "cosine", help="Shape of the decay of lr", flag="--lr-decay-style"
@@ -44,43 +50,37 @@ class OptimizerConfig(Section):
     warmup_steps_proportion: float = setting(
         0.001, help="Fraction of lr_decay_steps used for linear warm-up from 0", ge=0, lt=1
     )
-    beta1: float = setting(0.9, help="Adam: decay rate of the first moment", ge=0, lt=1, flag="--adam-beta1")
-    beta2: float = setting(0.999, help="Adam: decay rate of the second moment", ge=0, lt=1, flag="--adam-beta2")
-    eps: float = setting(1e-8, help="Adam: added to the square root of the second moment", gt=0)
+    beta1: float = setting(
+        0.9, help="Adam: decay rate of the first moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta1"
+    )
+    beta2: float = setting(
+        0.999, help="Adam: decay rate of the second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
+    )
+    eps: float = setting(1e-8, help="Adam: added to the square root of the second moment", gt=0, only_with=_MOMENTS)
     weight_decay: float = setting(0.01, help="Decoupled weight decay", ge=0, flag="--weight-decay")
     gradient_clipping: float = setting(
         1.0, help="Largest global gradient norm. 0 turns clipping off", ge=0, flag="--grad-clip-norm"
     )
-
-    @forbid(
-        "min_lr_ratio", "is {self.min_lr_ratio}, but lr_scheduler_type is constant, so lr does not decay; leave it out"
-    )
-    def end_of_no_decay(self) -> bool:
-        return self.lr_scheduler_type == "constant" and not self.is_default("min_lr_ratio")
-
-    @check
-    def moments_of_sgd(self) -> Iterator[Problem]:
-        for name in ("beta1", "beta2", "eps"):
-            if self.type == "sgd" and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but type is sgd, which has no moments; leave it out")
 
 
 @dataclass(kw_only=True)
 class MicroBatchSpec(Section):
     """How an optimizer step is cut into forward passes. It changes memory use and speed, not the result."""
 
-    mini_bs: int = setting(16, help="Rows per micro-batch, if max_tokens_per_mb is null", gt=0, flag="--mini-bs")
+    mini_bs: int = setting(
+        16,
+        help="Rows per micro-batch, if max_tokens_per_mb is null",
+        gt=0,
+        # The engine makes a size of each from arguments of a script.
+        only_with=Needs("max_tokens_per_mb", None, so="micro-batches have a size in tokens", in_build=True),
+        flag="--mini-bs",
+    )
     max_tokens_per_mb: int | None = setting(
         None, help="Token budget of a micro-batch, filled first-fit decreasing. It takes the place of mini_bs", gt=0
     )
 
-    @build_check
-    def two_sizes(self) -> Iterator[Problem]:  # the engine makes a size of each from arguments of a script
-        if self.max_tokens_per_mb is not None and not self.is_default("mini_bs"):
-            text = (
-                f"is {self.mini_bs}, but max_tokens_per_mb={self.max_tokens_per_mb} takes its place; set that to null"
-            )
-            yield Problem("mini_bs", text)
+
+_DEVIATION = Needs("std_level", so="nothing is divided by a deviation")
 
 
 @dataclass(kw_only=True)
@@ -90,24 +90,16 @@ class NormConfig(Section):
     mean_level: Literal["batch", "group"] | None = setting(
         "group", help="Subtract the mean over the group or batch. null: no mean"
     )
-    mean_leave1out: bool = setting(False, help="Leave the sample itself out of its mean (RLOO 2402.14740)")
+    mean_leave1out: bool = setting(
+        False,
+        help="Leave the sample itself out of its mean (RLOO 2402.14740)",
+        only_with=Needs("mean_level", so="no mean is subtracted"),
+    )
     std_level: Literal["batch", "group"] | None = setting(
         "group", help="Divide by the standard deviation over the group or batch. null: no division (Dr.GRPO)"
     )
-    std_unbiased: bool = setting(False, help="Divide by n - 1 instead of n in the variance")
-    eps: float = setting(1e-6, help="Added to the standard deviation", gt=0)
-
-    @forbid("mean_leave1out", "is true, but mean_level is null, so no mean is subtracted; set mean_level=group")
-    def leave_one_out_without_mean(self) -> bool:
-        return self.mean_leave1out and self.mean_level is None
-
-    @forbid("eps", "is {self.eps}, but std_level is null, so there is no deviation to add it to; leave it out")
-    def eps_without_deviation(self) -> bool:
-        return self.std_level is None and not self.is_default("eps")
-
-    @forbid("std_unbiased", "is true, but std_level is null, so there is no deviation; set it to false")
-    def unbiased_without_deviation(self) -> bool:
-        return self.std_unbiased and self.std_level is None
+    std_unbiased: bool = setting(False, help="Divide by n - 1 instead of n in the variance", only_with=_DEVIATION)
+    eps: float = setting(1e-6, help="Added to the standard deviation", gt=0, only_with=_DEVIATION)
 
 
 @dataclass(kw_only=True)
@@ -172,6 +164,11 @@ class ModelConfig(LoraConfig, UpdatedModelConfig):
         return self.use_lora and self.init_from_scratch
 
 
+_KL = Needs("kl_ctl", so="there is no KL")
+_WEIGHTS = Needs("use_decoupled_loss", so="tokens have no weights")
+_OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
+
+
 @dataclass(kw_only=True)
 class PolicyConfig(ModelConfig):
     """Settings that the actors of all policy algorithms have."""
@@ -207,9 +204,10 @@ class PolicyConfig(ModelConfig):
         help="Proximal log-probabilities. recompute: by a forward pass. loglinear: no extra pass; the first update of "
         "a batch uses its own, later ones interpolate between behaviour and current policy by the row's staleness. "
         "metrics: recompute, and log the error of loglinear",
+        only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
-        None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither"
+        None, help="Mask or truncate extreme weights of use_decoupled_loss. null: neither", only_with=_WEIGHTS
     )
     m2_threshold: float | None = setting(
         None, help="Mask the largest log-ratios until their mean square is at most this (M2PO 2510.01161: 0.04)", gt=0
@@ -218,10 +216,11 @@ class PolicyConfig(ModelConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
         help="KL estimator, with r = ref / policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        only_with=_KL,
         flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = setting(
-        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss"
+        False, help="Subtract kl_ctl * KL from each token's reward instead of adding it to the loss", only_with=_KL
     )
     reward_bias: float = setting(0.0, help="Added to each reward, before reward_scaling")
     reward_scaling: float = setting(1.0, help="Factor on each reward")
@@ -229,8 +228,10 @@ class PolicyConfig(ModelConfig):
     overlong_reward_penalty: bool = setting(
         False, help="Reduce rewards of completions close to max_new_tokens (DAPO 2503.14476 eq. 13)"
     )
-    overlong_tokens: int | None = setting(None, help="Tokens before max_new_tokens over which the penalty grows", gt=0)
-    overlong_penalty_factor: float | None = setting(None, help="Penalty at max_new_tokens", gt=0)
+    overlong_tokens: int | None = setting(
+        None, help="Tokens before max_new_tokens over which the penalty grows", gt=0, only_with=_OVERLONG
+    )
+    overlong_penalty_factor: float | None = setting(None, help="Penalty at max_new_tokens", gt=0, only_with=_OVERLONG)
     mask_no_eos_with_zero: bool = setting(
         False, help="Do not train on completions cut off at max_new_tokens. Their rewards still count in the group"
     )
@@ -251,10 +252,6 @@ class PolicyConfig(ModelConfig):
     )
     def two_ways_to_cut_the_batch(self) -> bool:
         return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
-
-    @forbid("rejection_sampling", "is set, but use_decoupled_loss is false, so there are no weights; set it to true")
-    def rejection_without_weights(self) -> bool:
-        return self.rejection_sampling is not None and not self.use_decoupled_loss
 
     @forbid(
         "adv_norm.mean_leave1out",
@@ -301,28 +298,12 @@ class PolicyConfig(ModelConfig):
             return "rollout"
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
-    @forbid("kl_estimator", "is {self.kl_estimator}, but kl_ctl is 0, so there is no KL; set kl_ctl")
-    def estimator_without_kl(self) -> bool:
-        return self.kl_ctl == 0 and not self.is_default("kl_estimator")
-
-    @forbid("prox_logp_method", "is {self.prox_logp_method}, but use_decoupled_loss is false; set it to true")
-    def unused_proximal_policy(self) -> bool:
-        return self.prox_logp_method != "recompute" and not self.use_decoupled_loss
-
-    @forbid("use_kl_in_reward", "is true, but kl_ctl is 0, so nothing is subtracted; set kl_ctl")
-    def kl_in_reward_without_coefficient(self) -> bool:
-        return self.use_kl_in_reward and not self.kl_ctl
-
     @check
     def overlong_penalty_is_whole(self) -> Iterator[Problem]:
         if self.overlong_reward_penalty:
             values = {"overlong_tokens": self.overlong_tokens, "overlong_penalty_factor": self.overlong_penalty_factor}
             for name in (name for name, value in values.items() if value is None):
                 yield Problem(name, "is null, but overlong_reward_penalty is true; set it")
-        elif self.overlong_tokens is not None or self.overlong_penalty_factor is not None:
-            yield Problem(
-                "overlong_reward_penalty", "is false, so overlong_tokens and overlong_penalty_factor have no effect"
-            )
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.errors import Problem
-from areno.schema.fields import Section, check, forbid, setting
+from areno.schema.fields import Needs, Section, check, forbid, setting
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,9 @@ class RejectionSamplingConfig(Section):
         "binary_kl: the larger of the two KL directions, where the only outcomes are this token and any other token",
     )
     agg: Literal["sum", "mean", "max"] = setting(
-        "mean", help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric"
+        "mean",
+        help="How level=sequence combines tokens. Ratios are combined in log space: mean is geometric",
+        only_with=Needs("level", "sequence", so="tokens are not combined"),
     )
     upper: float = setting(5.0, help="Largest metric that is accepted", gt=0)
     lower: float | None = setting(None, help="Smallest metric that is accepted. null: no bound")
@@ -32,10 +34,6 @@ class RejectionSamplingConfig(Section):
     @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
     def clamp_without_ratio(self) -> bool:
         return self.action == "clamp" and self.metric != "ratio"
-
-    @forbid("agg", "is {self.agg}, which only level=sequence uses, but level is token")
-    def aggregated_tokens(self) -> bool:
-        return self.agg != "mean" and self.level == "token"
 
     @check
     def a_kl_of_zero_passes(self) -> Iterator[Problem]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from areno.errors import Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
-from areno.schema.fields import Missing, Section, build_check, check, forbid, setting, settings, with_sections
-from areno.schema.values import show
+from areno.schema.fields import Missing, Needs, Section, check, forbid, setting, settings, with_sections
 
 LEAST_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
 MOST_TEMPERATURE = 1e5
 _MOST = 2**31 - 1
+# A script may make a section greedy that has other settings of sampling.
+_DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
 
 
 @dataclass(kw_only=True)
@@ -27,9 +28,21 @@ class SamplingConfig(Section):
         flag="--greedy",
     )
     top_p: float = setting(
-        1.0, help="Sample from the most likely tokens with this total probability", gt=0, le=1, flag="--top-p"
+        1.0,
+        help="Sample from the most likely tokens with this total probability",
+        gt=0,
+        le=1,
+        only_with=_DRAWING,
+        flag="--top-p",
     )
-    top_k: int = setting(-1, help="Sample from the k most likely tokens. -1: from all", ge=-1, le=_MOST, flag="--top-k")
+    top_k: int = setting(
+        -1,
+        help="Sample from the k most likely tokens. -1: from all",
+        ge=-1,
+        le=_MOST,
+        only_with=_DRAWING,
+        flag="--top-k",
+    )
     max_new_tokens: int = setting(16, help="Longest completion in tokens", gt=0, flag="--max-new-tokens")
     min_new_tokens: int = setting(0, help="A completion does not end before it has this many tokens", ge=0)
     temperature: float = setting(
@@ -57,6 +70,7 @@ class SamplingConfig(Section):
         "and top_p. 0: all",
         ge=0,
         le=1,
+        only_with=_DRAWING,
     )
     stop: list[str] | None = setting(None, help="Strings that end a completion")
     stop_token_ids: list[int] | None = setting(None, help="Token ids that end a completion, beside those of the model")
@@ -111,12 +125,6 @@ class GenerationConfig(SamplingConfig):
         flag="--temperature",
     )
 
-    @build_check  # a script may make a section greedy that has more settings
-    def choice_of_greedy(self) -> Iterator[Problem]:
-        for name in ("top_p", "top_k", "min_p"):
-            if self.greedy and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but greedy takes the most likely token; set greedy=false")
-
     @forbid(
         "max_tokens",
         "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
@@ -127,6 +135,7 @@ class GenerationConfig(SamplingConfig):
 
 VERIFIERS = "verifiers:"
 """What stands before the name of an environment of the verifiers package."""
+_AGENT = Needs("fn", so="there is no agent", in_build=True)
 
 
 @dataclass(kw_only=True)
@@ -145,26 +154,28 @@ class AgentConfig(Section):
         help="Time limit for the agent of one sample, and for each of its requests, in seconds",
         gt=0,
         le=86400,
+        only_with=_AGENT,
         flag="--agent-timeout-s",
     )
-    workers: int = setting(2, help="Number of processes that run agents. Each runs many at once", gt=0, le=512)
-    train_tool_results: bool = setting(False, help="Also train the tokens of tool results", flag="--train-tool-results")
+    workers: int = setting(
+        2, help="Number of processes that run agents. Each runs many at once", gt=0, le=512, only_with=_AGENT
+    )
+    train_tool_results: bool = setting(
+        False, help="Also train the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
+    )
 
     @property
     def is_environment(self) -> bool:
         """Whether it is an environment of the verifiers package."""
         return self.fn is not None and self.fn.startswith(VERIFIERS)
 
-    @build_check
-    def settings_of_no_agent(self) -> Iterator[Problem]:
-        for name in ("timeout_s", "workers", "train_tool_results"):
-            if self.fn is None and not self.is_default(name):
-                yield Problem(name, f"is {show(vars(self)[name])}, but fn is null, so there is no agent; leave it out")
-
 
 _SECTIONS = {
     name: (reward, f"The built-in reward {name}") for name, reward in BUILT_IN_REWARDS.items() if settings(reward)
 }
+
+
+_FUNCTION = Needs("fn", so="no function is called", in_build=True)
 
 
 @dataclass(kw_only=True)
@@ -183,7 +194,7 @@ class RewardConfig(Section):
         flag="--reward-fn-path",
     )
     weights: list[float] | None = setting(
-        None, help="Factors of the functions in the sum, one for each. null: 1 for all"
+        None, help="Factors of the functions in the sum, one for each. null: 1 for all", only_with=_FUNCTION
     )
     path: str | None = setting(
         None,
@@ -191,12 +202,17 @@ class RewardConfig(Section):
         "tokenizer. Its score of the whole row is added to the result of fn",
         flag="--reward-ckpt",
     )
-    offload: bool = setting(False, help="Keep the reward model in host memory while it is not in use (CUDA)")
+    offload: bool = setting(
+        False,
+        help="Keep the reward model in host memory while it is not in use (CUDA)",
+        only_with=Needs("path", so="there is no reward model"),
+    )
     timeout_s: float = setting(
         30.0,
         help="Time limit for scoring one sample by fn, in seconds. A sample that takes longer counts as a timeout",
         gt=0,
         le=86400,
+        only_with=_FUNCTION,
     )
     workers: int | None = setting(
         None,
@@ -204,6 +220,7 @@ class RewardConfig(Section):
         "for the driver and one for each device), from 2 to 64",
         gt=0,
         le=512,
+        only_with=_FUNCTION,
     )
 
     @property
@@ -213,15 +230,9 @@ class RewardConfig(Section):
 
     def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
         """What is wrong where neither a function nor a model is set. by_agent: an agent brings the reward."""
-        if self.fn is not None or self.path is not None:
-            return
-        if not by_agent:
+        if self.fn is None and self.path is None and not by_agent:
             text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model"
             yield Missing("reward.fn", text)
-            return
-        for name in (name for name in ("weights", "timeout_s", "workers") if not self.is_default(name)):
-            text = f"is {vars(self)[name]}, but reward.fn is null and the agent brings its reward; leave it out"
-            yield Problem(f"reward.{name}", text)
 
     @check
     def functions_and_weights(self) -> Iterator[Problem]:
@@ -244,16 +255,6 @@ class RewardConfig(Section):
         """Report what a built-in reward that reward.fn names finds wrong with its settings."""
         for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
             yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))
-
-    @build_check
-    def limits_of_no_function(self) -> Iterator[Problem]:
-        for name in ("weights", "timeout_s", "workers"):
-            if self.fn is None and self.path is not None and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but fn is null, so no function is called; leave it out")
-
-    @forbid("offload", "is true, but reward.path is null, so there is no reward model")
-    def nothing_to_offload(self) -> bool:
-        return self.offload and self.path is None
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.errors import Key, Problem
-from areno.schema.fields import Section, build_check, check, forbid, setting, settings
+from areno.schema.fields import Needs, Section, check, forbid, setting, settings
 from areno.schema.values import is_no_folder
 
 
@@ -59,6 +59,10 @@ class RolloutConfig(DecoderConfig):
         10,
         help="Batches of prompts that dynamic_sampling may sample per step. After them, train on what there is",
         gt=0,
+        only_with=(
+            Needs("dynamic_sampling", so="no prompts are sampled again"),
+            Needs("dynamic_bs", False, so="a step samples one batch"),
+        ),
     )
     dump_to_file: bool = setting(False, help="Keep every sample of training in rollouts/<step>.jsonl")
     dump_n_samples: int = setting(
@@ -66,15 +70,8 @@ class RolloutConfig(DecoderConfig):
         help="Without dump_to_file: how many samples of each step are kept in rollouts/<step>.jsonl, as whole groups "
         "that are drawn at random. 0 keeps none",
         ge=0,
+        only_with=Needs("dump_to_file", False, so="all samples are kept"),
     )
-
-    @forbid("dump_n_samples", "is {self.dump_n_samples}, but dump_to_file keeps all samples; leave one of the two out")
-    def some_of_all(self) -> bool:
-        return self.dump_to_file and not self.is_default("dump_n_samples")
-
-    @forbid("max_sampling_rounds", "is {self.max_sampling_rounds}, but dynamic_sampling is false; set it to true")
-    def unused_rounds(self) -> bool:
-        return not self.dynamic_sampling and not self.is_default("max_sampling_rounds")
 
 
 @dataclass(kw_only=True)
@@ -117,11 +114,8 @@ class RecoverConfig(FrequencyConfig):
         "schedule goes on",
     )
 
-    @build_check
-    def states_that_are_not_written(self) -> Iterator[Problem]:
-        for name in vars(self) if self.mode == "off" else ():
-            if name != "mode" and not self.is_default(name):
-                yield Problem(name, "is {}, but {} is off", vars(self)[name], Key("recover.mode"))
+
+_COMPARING = Needs("best_metric", so="checkpoints are not compared")
 
 
 @dataclass(kw_only=True)
@@ -149,13 +143,21 @@ class SaverConfig(FrequencyConfig):
         "is never removed. With an eval/* scalar, every checkpoint is evaluated. null: they are not compared",
     )
     best_mode: Literal["max", "min"] | None = setting(
-        None, help="Whether a large or a small best_metric is good. null: min for a loss, max otherwise"
+        None,
+        help="Whether a large or a small best_metric is good. null: min for a loss, max otherwise",
+        only_with=_COMPARING,
     )
-    keep_best: int = setting(1, help="So many best checkpoints stay beside the newest", gt=0)
+    keep_best: int = setting(
+        1,
+        help="So many best checkpoints stay beside the newest",
+        gt=0,
+        only_with=(_COMPARING, Needs("keep", so="no checkpoint is removed")),
+    )
     merge_adapters: bool = setting(
         False,
         help="With actor.use_lora: checkpoints are whole models, with the adapters merged into the weights. Without it "
         "they are folders of peft that hold the adapters only",
+        only_with=Needs("actor.use_lora", so="there are no adapters"),
     )
     push_to_hub: str | None = setting(
         None,
@@ -163,25 +165,18 @@ class SaverConfig(FrequencyConfig):
         "run. Needs a token in the environment variable HF_TOKEN. In a sweep, each run has its own, with its number at "
         "the end of the name. null: none",
     )
-    hub_private: bool = setting(True, help="Make the repository of push_to_hub private if it does not exist yet")
-
-    @check
-    def comparing_without_metric(self) -> Iterator[Problem]:
-        for name in ("best_mode", "keep_best"):
-            if self.best_metric is None and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but nothing says what is compared; set best_metric")
-
-    @forbid("keep_best", "is {self.keep_best}, but keep=null removes no checkpoint; set keep")
-    def keeping_the_best_of_all(self) -> bool:
-        return self.keep is None and not self.is_default("keep_best")
-
-    @forbid("hub_private", "is false, but nothing is uploaded; set push_to_hub")
-    def public_repository_of_nothing(self) -> bool:
-        return self.push_to_hub is None and not self.hub_private
+    hub_private: bool = setting(
+        True,
+        help="Make the repository of push_to_hub private if it does not exist yet",
+        only_with=Needs("push_to_hub", so="nothing is uploaded"),
+    )
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
         return is_no_folder(self.path)
+
+
+_EARLY_STOPPING = Needs("patience", so="the run is not ended early")
 
 
 @dataclass(kw_only=True)
@@ -199,17 +194,16 @@ class EvaluatorConfig(FrequencyConfig):
         None,
         help="What has to improve: the name of an eval/ metric, such as accuracy, or gsm8k/accuracy for one of several "
         "sets. null: rewards_mean (RL) or loss (SFT, DPO)",
+        only_with=_EARLY_STOPPING,
     )
     mode: Literal["max", "min"] | None = setting(
-        None, help="Whether more or less of metric is better. null: less of a loss, more of anything else"
+        None,
+        help="Whether more or less of metric is better. null: less of a loss, more of anything else",
+        only_with=_EARLY_STOPPING,
     )
-    min_delta: float = setting(0.0, help="A smaller change of metric than this is no improvement", ge=0)
-
-    @check
-    def settings_of_no_patience(self) -> Iterator[Problem]:
-        for name in ("metric", "mode", "min_delta"):
-            if self.patience is None and not self.is_default(name):
-                yield Problem(name, f"is {vars(self)[name]}, but patience is null, so the run is not ended early")
+    min_delta: float = setting(
+        0.0, help="A smaller change of metric than this is no improvement", ge=0, only_with=_EARLY_STOPPING
+    )
 
     @forbid(
         "patience",
@@ -349,10 +343,5 @@ class SchedulerConfig(Section):
         help="With type=ray: so many seconds to wait for nodes that the cluster lacks, at the start and after one was "
         "lost. Then the start is refused, and a run that has begun goes on with what is left",
         ge=0,
+        only_with=Needs("type", "ray", so="no nodes are waited for"),
     )
-
-    @forbid(
-        "setup_timeout", "is {self.setup_timeout:g}, but type=local waits for no nodes; leave it out or set type=ray"
-    )
-    def nothing_to_wait_for(self) -> bool:
-        return self.type == "local" and not self.is_default("setup_timeout")

@@ -36,7 +36,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areno import __version__
-from areno.config.experiments import NEEDS
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.interrupts import not_lost
 from areno.files.paths import absolute, root
@@ -45,7 +44,7 @@ from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
 from areno.launch.side_by_side import N_JOBS
 from areno.schema.build import build, with_defaults
-from areno.schema.fields import Section
+from areno.schema.fields import Section, dependents
 
 T = TypeVar("T", bound=Section)
 
@@ -397,7 +396,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
                 data[group] = raw[group] = None
-                for name in (name for name, needed in NEEDS.items() if needed == group):
+                for name in dependents(self.cls, group):
                     data.pop(name, None)
                     raw.pop(name, None)
                 found += self._without_effect(group)
@@ -411,7 +410,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def _without_effect(self, group: str) -> Iterator[Problem]:
         """What the command line says of a section that is null, or of one that needs this section."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
-        sections = {group, *(name for name, needed in NEEDS.items() if needed == group)}
+        sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]
         for key in [*chosen, *(key for key in line.values if key.partition(".")[0] in sections - {key})]:
             yield Problem(key, f"has no effect with {group}=null; leave one of the two out")

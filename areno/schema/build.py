@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from areno.errors import ConfigError, Problem, question
-from areno.schema.fields import REQUIRED, Missing, Section, partial_section, problems_between, rows, settings
+from areno.schema.fields import REQUIRED, Missing, Section, Unused, partial_section, problems_between, rows, settings
 from areno.schema.values import InvalidValue, show, value_at
 
 T = TypeVar("T", bound=Section)
@@ -31,7 +31,10 @@ def build(
 
     config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain)
     if problems:
-        causes = [problem for problem in problems if not isinstance(problem, Consequence)]
+        keys = {problem.key for problem in problems}
+        # A setting that needs one with a problem of its own may have an effect once that one is right.
+        causes = [problem for problem in problems if not isinstance(problem, Unused) or problem.other not in keys]
+        causes = [problem for problem in causes if not isinstance(problem, Consequence)]
         raise ConfigError(dict.fromkeys(causes or problems))
     return config
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from areno.errors import ConfigError, Problem
+from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
 
 REQUIRED: Any = dataclasses.MISSING
@@ -39,23 +39,37 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     required_in_build: bool = False,
+    only_with: Needs | tuple[Needs, ...] = (),
     aliases: Mapping[str, str] | None = None,
     flag: str = "",
     flags: Mapping[str, str] | None = None,
 ) -> Any:
-    """Declare one setting. Without `default` and `factory` it is required.
+    """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
-    ge, gt, le, lt: bounds of a number; null is not compared. A `Literal` type declares choices.
-    required_in_build: `build` requires a value, but the dataclass does not. A run that is described by files needs to
-    name its data; a script may hand over the rows themselves.
-    aliases: other words for choices, and the choice that each stands for.
-    flag: how `areno train` calls it. "--name" takes a value; a bool is a switch, with a --no-name too where it is true
-    by default. "--name=value" is a switch that sets this value.
-    flags: of a section, the flags of the settings in it by their names, in place of the flags that these declare.
+    Args:
+        default: The value of the setting where none is given.
+        help: What the setting does, for `--help` and the reference page.
+        factory: Makes the default, for values that can be changed, such as lists and sections.
+        ge: The least number that is allowed. A null is not compared, here and in the other bounds.
+        gt: The number that the value must be above.
+        le: The greatest number that is allowed.
+        lt: The number that the value must be below.
+        required_in_build: Whether `build` requires a value although the dataclass does not. A run that is described by
+            files must name its data; a script may pass the rows themselves.
+        only_with: States of other settings without which this one has no effect. `unused` reports a value that is set
+            and has no effect. Where the setting is a section, `only_with` applies to each setting in the section.
+        aliases: Other words for the choices of a `Literal`, and the choice that each word stands for.
+        flag: The name of the setting in `areno train`. "--name" takes a value. For a bool it is a switch, and a true
+            default adds --no-name. "--name=value" is a switch that sets this value.
+        flags: Flags of the settings inside a section by their names. They replace the flags that these declare.
+
+    Returns:
+        A dataclass field.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
     names = {"aliases": aliases or {}, "flag": flag, "flags": flags}
-    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, **names}
+    needs = (only_with,) if isinstance(only_with, Needs) else only_with
+    metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, "only_with": needs, **names}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
 
@@ -73,6 +87,66 @@ def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[t
         return cls
 
     return add
+
+
+class Needs:
+    """A state of another setting that a setting needs to have an effect. It is given to `setting(only_with=...)`.
+
+    Attributes:
+        key: The other setting: its name in the same section, a name in a section beside it ("rollout.n"), or a name in
+            a section around it ("actor.use_lora").
+        values: Values of the other setting that give an effect. Empty: any value except null, false, 0 and empty ones.
+        so: The end of a sentence that begins with ", so", such as "nothing is uploaded". It tells why there is no
+            effect. Empty: the message gives no reason.
+        do: What to do instead of "set <key>", such as "set valid_dataset.path". Empty: derived from `values`.
+        in_build: Whether only `build` reports the setting, and the dataclass accepts it. For states that a script may
+            reach with settings of its own.
+    """
+
+    def __init__(self, key: str, *values: Any, so: str = "", do: str = "", in_build: bool = False):
+        self.key, self.values, self.so, self.do, self.in_build = key, values, so, do, in_build
+
+    def met_by(self, value: Any) -> bool:
+        """Return whether a value of the other setting gives an effect."""
+        return value in self.values if self.values else bool(value)
+
+    def problem(self, key: str, value: Any, other: Any) -> Problem:
+        """Make the message about a setting without effect.
+
+        Args:
+            key: The setting.
+            value: The value of the setting.
+            other: The value of the setting that `self.key` names.
+
+        Returns:
+            A problem of the form "is 5, but <key> is null, so ...; set <key>, or leave this out".
+        """
+        values = self.values or ((True,) if isinstance(other, bool) else ())
+        to = f" to {' or '.join(map(_plain, values))}" if values else ""
+        so = f", so {self.so}" if self.so else ""
+        args = [_plain(value), Key(self.key), _plain(other)]
+        if self.do:
+            return Unused(key, f"is {{}}, but {{}} is {{}}{so}; {self.do}, or leave this out", *args)
+        return Unused(key, f"is {{}}, but {{}} is {{}}{so}; set {{}}{to}, or leave this out", *args, Key(self.key))
+
+
+class Unused(Problem):
+    """A setting that has no effect because of another setting, whose key is relative to the same section."""
+
+    @property
+    def other(self) -> str:
+        """The key of the other setting."""
+        return next(arg.name for arg in self.args if isinstance(arg, Key))
+
+    def under(self, prefix: str) -> Problem:
+        args = (Key(f"{prefix}.{arg.name}") if isinstance(arg, Key) else arg for arg in self.args)
+        return type(self)(f"{prefix}.{self.key}", self.template, *args)
+
+
+def _plain(value: Any) -> str:
+    """Return a value as a message shows it: a section as `set`, text without quotes, 5.0 as 5."""
+    value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
+    return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
 
 class Missing(Problem):
@@ -121,6 +195,7 @@ class Setting:
     required: bool
     default: Callable[[], Any]
     bounds: dict[str, float]
+    only_with: tuple[Needs, ...]
     aliases: Mapping[str, str]
     section: type[Section] | None
     sections: type[Section] | None
@@ -177,6 +252,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             required=metadata["required_in_build"] or field.default is factory is REQUIRED,
             default=(lambda field=field: field.default) if factory is REQUIRED else factory,
             bounds=metadata["bounds"],
+            only_with=metadata["only_with"],
             aliases=metadata["aliases"],
             section=next(filter(_is_section, arms), None),
             sections=next(filter(_is_section, (get_args(arm)[1] for arm in arms if get_origin(arm) is dict)), None),
@@ -223,7 +299,7 @@ def rows(
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
     """Dotted key and value of the settings that do not have their defaults. default: see `rows`."""
     for name, field in settings(type(section)).items():
-        value, usual = vars(section)[name], field.default_in(default)
+        value, usual = getattr(section, name), field.default_in(default)
         if isinstance(value, Section):
             yield from changed(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
         elif value != usual:
@@ -283,4 +359,67 @@ def problems_between(section: Section, in_build: bool = False) -> list[Problem]:
         if isinstance(attribute, check) and (in_build or not isinstance(attribute, build_check)):
             with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
+    return found + unused(section, in_build)
+
+
+def unused(section: Section, in_build: bool = False) -> list[Problem]:
+    """Report the settings that have no effect because of another setting, as their `only_with` declares.
+
+    A setting with its default value is never reported.
+
+    Args:
+        section: The section, which may be a partial one (`partial_section`).
+        in_build: Whether needs that only `build` reports count too.
+
+    Returns:
+        A problem for each setting whose need can be judged in this section. Its key is relative to the section.
+    """
+    found = []
+    for key, field, need in _needs_of(type(section)):
+        if need.in_build and not in_build:
+            continue
+        with suppress(_UnknownValue):
+            if not need.met_by(other := _value_at(section, need.key)):
+                found += [need.problem(name, value, other) for name, value in _given(section, key, field, need.key)]
     return found
+
+
+def dependents(cls: type[Section], name: str) -> list[str]:
+    """Return the settings of a section that have no effect while the setting `name` in it is null."""
+    return [key for key, _, need in _needs_of(cls) if need.key == name and key in settings(cls) and not need.values]
+
+
+@cache
+def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
+    """Return dotted key, setting and need of all settings whose need names a setting of this section."""
+    found = []
+
+    def visit(inner: type[Section], prefix: str, nearer: frozenset[str]) -> None:
+        for name, field in settings(inner).items():
+            for need in field.only_with:
+                first = need.key.partition(".")[0]
+                if first in settings(cls) and first not in nearer:
+                    found.append((prefix + name, field, need))
+            if field.section is not None:
+                visit(field.section, f"{prefix}{name}.", nearer | settings(field.section).keys())
+
+    visit(cls, "", frozenset())
+    return found
+
+
+def _value_at(section: Any, key: str) -> Any:
+    """Return the value at a dotted key. Raises _UnknownValue where a section on the way is null."""
+    for name in key.split("."):
+        if section is None:
+            raise _UnknownValue(key)
+        section = getattr(section, name)
+    return section
+
+
+def _given(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
+    """Return key and value of a setting that is not at its default, or of those inside it but for `besides`."""
+    value, default = _value_at(section, key), field.default()
+    if isinstance(value, Section) and isinstance(default, Section):
+        yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)
+    elif value != default:
+        yield key, value

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import pytest
 
 from areno.api import get_algorithm
 from areno.config.models import MicroBatchSpec
-from areno.errors import ConfigError
+from areno.errors import ConfigError, keys_renamed
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, RECIPES, hint
-from areno.schema.fields import rows
+from areno.schema.build import build
+from areno.schema.fields import Needs, Section, rows, setting
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
@@ -21,21 +25,33 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("gspo", "actor.mb_spec.mini_bs=4", "actor.mb_spec.mini_bs: is 4, but max_tokens_per_mb=8192 takes its place"),
-        ("gspo", "actor.optimizer.min_lr_ratio=0.5", "actor.optimizer.min_lr_ratio: is 0.5, but lr_scheduler_type is"),
-        ("gspo", "actor.kl_estimator=k1", "actor.kl_estimator: is k1, but kl_ctl is 0, so there is no KL"),
-        ("gspo", "actor.adv_norm.std_level=null actor.adv_norm.eps=1", "actor.adv_norm.eps: is 1.0, but std_level is"),
+        (
+            "gspo",
+            "actor.mb_spec.mini_bs=4",
+            "actor.mb_spec.mini_bs: is 4, but actor.mb_spec.max_tokens_per_mb is 8192, so",
+        ),
+        ("gspo", "actor.optimizer.min_lr_ratio=0.5", "actor.optimizer.min_lr_ratio: is 0.5, but actor.optimizer.lr_"),
+        ("gspo", "actor.kl_estimator=k1", "actor.kl_estimator: is k1, but actor.kl_ctl is 0, so there is no KL"),
+        ("gspo", "actor.adv_norm.std_level=null actor.adv_norm.eps=1", "actor.adv_norm.eps: is 1, but actor.adv_no"),
         (
             "gspo",
             "actor.recompute_logprob=false actor.use_decoupled_loss=true",
             "actor.recompute_logprob: is false, but use_decoupled_loss compares with the policy before the update",
         ),
         ("grpo", "actor.use_sapo_loss=true actor.eps_clip=0.1", "actor.eps_clip: is 0.1, but the loss of use_sapo"),
-        ("gspo", "eval_gconfig.top_p=0.5", "eval_gconfig.top_p: is 0.5, but greedy takes the most likely token"),
-        ("gspo", "eval_gconfig.top_k=5", "eval_gconfig.top_k: is 5, but greedy takes the most likely token"),
+        (
+            "gspo",
+            "eval_gconfig.top_p=0.5",
+            "eval_gconfig.top_p: is 0.5, but eval_gconfig.greedy is true, so the most likely",
+        ),
+        (
+            "gspo",
+            "eval_gconfig.top_k=5",
+            "eval_gconfig.top_k: is 5, but eval_gconfig.greedy is true, so the most likely",
+        ),
         ("gspo", "eval_gconfig.temperature=0.5", "eval_gconfig.temperature: is 0.5, but eval_gconfig.greedy takes"),
-        ("gspo", "reward.fn=null reward.path=x reward.timeout_s=5", "reward.timeout_s: is 5.0, but fn is null"),
-        ("gspo", "reward.fn=null reward.path=x reward.workers=5", "reward.workers: is 5, but fn is null"),
+        ("gspo", "reward.fn=null reward.path=x reward.timeout_s=5", "reward.timeout_s: is 5, but reward.fn is null"),
+        ("gspo", "reward.fn=null reward.path=x reward.workers=5", "reward.workers: is 5, but reward.fn is null"),
         (
             "gspo",
             "valid_dataset=null evaluator.freq_steps=5",
@@ -51,7 +67,11 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
             "saver.best_metric=eval/acuracy",
             "saver.best_metric: is eval/acuracy, which is not measured",
         ),
-        ("gspo", "saver.keep=2 saver.keep_best=2", "saver.keep_best: is 2, but nothing says what is compared"),
+        (
+            "gspo",
+            "saver.keep=2 saver.keep_best=2",
+            "saver.keep_best: is 2, but saver.best_metric is null, so checkpoints are not",
+        ),
         (
             "gspo",
             "valid_dataset=null eval_gconfig.top_k=5",
@@ -66,7 +86,7 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         (
             "gspo",
             "actor.optimizer.type=sgd actor.optimizer.beta1=0.8",
-            "actor.optimizer.beta1: is 0.8, but type is sgd",
+            "actor.optimizer.beta1: is 0.8, but actor.optimizer.type is sgd",
         ),
         (
             "gspo",
@@ -76,7 +96,7 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         (
             "gspo",
             "recover.mode=disabled recover.no_load_optim=true",
-            "recover.no_load_optim: is True, but recover.mode",
+            "recover.no_load_optim: is true, but recover.mode is off, so no states are written",
         ),
         (
             "gspo",
@@ -186,3 +206,97 @@ def test_what_is_said_not_to_be_there_is_not_there():
     keys = {row.key for name in RECIPES for row in rows(get_algorithm(name).config)}
     assert not keys & set(NOT_HERE)
     assert hint("never.heard.of") == ""
+
+
+# The declaration of what a setting needs ------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Inner(Section):
+    mode: Literal["draw", "copy", "off"] = setting("draw", help="mode")
+    width: int = setting(4, help="width", only_with=Needs("mode", "draw", "copy", so="nothing is drawn"))
+    colour: float = setting(
+        1.0, help="colour", only_with=(Needs("mode", "draw"), Needs("models.use_ink", so="all is grey"))
+    )
+    depth: int = setting(1, help="depth", only_with=Needs("mode", "draw", in_build=True))
+
+
+@dataclass(kw_only=True)
+class Models(Section):
+    use_ink: bool = setting(False, help="ink")
+    ref: Inner | None = setting(None, help="ref", only_with=Needs("path", do="set path to a folder"))
+    path: str | None = setting(None, help="path")
+
+
+@dataclass(kw_only=True)
+class Outer(Section):
+    inner: Inner = setting(factory=Inner, help="inner")
+    models: Models = setting(factory=Models, help="models")
+    left: int | None = setting(None, help="left", gt=0)
+    page: Inner = setting(factory=Inner, help="page", only_with=Needs("left"))
+
+
+@pytest.mark.parametrize(
+    ("data", "messages"),
+    [
+        ({"inner": {"mode": "off"}, "models": {"path": "x", "ref": {"mode": "copy"}}, "left": 1}, []),
+        ({"inner": {"colour": 2.0}, "models": {"use_ink": True}}, []),
+        ({"inner": {"width": 4, "mode": "off"}}, []),  # its default
+        (
+            {"inner": {"width": 2, "mode": "off"}},
+            [
+                "inner.width: is 2, but inner.mode is off, so nothing is drawn; set inner.mode to draw or copy, or "
+                "leave this out"
+            ],
+        ),
+        (
+            {"inner": {"colour": 2.0}},
+            [
+                "inner.colour: is 2, but models.use_ink is false, so all is grey; set models.use_ink to true, or "
+                "leave this out"
+            ],
+        ),
+        (
+            {"inner": {"depth": 2, "mode": "off"}},
+            ["inner.depth: is 2, but inner.mode is off; set inner.mode to draw, "],
+        ),
+        ({"models": {"ref": {}}}, ["models.ref: is set, but models.path is null; set path to a folder, or leave this"]),
+        (
+            {"page": {"width": 2, "mode": "copy"}},
+            ["page.mode: is copy, but left is null; set left, or leave this", "page.width: is 2, but left is null;"],
+        ),
+        ({"page": {"width": 2}, "left": 0}, ["left: is 0; it must be more than 0"]),  # that may be meant for it
+        ({"page": {"width": 2}, "left": 1, "models": None}, ["models: is null; a section is expected"]),
+    ],
+)
+def test_a_setting_that_needs_another(data, messages):
+    found = []
+    try:
+        build(Outer, data)
+    except ConfigError as error:
+        found = [str(problem) for problem in error.problems]
+    assert len(found) == len(messages)
+    assert all(text.startswith(message) for text, message in zip(found, messages, strict=True))
+
+
+def test_a_script_is_refused_a_setting_without_effect_too():
+    with pytest.raises(ConfigError, match=r"^width: is 2, but mode is off"):
+        Inner(mode="off", width=2)
+    assert Inner(mode="off", depth=2).depth == 2  # declared with in_build
+
+
+def test_the_setting_that_is_needed_has_the_name_that_the_user_knows():
+    with pytest.raises(ConfigError) as caught, keys_renamed({"inner.mode": "--mode", "inner.width": "--width"}.get):
+        build(Outer, {"inner": {"width": 2, "mode": "off"}})
+    assert str(caught.value).startswith("--width: is 2, but --mode is off, so nothing is drawn; set --mode to draw")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_setting_that_is_needed_exists(recipe):
+    """A need that names no setting would never be reported. A need may name a setting of the whole run."""
+    cls = get_algorithm(recipe).config
+    keys = {row.key for row in rows(cls)}
+    for row in rows(cls):
+        section = row.key.rpartition(".")[0]
+        for need in row.setting.only_with:
+            assert need.key in keys or f"{section}.{need.key}" in keys, (row.key, need.key)

@@ -138,7 +138,10 @@ def test_columns_that_cannot_be(tmp_path):
     )
     with pytest.raises(ConfigError, match=expected):
         load_rows(of_pairs, "prompt")
-    with pytest.raises(ConfigError, match=r"columns: is set, but l\.py makes the rows and does not read it; set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"columns\.prompt: is .*, but loader is l\.py, so its rows are taken as they are; set loader to null",
+    ):
         DatasetConfig(path=str(path), loader="l.py", columns=ColumnsConfig(prompt="question"))
 
 

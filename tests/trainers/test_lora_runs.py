@@ -154,8 +154,8 @@ def trainer_of(**actor: object) -> Trainer:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("actor.lora_rank=8", "actor.lora_rank: is 8, but use_lora is false"),
-        ("actor.target_modules=[q_proj]", "actor.target_modules: is ['q_proj'], but use_lora is false"),
+        ("actor.lora_rank=8", "actor.lora_rank: is 8, but actor.use_lora is false"),
+        ("actor.target_modules=[q_proj]", "actor.target_modules: is ['q_proj'], but actor.use_lora is false"),
         ("actor.use_lora=true actor.lora_rank=0", "actor.lora_rank: is 0"),
         ("actor.use_lora=true actor.lora_alpha=-1", "actor.lora_alpha: is -1"),
         ("actor.use_lora=true actor.target_modules=[]", "actor.target_modules: is empty"),

@@ -44,7 +44,7 @@ def problem(*overrides: str) -> str:
     ("overrides", "message"),
     [
         ("cluster.n_nodes=2", "cluster.n_nodes: is 2, but scheduler.type=local runs on this machine alone; set"),
-        ("scheduler.setup_timeout=5", "scheduler.setup_timeout: is 5, but type=local waits for no nodes"),
+        ("scheduler.setup_timeout=5", "scheduler.setup_timeout: is 5, but scheduler.type is local, so no nodes"),
         ("scheduler.type=ray engine.workers=inline", "engine.workers: is inline, which runs in this process, but"),
         (
             "scheduler.type=ray cluster.n_nodes=2 cluster.n_gpus_per_node=4 engine.world_size=4",
