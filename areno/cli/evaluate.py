@@ -173,6 +173,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     from areno.api.algorithms import algorithm_names, get_algorithm
     from areno.config.experiments import PolicyExperimentConfig
     from areno.launch.compose import load, told_version
+    from areno.schema.build import with_current_names
     from areno.tracking.run_folder import is_described, recipe_of, settings_of
 
     of_policy = False
@@ -184,7 +185,8 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
             raise ArenoError("{}: its algorithm, {!r}, is not installed", of_run, recipe)
         of_policy = issubclass(get_algorithm(recipe).config, PolicyExperimentConfig)
     if of_policy and of_run is not None:
-        algorithm, given = get_algorithm(recipe_of(of_run)), settings_of(of_run)
+        algorithm = get_algorithm(recipe_of(of_run))
+        given = with_current_names(algorithm.config, settings_of(of_run))
         groups = [] if given.get("valid_dataset") or not arguments.data else ["valid_dataset=default"]
         uses = {line.partition(".")[0] for line in settings}
         if "eval_gconfig" in uses and not given.get("eval_gconfig"):  # the run samples as in training then

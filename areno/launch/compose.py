@@ -43,7 +43,7 @@ from areno.launch import yaml_files
 from areno.launch.hints import hint
 from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
 from areno.launch.side_by_side import N_JOBS
-from areno.schema.build import build, with_defaults
+from areno.schema.build import both_names, build, current_key, with_defaults
 from areno.schema.fields import Section, dependents
 
 T = TypeVar("T", bound=Section)
@@ -102,6 +102,7 @@ class _CommandLine:
     sample: list[str] = field(default_factory=list)
     values: list[str] = field(default_factory=list)  # keys, without those of groups
     deletions: list[str] = field(default_factory=list)
+    given: dict[str, str] = field(default_factory=dict)  # key -> the name that the user has given it by
     chosen: set[str] = field(default_factory=set)  # groups
     problems: list[Problem] = field(default_factory=list)
 
@@ -161,6 +162,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self._started = self._time_name = time.strftime("%Y%m%d-%H%M%S")
         self._counts = itertools.count(2)
         self._composed: DictConfig | None = None
+        self._in_files: list[Problem] = []  # settings that a file has under two names
         self._listed: set[str] | None = None  # groups in the defaults of the files; None: not looked up yet
 
     def __enter__(self) -> HydraSession:
@@ -174,7 +176,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         # HydraConfig is global and outlives the session that set it; a later one must not see it.
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
-            opened.enter_context(checked_files())
+            opened.enter_context(checked_files(self.cls, self._in_files))
             folder = str(root() / "conf")
             opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
             self._opened = opened.pop_all()
@@ -195,7 +197,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         config = self._composed = self._compose()
         line = self._command_line
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
-        composition = self._plain(config, line.problems)
+        composition = self._plain(config, [*dict.fromkeys(self._in_files), *line.problems])
         composition.problems += self._take_n_jobs(config)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
@@ -350,7 +352,11 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return self._listed is None or group in self._listed
 
     def _sort(self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]) -> None:
-        key = override.key_or_group
+        key = current_key(self.cls, override.key_or_group)
+        text = text.replace(override.key_or_group, key, 1)
+        given = line.given.setdefault(key, override.key_or_group)
+        if given != override.key_or_group:
+            line.problems.append(both_names(given if given != key else override.key_or_group, key))
         if override.is_hydra_override() or override.package:
             line.add(text)
         elif key in groups and not isinstance(override.value(), (dict, list)):

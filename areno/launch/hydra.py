@@ -30,7 +30,8 @@ from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import interrupts_held
 from areno.files.paths import beginning_of, root
 from areno.files.small_yaml import MOST_BYTES, YamlFault, checked_text
-from areno.schema.build import Consequence
+from areno.schema.build import Consequence, with_current_names
+from areno.schema.fields import Section
 from areno.schema.values import show
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # what is between the signs that mean something to Hydra
@@ -92,10 +93,17 @@ class SearchPath(SearchPathPlugin):
 
 
 @contextmanager
-def checked_files() -> Iterator[None]:
-    """Within this block, let Hydra read only files that are small. Others are a ConfigError.
+def checked_files(cls: type[Section], problems: list[Problem]) -> Iterator[None]:
+    """Check each YAML file before Hydra reads it, and give settings of earlier names their names of today.
 
-    Hydra has no setting for it, and its registry keeps the first class of a scheme, so the class is replaced there.
+    Hydra has no setting for this, and its registry keeps the first class of a scheme. So the class is replaced there.
+
+    Args:
+        cls: The dataclass of the configuration, which knows the names.
+        problems: Gets a problem for each setting that a file has under both names.
+
+    Raises:
+        ConfigError: Within the block, for a file that is too large or whose section `hydra` is none.
     """
     types = SourcesRegistry.instance().types
     hydras: Any = types["file"]
@@ -113,6 +121,9 @@ def checked_files() -> Iterator[None]:
             section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
             if not isinstance(section, (dict, DictConfig)):  # Hydra takes for granted that it is one
                 raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
+            if isinstance(found.config, DictConfig):
+                package = found.header.get("package") or os.path.dirname(config_path).replace("/", ".")
+                found.config = renamed_keys(cls, found.config, "" if package == "_global_" else package, problems)
             return found
 
     types["file"] = CheckedFiles
@@ -120,6 +131,14 @@ def checked_files() -> Iterator[None]:
         yield
     finally:
         types["file"] = hydras
+
+
+def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems: list[Problem]) -> DictConfig:
+    """Give the settings of a file their names of today; see `with_current_names` for the arguments."""
+    values = OmegaConf.to_container(config)
+    assert isinstance(values, dict)
+    renamed = with_current_names(cls, values, problems, section)
+    return config if renamed is values else OmegaConf.create(dict(renamed))
 
 
 _MOST_VALUES = 30_000

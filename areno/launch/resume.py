@@ -14,6 +14,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
 from areno.run.resume import Change, EarlierRun
+from areno.schema.build import current_key
 from areno.schema.values import value_at
 from areno.tracking import run_folder
 from areno.tracking.reader import RunReader
@@ -53,15 +54,16 @@ def can_go_on(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
         return False
     before = sweep_of(folder)
-    if _unnamed(before) != _unnamed(sweep):
+    if _unnamed(type(config), before) != _unnamed(type(config), sweep):
         told = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, told))
     return True
 
 
-def _unnamed(sweep: list[str]) -> list[str]:
-    """Without the name, which a sweep may have got from the time that it began."""
-    return [line for line in sweep if line.lstrip("+").partition("=")[0] != "trial_name"]
+def _unnamed(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
+    """Return overrides with the names of today, and without trial_name, which may be the start time of a sweep."""
+    pairs = [line.lstrip("+").partition("=") for line in sweep]
+    return [current_key(cls, key) + equals + value for key, equals, value in pairs if key != "trial_name"]
 
 
 def take_up(

@@ -18,7 +18,7 @@ from areno import __version__
 from areno.errors import ArenoError
 from areno.files.durable import write_text_whole
 from areno.report.curves import Chart, charts, is_count, thinned, unit_of
-from areno.report.verdict import differing, run_names, verdict
+from areno.report.verdict import differing, run_names, settings_today, verdict
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
 
@@ -50,7 +50,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
                 "steps": last_step(of_run),
                 "duration": duration(seconds(run)),
                 "versions": run.versions,
-                "settings": flat(run.config),
+                "settings": flat(settings_today(run)),
                 "overrides": run.overrides,
                 "series": series,
                 "samples": packed_samples(run, sample_bytes // len(runs)),
@@ -66,7 +66,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
             for heading, of in shown.items()
         },
         "constant": constant,
-        "differences": differing([run.config for run in runs]) if len(runs) > 1 else {},
+        "differences": differing([settings_today(run) for run in runs]) if len(runs) > 1 else {},
     }
 
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from areno.errors import ArenoError
-from areno.report.verdict import differing, run_names
+from areno.report.verdict import differing, run_names, settings_today
 from areno.tracking.reader import RunReader, duration, headlines, last_step, list_runs, seconds
 
 _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
@@ -55,7 +55,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
     if unknown:
         told.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
     known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
-    settings = differing([run.config for _, run in known])
+    settings = differing([settings_today(run) for _, run in known])
     versions = differing([run.versions for _, run in known])
     if not settings and len(known) > 1:
         told.append(Text("All settings are equal."))

@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.paths import content_of
 from areno.launch.sweep_results import Outcome, Sweep
+from areno.schema.build import with_current_names
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, seconds
+from areno.tracking.run_folder import recipe_of
 
 _LONGEST = 48  # characters of what a name says about a run of a sweep
 RUN_NAMES = ("trial_name", "experiment_name")  # they tell runs apart and say nothing about them
@@ -30,6 +33,12 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
     values = {key: [one.get(key) for one in settings] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def settings_today(run: RunReader) -> Mapping[str, Any]:
+    """Return the settings of a run under the names that they have today."""
+    recipe = recipe_of(run.path)
+    return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -145,7 +154,7 @@ def _of_runs(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]])
     scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
     what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
     sweep = Sweep(Path(), scalar + what, "min" if choose is min else "max")
-    differences = differing([run.config for run in runs])
+    differences = differing([settings_today(run) for run in runs])
     for place, (run, of_run) in enumerate(zip(runs, metrics, strict=True)):
         overrides = {key: str(values[place]) for key, values in differences.items()}
         if "seed" not in differences:  # runs of one seed are no sample of its spread

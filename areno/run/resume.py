@@ -21,7 +21,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked
 from areno.run.checkpoints import Trigger
 from areno.run.states import State, StatefulEngine, States, StateWriter
-from areno.schema.build import with_defaults
+from areno.schema.build import with_current_names, with_defaults
 from areno.schema.fields import Section
 from areno.schema.values import show
 from areno.tracking import run_folder
@@ -98,6 +98,7 @@ class Change:
 
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """The settings that differ, in the order of the fields. A setting that `before` has not had its default then."""
+    before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
     return [Change(key, old, new, *_kind(key)) for key, old, new in pairs]
 

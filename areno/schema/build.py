@@ -1,14 +1,23 @@
-"""Turns plain dictionaries into configuration dataclasses. It reports all problems at once."""
+"""Make configuration dataclasses of plain dictionaries.
+
+`build` reports all problems at once. `with_defaults` fills a dictionary with the defaults of a dataclass, and
+`with_current_names` replaces earlier names of settings (`setting(renamed_from=...)`) by the names of today.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
-from areno.errors import ConfigError, Problem, question
+from areno.errors import ConfigError, Key, Problem, question
 from areno.schema.fields import REQUIRED, Missing, Section, Unused, partial_section, problems_between, rows, settings
-from areno.schema.values import InvalidValue, show, value_at
+from areno.schema.values import InvalidValue, flat, show, value_at
+
+logger = logging.getLogger("areno.schema")
 
 T = TypeVar("T", bound=Section)
 
@@ -16,14 +25,23 @@ T = TypeVar("T", bound=Section)
 def build(
     cls: type[T], data: Mapping[Any, Any], found: Iterable[Problem] = (), hint: Callable[[str], str] = lambda key: ""
 ) -> T:
-    """Make a configuration of `data`: nested mappings, lists and scalars. Absent keys take their defaults.
+    """Make a configuration of nested mappings, lists and scalars. Absent keys take their defaults.
 
-    found: problems that the caller has found before; nothing more is said of their keys. hint: returns the end of the
-    message about an unknown key, or about `key=value`, a value that is refused. Raises one ConfigError that lists every
-    problem with its full dotted key: unknown, missing and mistyped keys, values out of bounds, and what the checks
-    between fields find.
+    Args:
+        cls: The dataclass of the configuration.
+        data: The values by the names of the settings. Earlier names of settings are read too.
+        found: Problems that the caller has found before. Their keys are not examined again.
+        hint: Returns the end of the message about an unknown key, or about `key=value` for a value that is refused.
+
+    Returns:
+        The configuration, whose values are checked.
+
+    Raises:
+        ConfigError: Something is wrong. The error lists every problem with its full dotted key: unknown, missing and
+            mistyped keys, values out of bounds, and the findings of the checks between fields.
     """
     problems = list(found)
+    data = with_current_names(cls, data, problems)
 
     def explain(key: str, prefix: str, siblings: Iterable[str]) -> str:
         known = hint(prefix + key)
@@ -40,17 +58,136 @@ def build(
 
 
 class Consequence(Problem):
-    """A problem that goes away with another one. It is told only if there is no other."""
+    """A problem that another problem has caused. It is reported only if there are no others."""
+
+
+@cache
+def earlier_names(cls: type[Section]) -> dict[str, str]:
+    """Return the earlier name of each setting that has been renamed, and its name today.
+
+    Args:
+        cls: The dataclass of a section.
+
+    Returns:
+        Dotted keys, relative to the section. A `*` stands for the name of a named section, as in "sets.*.max_rows".
+        Names of sections come before those of the settings in them.
+    """
+    found: dict[str, str] = {}
+    for row in rows(cls):
+        section, dot, _ = row.key.rpartition(".")
+        for name in row.setting.renamed_from:
+            found[name if "." in name else f"{section}{dot}{name}"] = row.key
+        if row.setting.sections:
+            inside = earlier_names(row.setting.sections)
+            found |= {f"{row.key}.*.{old}": f"{row.key}.*.{new}" for old, new in inside.items()}
+    return found
+
+
+def with_current_names(
+    cls: type[Section], data: Mapping[Any, Any], problems: list[Problem] | None = None, section: str = ""
+) -> Mapping[Any, Any]:
+    """Replace earlier names of settings by the names of today, and log a warning for each, once in a process.
+
+    Args:
+        cls: The dataclass of the whole configuration.
+        data: Nested values of the configuration, or of one of its sections.
+        problems: Gets a problem for each setting that `data` has under both names. Without it, the value under the name
+            of today counts.
+        section: The dotted key of the section that `data` holds. Empty: the whole configuration.
+
+    Returns:
+        `data` itself if it has no earlier name, else a changed copy.
+    """
+    start = f"{section}." if section else ""
+    for old, new in earlier_names(cls).items():
+        if not (old.startswith(start) and new.startswith(start)):
+            continue
+        for names in _names_at(data, old.removeprefix(start).split(".")):
+            data = copy.deepcopy(data)
+            # A `*` of the new key stands for the same name as in the old one.
+            stars = [name for name, part in zip(names, old.removeprefix(start).split("."), strict=True) if part == "*"]
+            target = [stars.pop(0) if part == "*" else part for part in new.removeprefix(start).split(".")]
+            value = _taken(data, names)
+            old_key, new_key = start + ".".join(names), start + ".".join(target)
+            _warn_of_name(old_key, new_key)
+            place = _inside(data, target[:-1])
+            if target[-1] not in place:
+                place[target[-1]] = value
+            elif problems is not None:
+                problems.append(both_names(old_key, new_key))
+    return data
+
+
+def current_key(cls: type[Section], key: str) -> str:
+    """Return the name that a setting has today, and log a warning if `key` is an earlier one.
+
+    Args:
+        cls: The dataclass of the whole configuration.
+        key: A dotted key, which may be unknown.
+    """
+    nested: Any = None
+    for name in reversed(key.split(".")):
+        nested = {name: nested}
+    [current] = flat(with_current_names(cls, nested))
+    return current
+
+
+def both_names(old: str, new: str) -> Problem:
+    """Make the problem of a setting that is given under an earlier name and under its name of today."""
+    return Problem(old, "is the earlier name of {}, and both are given; leave {} out", Key(new), Key(old))
+
+
+@cache
+def _warn_of_name(old: str, new: str) -> None:
+    """Log that a setting was given under an earlier name."""
+    logger.warning("%s is now called %s; the earlier name is still read", old, new)
+
+
+def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
+    """Return the keys of `data` that a dotted key with `*` stands for, each as a list of names."""
+    if not parts:
+        return [[]]
+    if not isinstance(data, Mapping):
+        return []
+    names = list(data) if parts[0] == "*" else [parts[0]] if parts[0] in data else []
+    return [[name, *rest] for name in names for rest in _names_at(data[name], parts[1:])]
+
+
+def _taken(data: Any, names: list[str]) -> Any:
+    """Remove a value at a path and return it. Sections that held nothing else are removed too."""
+    name, *inner = names
+    if not inner:
+        return data.pop(name)
+    value = _taken(data[name], inner)
+    if not data[name]:
+        del data[name]
+    return value
+
+
+def _inside(data: Any, names: list[str]) -> Any:
+    """Return the section at a path, which is made where it is absent."""
+    for name in names:
+        if not isinstance(data.get(name), dict):
+            data[name] = {}
+        data = data[name]
+    return data
 
 
 def with_defaults(
     cls: type[Section], data: Mapping[Any, Any], section: Section | None = None, required: Any = "???"
 ) -> dict[Any, Any]:
-    """`data` in the order of the fields, with the defaults that it leaves out; keys that do not belong come last.
+    """Fill in the defaults of the settings that `data` leaves out.
 
-    A section that has a name (Setting.sections) takes what it leaves out from the section around it.
+    A named section (Setting.sections) takes the settings that it leaves out from the section around it.
 
-    section: the default of this section, where there is one. required: stands for a required value that is left out.
+    Args:
+        cls: The dataclass of the section.
+        data: Values by the names of the settings, nested.
+        section: An instance whose values are the defaults. None: the defaults of the fields.
+        required: Stands for a required value that `data` leaves out.
+
+    Returns:
+        Nested dictionaries in the order of the fields. Unknown keys come last.
     """
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
@@ -73,9 +210,18 @@ def with_defaults(
 def _examine(
     cls: type[T], data: Mapping[Any, Any], prefix: str, problems: list[Problem], explain: Callable[..., str]
 ) -> T:
-    """The section that `data` describes in full. What is wrong goes to `problems`, and the section is then partial.
+    """Make the section that `data` describes in full, or a partial section if something is wrong.
 
-    explain: (unknown key or refused key=value, its prefix, the keys beside it) -> the end of the message.
+    Args:
+        cls: The dataclass of the section.
+        data: A value for each setting.
+        prefix: The dotted key of the section with a dot at its end. Empty: the whole configuration.
+        problems: Gets everything that is wrong.
+        explain: Returns the end of a message. It takes an unknown key or a refused `key=value`, the prefix, and the
+            names in the same section.
+
+    Returns:
+        The section. A partial one has only the values that are right.
     """
     known: dict[str, Any] = {}
     fields = settings(cls)
@@ -114,7 +260,7 @@ def _examine(
 
 
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
-    """Of a value that named sections have from the section around them, enough is said there. name: of their field."""
+    """Remove problems of named sections (the field `name`) with values that come from the section around them."""
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():
         start = f"{prefix}{name}.{inner}."
@@ -125,7 +271,7 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
 
 
 def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`given`, with what it leaves out from `around`; so, too, in sections inside."""
+    """Return `given` with the values that it leaves out from `around`, in nested sections too."""
     inside = {
         name: _over(value, given[name])
         for name, value in around.items()
@@ -135,11 +281,12 @@ def _over(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]
 
 
 def _expects(value: Any, cls: type[Section]) -> str:
+    """Return the message about a value that stands in the place of a section."""
     return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Names like `key` in the same section; if there are none, the same or a similar name in other sections."""
+    """Return a question with names like `key` in the same section or, if there are none, in other sections."""
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}

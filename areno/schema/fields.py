@@ -40,6 +40,7 @@ def setting(
     lt: float | None = None,
     required_in_build: bool = False,
     only_with: Needs | tuple[Needs, ...] = (),
+    renamed_from: str | tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
     flag: str = "",
     flags: Mapping[str, str] | None = None,
@@ -58,6 +59,8 @@ def setting(
             files must name its data; a script may pass the rows themselves.
         only_with: States of other settings without which this one has no effect. `unused` reports a value that is set
             and has no effect. Where the setting is a section, `only_with` applies to each setting in the section.
+        renamed_from: Earlier names of the setting, which are still read: a name in the same section, or a dotted key of
+            the whole configuration for a setting that has moved.
         aliases: Other words for the choices of a `Literal`, and the choice that each word stands for.
         flag: The name of the setting in `areno train`. "--name" takes a value. For a bool it is a switch, and a true
             default adds --no-name. "--name=value" is a switch that sets this value.
@@ -67,8 +70,9 @@ def setting(
         A dataclass field.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
-    names = {"aliases": aliases or {}, "flag": flag, "flags": flags}
+    names: dict[str, Any] = {"aliases": aliases or {}, "flag": flag, "flags": flags}
     needs = (only_with,) if isinstance(only_with, Needs) else only_with
+    names["renamed_from"] = (renamed_from,) if isinstance(renamed_from, str) else renamed_from
     metadata = {"help": help, "required_in_build": required_in_build, "bounds": bounds, "only_with": needs, **names}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata, kw_only=True)
 
@@ -196,6 +200,7 @@ class Setting:
     default: Callable[[], Any]
     bounds: dict[str, float]
     only_with: tuple[Needs, ...]
+    renamed_from: tuple[str, ...]
     aliases: Mapping[str, str]
     section: type[Section] | None
     sections: type[Section] | None
@@ -253,6 +258,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             default=(lambda field=field: field.default) if factory is REQUIRED else factory,
             bounds=metadata["bounds"],
             only_with=metadata["only_with"],
+            renamed_from=metadata["renamed_from"],
             aliases=metadata["aliases"],
             section=next(filter(_is_section, arms), None),
             sections=next(filter(_is_section, (get_args(arm)[1] for arm in arms if get_origin(arm) is dict)), None),
@@ -299,7 +305,7 @@ def rows(
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
     """Dotted key and value of the settings that do not have their defaults. default: see `rows`."""
     for name, field in settings(type(section)).items():
-        value, usual = getattr(section, name), field.default_in(default)
+        value, usual = _value(section, name), field.default_in(default)
         if isinstance(value, Section):
             yield from changed(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
         elif value != usual:
@@ -324,13 +330,18 @@ class Section:
 
     def is_default(self, name: str) -> bool:
         """Whether the setting `name` has the default of its field."""
-        if name not in vars(self):
-            raise _UnknownValue(name)
-        return vars(self)[name] == settings(type(self))[name].default()
+        return _value(self, name) == settings(type(self))[name].default()
 
 
 class _UnknownValue(Exception):
     """A check read a value that is missing or wrong."""
+
+
+def _value(section: Section, name: str) -> Any:
+    """Return the value of a setting. Raises _UnknownValue in a partial section that does not have the value."""
+    if name not in vars(section):
+        raise _UnknownValue(name)
+    return vars(section)[name]
 
 
 def _unknown(section: Section) -> Any:
@@ -412,7 +423,7 @@ def _value_at(section: Any, key: str) -> Any:
     for name in key.split("."):
         if section is None:
             raise _UnknownValue(key)
-        section = getattr(section, name)
+        section = _value(section, name)
     return section
 
 
