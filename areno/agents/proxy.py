@@ -39,7 +39,7 @@ class SessionProxy:
         thinking: bool | None,
     ):
         self.session, self.api_key = secrets.token_hex(8), secrets.token_urlsafe(32)
-        names = dict.fromkeys([POLICY, Path(engine.spec.model_path).name, engine.spec.model_path])
+        names = dict.fromkeys([POLICY, Path(engine.spec.actor.path).name, engine.spec.actor.path])
         self.server = build_server(
             engine, room, tokenizer, models=list(names), keys=[self.api_key], defaults=defaults, seed=seed,
             limits=ServerLimits(timeout_s=timeout_s, max_samples=_MOST_SAMPLES), thinking=thinking,

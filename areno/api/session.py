@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine, OnProgress
 from areno.engine.requests import RequestLimits
 from areno.engine.spec import RolloutSpec, RolloutStats
@@ -152,8 +153,12 @@ class RolloutSession:
         if n_tokens > longest:
             longest = max(longest, min(1 << (n_tokens - 1).bit_length(), sessions.engine.info.context_len))
         if n_samples > most:
-            most = max(most, min(-(-n_samples // _FEWEST) * _FEWEST, _MOST * sessions.engine.spec.dp_size))
-        spec = RolloutSpec(max_running=self._max_running or most, max_len=plan.max_len or longest, decoder=plan.decoder)
+            most = max(most, min(-(-n_samples // _FEWEST) * _FEWEST, _MOST * sessions.engine.spec.layout.dp_size))
+        spec = RolloutSpec(
+            max_running=self._max_running or most,
+            max_len=plan.max_len or longest,
+            decoder=DecoderConfig.of(plan.rollout),
+        )
         if running == spec:
             return
         if running is not None:
@@ -237,7 +242,7 @@ class RolloutSession:
         assert self._room is not None
         self._proxy = SessionProxy(
             engine, self._room, plan.tokenizer, settings.params, timeout_s=settings.timeout_s, seed=settings.seed,
-            thinking=plan.enable_thinking,
+            thinking=plan.rollout.enable_thinking,
         )  # fmt: skip
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -254,7 +259,7 @@ class RolloutSession:
             return
         # Where workers are gone, the first error tells why.
         with contextlib.nullcontext() if error is None else contextlib.suppress(ArenoError):
-            sessions.engine.end_rollout(sessions.plan.drop_rollout_state)
+            sessions.engine.end_rollout(sessions.plan.rollout.drop_rollout_state)
 
     async def __aenter__(self) -> RolloutSession:
         # Nothing else in a training loop gives way, and only there can a cancelled task (Ctrl-C) be told.

@@ -170,7 +170,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             max_prompt_tokens=max_prompt_tokens,
             prompt_key=prompt_key,
             solutions_key=solutions_key,
-            enable_thinking=self._plan.enable_thinking,
+            enable_thinking=self._plan.rollout.enable_thinking,
         )
         return loader.batches() if self._steps is None else self._steps.counting_skipped(loader)
 
@@ -206,7 +206,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             settings = ProxySettings(params=sampling_params, timeout_s=timeout_s, seed=seed)
             self.temperature = sampling_params.logprob_temperature
             self.loss_mask_policy = loss_mask_policy or LossMaskPolicy()
-        return RolloutSession(self._sessions, max_running_prompts or self._plan.max_running, settings)
+        return RolloutSession(
+            self._sessions, max_running_prompts or self._plan.rollout.max_concurrent_rollouts, settings
+        )
 
     def rollout_batch(
         self,
@@ -224,7 +226,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         tokenizer = self.get_tokenizer()
         self._sessions.need("rollout_batch")
         check_prompts(prompts)
-        rows = [encode_generation_prompt(tokenizer, prompt, self._plan.enable_thinking) for prompt in prompts]
+        rows = [encode_generation_prompt(tokenizer, prompt, self._plan.rollout.enable_thinking) for prompt in prompts]
         return self.rollout_token_batch(rows, n_samples, sampling_params, seed=seed, on_progress=on_progress)
 
     def rollout_token_batch(
@@ -254,7 +256,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         check_count("seed", seed, least=None)
         report: Any = contextlib.nullcontext(on_progress)
         if on_progress is None:
-            copies, interval_s = engine.spec.dp_size, self._plan.progress_interval_s
+            copies, interval_s = engine.spec.layout.dp_size, self._plan.progress_interval_s
             report = RolloutProgress("rollout", len(prompt_tokens), n_samples, copies, interval_s=interval_s)
         with self._named(), self.clock.phase("rollout"), report as say:
             results = session.generate(prompt_tokens, n_samples, sampling_params, seed, say, at_once)
@@ -358,7 +360,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         engine = self._outside_rollout("ensure_roles")
         with self._named(), memory_told(engine):
-            engine.ensure_roles(script_roles(roles, engine.spec))
+            engine.ensure_roles(script_roles(roles, engine.spec.actor))
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role."""

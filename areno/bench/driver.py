@@ -54,12 +54,12 @@ class PlayedGroup:
 
     def __init__(self, spec: EngineSpec, completion: Completion, step_s: float = STEP_S):
         self.spec, self._completion, self._step_s = spec, completion, step_s
-        self._config = load_config(spec.model_path)
+        self._config = load_config(spec.actor.path)
         self._begun: list[tuple[int, float, GenerationRequest]] = []  # copy, when it got the request, the request
         # When samples are done, their copy, a number, their tokens, and the message.
         self._due: list[tuple[float, int, int, int, bytes]] = []
         self._n, self._version = 0, 0
-        self._n_tokens = [0] * spec.dp_size
+        self._n_tokens = [0] * spec.layout.dp_size
         self._slots: list[list[float]] = []  # when each slot of each copy is free
         self.idle_s: list[float] = []
         self.cpu_s: list[float] = []
@@ -76,7 +76,7 @@ class PlayedGroup:
         self._played_cpu += time.thread_time() - began
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.call_each(method, [args] * self.spec.dp_size)
+        return self.call_each(method, [args] * self.spec.layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         packed = [pack(method, each) for each in args]
@@ -91,7 +91,7 @@ class PlayedGroup:
             now = time.thread_time()
             self.cpu_s.append(now - self._step_cpu - self._played_cpu)
             self._step_cpu, self._played_cpu = now, 0.0
-        return [answer] * self.spec.dp_size
+        return [answer] * self.spec.layout.dp_size
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         sent, now = pack(method, args), time.perf_counter()
@@ -149,9 +149,9 @@ class PlayedGroup:
         )  # fmt: skip
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        n_slots = -(-spec.max_running // self.spec.dp_size)
-        self._slots = [[0.0] * n_slots for _ in range(self.spec.dp_size)]
-        self._n_tokens = [0] * self.spec.dp_size
+        n_slots = -(-spec.max_running // self.spec.layout.dp_size)
+        self._slots = [[0.0] * n_slots for _ in range(self.spec.layout.dp_size)]
+        self._n_tokens = [0] * self.spec.layout.dp_size
         return RequestLimits(
             vocab_size=self._config.vocab_size, context_len=self._config.max_position_embeddings,
             kv_tokens=1 << 30, stop_strings=True,

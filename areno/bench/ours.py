@@ -18,10 +18,10 @@ from areno.bench.device import memory_watched
 from areno.bench.profile import busy_s, idle_share, phase_table, traced
 from areno.bench.timing import Timed, measure, repeat_name, tell
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.run import DecoderConfig
+from areno.config.run import DecoderConfig, EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
-from areno.engine.spec import EngineSpec, LoraSpec, RolloutSpec, UpdateSpec
+from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec, RolloutSpec, UpdateSpec
 from areno.errors import ConfigError, Problem
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import gspo_loss_fn
@@ -50,22 +50,19 @@ class Ours:
         adapters = adapters_of(settings, load_config(folder))
         self.engine = Engine(
             EngineSpec(
-                model_path=folder,
+                actor=RoleSpec(
+                    path=folder,
+                    random_init=random_init,
+                    optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,
+                    gradient_checkpointing=settings.recompute,
+                    lora=None if adapters is None else LoraSpec(adapters=adapters, base=folder),
+                ),
                 tokenizer_path=settings.tokenizer or "",
                 devices=settings.devices,
-                tp_size=settings.tp_size,
-                cp_size=settings.cp_size,
-                zero_stage=settings.zero_stage,
+                engine=EngineConfig.of(settings, device="auto"),
                 dtype=settings.dtype,
-                random_init=random_init,
-                optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,
                 mb_spec=MicroBatchSpec(max_tokens_per_mb=settings.tokens_per_mb),
-                gradient_checkpointing=settings.recompute,
-                attn_backend=settings.attn_backend,
-                exact=settings.exact,
-                deterministic=settings.deterministic,
                 routing_replay=settings.routing_replay,
-                lora=None if adapters is None else LoraSpec(adapters=adapters, base=folder),
             ),
             "inline" if settings.profile else "auto",  # a tracer sees its own process only
         )

@@ -137,28 +137,22 @@ def _serve(arguments: argparse.Namespace, stopping: _Stopping) -> int:
     from areno.server.sampling import ServerLimits
     from areno.types import SamplingParams
 
-    engine_config = EngineConfig(
-        device=arguments.device, world_size=arguments.world_size, tp_size=arguments.tp_size,
-        dummy_load=arguments.random_weights,
-    )  # fmt: skip
+    engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)
     path = _model(arguments.folder)
     actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
     devices = partial(find_devices, engine_config)
     allowed = arguments.allow_control_tokens
     plan = open_actor(actor, engine_config, devices, tokenizer_path=own_tokenizer(path), control_tokens=allowed)
-    decoder = DecoderConfig(
-        mem_fraction=arguments.mem_fraction, max_kv_tokens=arguments.max_kv_tokens,
-        max_prefill_tokens=arguments.max_prefill_tokens, eager_decode=arguments.eager_decode,
-    )  # fmt: skip
+    decoder = DecoderConfig.of(arguments)
     limits = ServerLimits(
         max_body=int(arguments.max_body_mb * 2**20), max_samples=arguments.max_running + arguments.max_waiting,
         timeout_s=arguments.timeout_s, shutdown_s=arguments.shutdown_s, max_messages=arguments.max_messages,
         max_remembered=_MOST_REMEMBERED,
     )  # fmt: skip
-    with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
+    with Engine(plan.spec.frozen(), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
         room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
-        names = arguments.served_model_name or [arguments.folder, Path(plan.spec.model_path).name]
+        names = arguments.served_model_name or [arguments.folder, Path(plan.spec.actor.path).name]
         server = build_server(
             engine, replace(room, context_len=context), plan.tokenizer, models=list(dict.fromkeys(names)),
             keys=[arguments.api_key] if arguments.api_key else [], limits=limits, seed=secrets.randbits(63),

@@ -113,9 +113,8 @@ class ExperimentConfig(Section):
             yield Problem("engine.world_size", text, size, Key("cluster.n_nodes"), n_nodes)
             return
         n_each = n_each or (n_nodes > 1 and size and size // n_nodes)
-        if n_each and n_each % self.engine.tp_size:
-            text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
-            yield Problem("engine.tp_size", text, self.engine.tp_size, n_each)
+        if n_each:
+            yield from (problem.under("engine") for problem in self.engine.node_problems(n_each))
 
     @check
     def names_are_folder_names(self) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.errors import Key, Problem
-from areno.schema.fields import Needs, Section, check, forbid, setting, settings
+from areno.schema.fields import Needs, Section, check, forbid, setting
 from areno.schema.values import is_no_folder
 
 
@@ -28,10 +28,6 @@ class DecoderConfig(Section):
         gt=0,
     )
     eager_decode: bool = setting(False, help="Decode without CUDA graphs", flag="--eager-decode")
-
-    def decoder(self) -> DecoderConfig:
-        """These settings alone, without those that a subclass adds."""
-        return DecoderConfig(**{name: vars(self)[name] for name in settings(DecoderConfig)})
 
 
 @dataclass(kw_only=True)
@@ -213,17 +209,78 @@ class EvaluatorConfig(FrequencyConfig):
         return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
 
 
-def layout_problems(n_devices: int, tp_size: int, cp_size: int) -> Iterator[Problem]:
-    """What of tp_size and cp_size does not divide the devices."""
-    world_size = Key("engine.world_size")
-    if n_devices % tp_size:
-        yield Problem(
-            "tp_size", "is {}, which does not divide the number of devices, {} ({})", tp_size, n_devices, world_size
-        )
-    elif n_devices // tp_size % cp_size:
-        text = "is {}, which does not divide the {} copies of the model on {} devices ({}, {})"
-        copies = n_devices // tp_size
-        yield Problem("cp_size", text, cp_size, copies, n_devices, world_size, Key("engine.tp_size"))
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of an engine hold copies of the models: the record to ask instead of dividing by sizes.
+
+    Rank r holds shard r % tp_size of copy r // tp_size. The ranks of a copy follow each other, the first one leads.
+
+    Attributes:
+        world_size: Number of ranks; each has one device.
+        tp_size: Ranks that share one copy of the model (tensor parallel).
+        cp_size: Copies that train each row together (context parallel); they follow each other.
+    """
+
+    world_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+
+    @classmethod
+    def one_copy(cls, n_ranks: int) -> Layout:
+        """Return the layout of one copy of a model on `n_ranks` ranks."""
+        return cls(n_ranks, n_ranks)
+
+    @property
+    def dp_size(self) -> int:
+        """Return the number of copies of the model."""
+        return self.world_size // self.tp_size
+
+    @property
+    def data_size(self) -> int:
+        """Return the number of groups of copies that train rows of their own."""
+        return self.dp_size // self.cp_size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether several ranks share a copy."""
+        return self.tp_size > 1
+
+    @property
+    def leaders(self) -> range:
+        """Return the first rank of each copy."""
+        return range(0, self.world_size, self.tp_size)
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return which copy a rank holds a shard of, and which shard."""
+        return divmod(rank, self.tp_size)
+
+    def copy_of(self, rank: int) -> range:
+        """Return the ranks that hold the same copy as `rank`, which is one of them."""
+        leader = rank - rank % self.tp_size
+        return range(leader, leader + self.tp_size)
+
+    def share(self, total: int) -> int:
+        """Return one rank's share of `total` heads, rows or bytes that the ranks of a copy divide, rounded down."""
+        return total // self.tp_size
+
+    def share_up(self, total: int) -> int:
+        """Return the largest share of `total` where the ranks of a copy need not divide it."""
+        return -(-total // self.tp_size)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a problem of `tp_size` or `cp_size` if it does not divide the devices."""
+        world_size = Key("engine.world_size")
+        if self.world_size % self.tp_size:
+            text = "is {}, which does not divide the number of devices, {} ({})"
+            yield Problem("tp_size", text, self.tp_size, self.world_size, world_size)
+        elif self.dp_size % self.cp_size:
+            text = "is {}, which does not divide the {} copies of the model on {} devices ({}, {})"
+            args = (self.cp_size, self.dp_size, self.world_size, world_size, Key("engine.tp_size"))
+            yield Problem("cp_size", text, *args)
+
+
+ALONE = Layout()
+"""The layout of one rank."""
 
 
 @dataclass(kw_only=True)
@@ -284,6 +341,16 @@ class EngineConfig(Section):
         le=86400,
     )
 
+    def layout(self, world_size: int) -> Layout:
+        """Return how `world_size` ranks, one for each device of the run, hold the model."""
+        return Layout(world_size, self.tp_size, self.cp_size)
+
+    def node_problems(self, n_devices: int) -> Iterator[Problem]:
+        """Yield a problem of `tp_size` if copies of the model do not fill the `n_devices` of a node."""
+        if n_devices % self.tp_size:
+            text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
+            yield Problem("tp_size", text, self.tp_size, n_devices)
+
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
     def flash_is_not_exact(self) -> bool:
         return self.exact and self.attn_backend == "flash"
@@ -298,7 +365,7 @@ class EngineConfig(Section):
     @check
     def copies_divide_world(self) -> Iterator[Problem]:
         if self.world_size is not None:
-            yield from layout_problems(self.world_size, self.tp_size, self.cp_size)
+            yield from self.layout(self.world_size).problems()
 
     @check
     def inline_is_one_device(self) -> Iterator[Problem]:

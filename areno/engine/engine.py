@@ -44,7 +44,7 @@ class Engine(AbstractContextManager["Engine"]):
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
         self._limits: RequestLimits | None = None  # None outside a rollout phase
-        self._dispatcher = Dispatcher(self.spec.dp_size, self.spec.deterministic)
+        self._dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
         self._writes_state = False
         self._lost_state = False  # it was being written when the workers were started again
 
@@ -106,7 +106,7 @@ class Engine(AbstractContextManager["Engine"]):
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Enter the rollout phase: requests may be submitted from now on. Returns what there is room for."""
         self._limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
-        self._dispatcher.begin(-(-spec.max_running // self.spec.dp_size))
+        self._dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
@@ -257,9 +257,11 @@ class Engine(AbstractContextManager["Engine"]):
         at_once: requests under way at the same time; when one is done, the next one is submitted. None: all. With
         `deterministic` it has no effect: when one is done depends on the clock.
         """
-        if self.spec.deterministic:
+        if self.spec.engine.deterministic:
             at_once = None
-        elif self.spec.dp_size > 1:  # then the end is short; with one copy, a run that goes on must keep the order
+        elif (
+            self.spec.layout.dp_size > 1
+        ):  # then the end is short; with one copy, a run that goes on must keep the order
             requests = sorted(requests, key=lambda request: -(request.expected_tokens or 0))
         return wait_for_all(self, requests, on_progress, at_once)
 
@@ -292,11 +294,13 @@ class Engine(AbstractContextManager["Engine"]):
         update = update or UpdateSpec(self.spec.mb_spec)
         checked = read_rows(rows, self.info.vocab_size, self.info.context_len, row_name)
         add_routes(checked, rows, self.info.routes, row_name)
-        shares = share_steps(checked, update, self.spec.data_size, spec.section, self.info.cost, self.spec.cp_size)
-        args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.cp_size)]
+        shares = share_steps(
+            checked, update, self.spec.layout.data_size, spec.section, self.info.cost, self.spec.layout.cp_size
+        )
+        args = [(role, steps, loss_fn, update) for steps in shares for _ in range(self.spec.layout.cp_size)]
         with self._turn:
             results = self._workers.call_each("train", args)
-        keep_old_logprobs(rows, checked, shares, results[:: self.spec.cp_size])
+        keep_old_logprobs(rows, checked, shares, results[:: self.spec.layout.cp_size])
         return results[0].stats
 
     def logprobs(
@@ -326,8 +330,8 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> list[Any]:
         """Worker.score, each model copy doing its part; results in the order of the rows."""
         self._role(role, "lm" if what == "logprobs" else "value")
-        shares, given = share_rows(rows, routes, self.spec.data_size, self.info)
-        n_together = self.spec.cp_size
+        shares, given = share_rows(rows, routes, self.spec.layout.data_size, self.info)
+        n_together = self.spec.layout.cp_size
         args = [(role, what, tokens, *more, mb_spec or self.spec.mb_spec, *its) for tokens, *its in given]
         with self._turn:
             scored = self._workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
@@ -384,7 +388,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Take over a state that `save_state` wrote, on any number of ranks, and its `weights_version`.
 
         The trained roles must be loaded. On as many ranks, training goes on exactly as it would have; on others up to
-        the order of sums, and 8-bit moments are quantised anew where tp_size differs.
+        the order of sums, and 8-bit moments are quantised anew where the shards differ.
 
         Without `with_moments`, or if the state has none, moments begin at zero. The learning-rate schedule goes on.
 
@@ -423,7 +427,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._workers = start_workers(self._wanted, self._mode, again=True)
             with self._books:
                 self.spec = self._workers.spec  # which may have fewer copies
-                self._dispatcher = Dispatcher(self.spec.dp_size, self.spec.deterministic)
+                self._dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
                 self._forget_requests()
             for name, spec in self._roles.items():
                 if name != "actor":

@@ -14,6 +14,7 @@ from typing import Any
 
 from areno.config.lora import LoraConfig
 from areno.config.models import OptimizerType
+from areno.config.run import ALONE, Layout
 from areno.engine.memory import RESTING, may_have_adapters
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import EngineError, Key
@@ -65,16 +66,14 @@ class Footprint:
     """Models on a layout.
 
     itemsize: bytes of a weight. split: whether tensor-parallel ranks share the tokens of the residual stream.
-    budget: tokens of a micro-batch for each of cp_size copies that share it; None where rows are counted.
+    budget: tokens of a micro-batch for each copy that shares it; None where rows are counted.
     copies_a: whether the weights of adapted layers have copies of A below them (Adapter.make_room).
     on_cuda: whether devices have memory of their own. may_adapt: whether the actor could be trained by adapters alone.
     """
 
     models: tuple[Model, ...]
     itemsize: int
-    world_size: int = 1
-    tp_size: int = 1
-    cp_size: int = 1
+    layout: Layout = ALONE
     split: bool = False
     zero_stage: int = 0
     budget: int | None = None
@@ -85,28 +84,29 @@ class Footprint:
     @staticmethod
     def of(spec: EngineSpec, itemsize: int, models: Sequence[Model], uses_triton: bool) -> Footprint:
         """Of these models on the layout of an engine. uses_triton: whether its kernels run on the devices."""
-        within = models[0].config.within if models else ""
+        engine, within = spec.engine, models[0].config.within if models else ""
         return Footprint(
-            models=tuple(models), itemsize=itemsize, world_size=spec.world_size, tp_size=spec.tp_size,
-            cp_size=spec.cp_size, split=spec.sequence_parallel is not False and not spec.exact,
-            zero_stage=spec.zero_stage, budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not spec.exact,
+            models=tuple(models), itemsize=itemsize, layout=spec.layout,
+            split=engine.sequence_parallel is not False and not engine.exact, zero_stage=engine.zero_stage,
+            budget=spec.mb_spec.max_tokens_per_mb, copies_a=uses_triton and not engine.exact,
             on_cuda=spec.devices[0].startswith("cuda"), may_adapt=may_have_adapters(spec, within),
         )  # fmt: skip
 
     @property
-    def dp_size(self) -> int:
-        return self.world_size // self.tp_size
-
-    @property
     def batch_tokens(self) -> int:
         """Of a micro-batch; where rows are counted, an example."""
-        return self.budget * self.cp_size if self.budget else _TYPICAL_TOKENS
+        return self.budget * self.layout.cp_size if self.budget else _TYPICAL_TOKENS
 
     def of_model(self, model: Model) -> ModelBytes:
         """While it is on the device."""
-        layout = {"tp_size": self.tp_size, "dp_size": self.dp_size, "zero_stage": self.zero_stage}
         return model_bytes(
-            model.config, self.itemsize, model.optimizer, adapters=model.adapters, copies_a=self.copies_a, **layout
+            model.config,
+            self.itemsize,
+            model.optimizer,
+            layout=self.layout,
+            zero_stage=self.zero_stage,
+            adapters=model.adapters,
+            copies_a=self.copies_a,
         )
 
     @property
@@ -123,18 +123,18 @@ class Footprint:
             of_tokens = self.training_bytes(model, min(_LEAST_TOKENS, self.batch_tokens))
             work.append(visit + of_tokens if model.optimizer else visit)
         actor = self.models[0].config
-        kv = _LEAST_TOKENS * kv_bytes(actor, self.itemsize, self.tp_size)
-        kv += _LEAST_SLOTS * state_bytes(actor, self.itemsize, self.tp_size)
+        kv = _LEAST_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
+        kv += _LEAST_SLOTS * state_bytes(actor, self.itemsize, self.layout)
         return self.resident + max(*work, kv)
 
     def training_bytes(self, model: Model, n_tokens: int) -> int:
         """Activations of a micro-batch of n_tokens, with all layers recomputed where any may be."""
         config, itemsize = model.config, self.itemsize
-        n_tokens = -(-n_tokens // self.cp_size)  # of this device
-        of_token = token_bytes(config, itemsize, self.tp_size, recompute=model.recompute, split=self.split)
+        n_tokens = -(-n_tokens // self.layout.cp_size)  # of this device
+        of_token = token_bytes(config, itemsize, self.layout, recompute=model.recompute, split=self.split)
         found = n_tokens * of_token
         if config.head == "lm":
-            found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.tp_size)
+            found += logits_bytes(config, min(n_tokens, 2048), itemsize, self.layout)
         return found
 
     # -- what is told ----------------------------------------------------------------------------------------------
@@ -156,20 +156,20 @@ class Footprint:
         ]
         actor, n_tokens = self.models[0], self.batch_tokens
         room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
-        kv = kv_bytes(actor.config, self.itemsize, self.tp_size)
+        kv = kv_bytes(actor.config, self.itemsize, self.layout)
         work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
         if windows := [kind.window for kind in actor.config.kinds if kind.window is not None]:
             ends = (max(windows), max(windows) + 1000)
-            less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.tp_size) for end in ends)
+            less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.layout) for end in ends)
             work[0] += f", and {gib(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
-        if state := state_bytes(actor.config, self.itemsize, self.tp_size):
+        if state := state_bytes(actor.config, self.itemsize, self.layout):
             work.append(f"recurrent states: {gib(100 * state)} for 100 sequences")
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
         return "\n".join(
             [
-                f"memory of each device in GiB, with {self.layout()}:",
+                f"memory of each device in GiB, with {self.layout_in_words()}:",
                 *lines,
                 "; ".join(work),
                 f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
@@ -181,11 +181,12 @@ class Footprint:
         names = ", ".join(model.name for model in self.models)
         return f"memory: {gib(self.resident)} of {gib(device_bytes)} GiB on each device are for {names}"
 
-    def layout(self) -> str:
-        """In words."""
-        copies = f"{self.dp_size} copies, zero_stage={self.zero_stage}" if self.dp_size > 1 else "one copy"
-        together = f", {self.cp_size} of them to a row" if self.cp_size > 1 else ""
-        return f"tp_size={self.tp_size}, {copies}{together}"
+    def layout_in_words(self) -> str:
+        """Return the layout as a part of a message."""
+        layout = self.layout
+        copies = f"{layout.dp_size} copies, zero_stage={self.zero_stage}" if layout.dp_size > 1 else "one copy"
+        together = f", {layout.cp_size} of them to a row" if layout.cp_size > 1 else ""
+        return f"tp_size={layout.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
         """Whether it may; what rows and requests need beyond the least of work depends on them."""
@@ -220,7 +221,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
         return
     names = " and ".join(model.name for model in footprint.models)
     text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
-    args: list[Any] = [names, gib(footprint.least), footprint.layout(), gib(int((1 - RESERVE) * device_bytes))]
+    args: list[Any] = [names, gib(footprint.least), footprint.layout_in_words(), gib(int((1 - RESERVE) * device_bytes))]
     ways, in_adam = ways_to_fit(footprint, device_bytes), []
     if not ways:
         ways = _with_adapters(footprint, device_bytes)
@@ -277,18 +278,18 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
 
     The least intrusive come first. What more copies could divide is left as it is where there is one copy.
     """
-    now = footprint
-    sizes = [size for size in range(now.tp_size, now.world_size + 1) if _divides(now, size)]
+    now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
+    sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
     to_codes = [model for model in now.models if model.optimizer == "adam"]
     to_host = [model for model in now.models if now.on_cuda and model.key in RESTING and not model.offload]
     stages = range(now.zero_stage, 3)
     for codes, away, size, stage in itertools.product((False, True), (False, True), sizes, stages):
-        divides_nothing = stage > now.zero_stage and size == now.world_size
+        divides_nothing = stage > now.zero_stage and size == n_ranks
         if (codes and not to_codes) or (away and not to_host) or divides_nothing:
             continue
         changes: list[Way] = [
             {"engine.zero_stage": stage} if stage != now.zero_stage else {},
-            {"engine.tp_size": size} if size != now.tp_size else {},
+            {"engine.tp_size": size} if size != tp_size else {},
             {f"{model.key}.offload": True for model in to_host} if away else {},
             {f"{model.key}.optimizer.type": "adam_8bit" for model in to_codes} if codes else {},
         ]
@@ -302,12 +303,12 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
         )
         if n := sum(map(bool, changes)):
             way = {key: value for change in changes for key, value in change.items()}
-            yield n, way, replace(now, models=models, tp_size=size, zero_stage=stage)
+            yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
 
 
 def _divides(footprint: Footprint, tp_size: int) -> bool:
     divided = [size for model in footprint.models for size in model.config.divided]
-    sizes = [footprint.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
+    sizes = [footprint.layout.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
     heads = [model.config.num_kv_heads for model in footprint.models]
     shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
     return shared and not any(size % tp_size for size in sizes)
@@ -315,11 +316,11 @@ def _divides(footprint: Footprint, tp_size: int) -> bool:
 
 def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) -> Footprint | None:
     """The first that fits on twice, four times, ... as many devices, without another change than of the layout."""
-    size = footprint.world_size
+    size = footprint.layout.world_size
     if not footprint.on_cuda:  # they would share the memory of the machine
         return None
     while (size := 2 * size) <= most:
-        larger = replace(footprint, world_size=size)
+        larger = replace(footprint, layout=replace(footprint.layout, world_size=size))
         for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
             if found.fits(device_bytes):
                 return found
@@ -328,8 +329,8 @@ def _on_more_devices(footprint: Footprint, device_bytes: int, most: int = 64) ->
 
 def _layout(footprint: Footprint) -> Way:
     return {
-        "engine.world_size": footprint.world_size,
-        "engine.tp_size": footprint.tp_size,
+        "engine.world_size": footprint.layout.world_size,
+        "engine.tp_size": footprint.layout.tp_size,
         "engine.zero_stage": footprint.zero_stage,
     }
 

@@ -89,6 +89,8 @@ def _either(texts: Sequence[str]) -> str:
 Option = tuple[Any, ...]
 """A change that lowers the memory needed: a text with a {} for each Key or value that follows it."""
 
+MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.tp_size"))
+
 RESTING = ("ref", "reward", "critic")
 """Sections of models that may rest in host memory while they are not used."""
 
@@ -100,7 +102,7 @@ def in_loading(
 
     has_bf16: the device computes in bfloat16. can_offload: it has memory of its own, beside that of the host.
     """
-    if spec.tp_size < spec.world_size:
+    if spec.layout.dp_size > 1:
         yield ("raise {} to divide the model over more devices", Key("engine.tp_size"))
     else:
         yield ("divide the model over more devices with {} and {}", Key("engine.world_size"), Key("engine.tp_size"))
@@ -158,7 +160,7 @@ def in_training(
     yield from beside
     if in_adam:
         yield ("set {}=adam_8bit", Key(f"{section}.optimizer.type"))
-    yield ("divide the model over more devices ({})", Key("engine.tp_size"))
+    yield MORE_DEVICES
 
 
 def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
@@ -193,7 +195,8 @@ def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
 
     within: the kind of model that the actor is a part of, which cannot either; "" is none.
     """
-    return spec.optimizer is not None and spec.lora is None and not spec.random_init and not within
+    actor = spec.actor
+    return actor.optimizer is not None and actor.lora is None and not actor.random_init and not within
 
 
 def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:

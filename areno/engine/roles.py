@@ -31,7 +31,7 @@ from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import model_of
 from areno.kernels.backend import is_before_ampere, runs_triton
 from areno.models.adapters import add_adapters, init_adapters, load_adapters, make_room, without_adapters
-from areno.models.registry import build_model, load_config, tp_problems
+from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 
@@ -212,10 +212,10 @@ class Roles:
     def _is_base(self, spec: RoleSpec) -> bool:
         """Whether it is the model that the actor's adapters are on."""
         frozen = spec.optimizer is None and spec.lora is None and spec.head == "lm"
-        return self.spec.lora is not None and frozen and self._is_of_the_actor(spec)
+        return self.spec.actor.lora is not None and frozen and self._is_of_the_actor(spec)
 
     def _is_of_the_actor(self, spec: RoleSpec) -> bool:
-        return spec.path == self.spec.model_path or Path(spec.path).resolve() == Path(self.spec.model_path).resolve()
+        return spec.path == self.spec.actor.path or Path(spec.path).resolve() == Path(self.spec.actor.path).resolve()
 
     def _load(self, spec: RoleSpec) -> Role:
         if self._is_base(spec):
@@ -236,9 +236,7 @@ class Roles:
                     "{} has a vocabulary of {} tokens, the actor one of {}; both must use the same tokenizer",
                     key, config.vocab_size, self.actor.config.vocab_size,
                 )  # fmt: skip
-            if not is_actor and (
-                problems := tp_problems(config, context.tp.size, f"the model of {key}", context.cp.size)
-            ):
+            if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
             stays = spec.lora is not None  # what is frozen, where it is; else all weights move to one buffer
             model = build_model(
@@ -249,8 +247,8 @@ class Roles:
                 self._adapt(model, spec.lora)
             backend = TrainBackend(
                 model, spec.optimizer, attn_backend=self.attn_backend, recompute=spec.gradient_checkpointing,
-                dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.zero_stage,
-                sequence_parallel=self.spec.splits_tokens, exact=self.spec.exact, section=spec.section,
+                dp=context.dp, context=context.cp, data=context.data, zero_stage=self.spec.engine.zero_stage,
+                sequence_parallel=self.spec.splits_tokens, exact=self.spec.engine.exact, section=spec.section,
                 router_aux_loss_coef=spec.router_aux_loss_coef, fill=partial(self._complete, model, spec),
                 stays=stays, beside=self._beside,
             )  # fmt: skip
@@ -262,8 +260,8 @@ class Roles:
         """What is left to do once the parameters are where they stay."""
         if spec.lora is None:
             self._fill(model, spec)
-        if self.spec.exact:
-            logger.info("exact: %s", make_exact(model, timed=not self.spec.deterministic))
+        if self.spec.engine.exact:
+            logger.info("exact: %s", make_exact(model, timed=not self.spec.engine.deterministic))
 
     @torch.no_grad()
     def _fill(self, model: Transformer, spec: RoleSpec) -> None:
@@ -272,21 +270,21 @@ class Roles:
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:
             model.init_weights(self.spec.seed)
-        elif own and actor and (self.spec.lora or optimizer is None or optimizer.steps == 0):
+        elif own and actor and (self.spec.actor.lora or optimizer is None or optimizer.steps == 0):
             theirs = dict(self.actor.named_parameters())
             for name, parameter in model.named_parameters():
                 if name in theirs:
                     parameter.copy_(theirs[name])
                 else:  # the value head of what was a language model
                     parameter.zero_()
-        elif self.spec.dummy_load or (own and self.spec.random_init):
+        elif self.spec.engine.dummy_load or (own and self.spec.actor.random_init):
             model.init_weights(self.spec.seed)  # the very weights that the actor had at its start
         else:
             load_weights(model, spec.path)
 
     def _adapt(self, model: Transformer, lora: LoraSpec) -> None:
         add_adapters(model, lora.adapters)
-        if not self.spec.exact:  # which computes each product by itself
+        if not self.spec.engine.exact:  # which computes each product by itself
             make_room(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
-from areno.config.run import DecoderConfig
+from areno.config.run import DecoderConfig, EngineConfig, Layout
 from areno.engine.train.rows import RouteShape
 from areno.layers.config import AdapterSpec
 from areno.models.cost import Cost
@@ -37,22 +37,28 @@ class LoraSpec:
 class RoleSpec:
     """One model of the engine.
 
-    path: its folder. head: "lm" scores log-probabilities; "value" has one output for each token (critic, reward model).
-    key: the setting that messages name. optimizer: None is frozen. offload: keep it in host memory while not in use.
-    needs_head: the folder must hold a trained value head (a reward model), not just a body to train one on (a critic).
-    random_init: start from weights drawn from the engine's seed, whatever the folder holds.
-    lora: None has no adapters.
+    Attributes:
+        path: Folder of the model.
+        head: "lm" gives log-probabilities. "value" gives one number for each token (critic, reward model).
+        key: Setting of the path, for messages. It does not count in comparisons.
+        optimizer: None freezes the model.
+        gradient_checkpointing: Recompute the activations of layers in the backward pass.
+        offload: Keep the model in host memory while it is not in use.
+        needs_head: The folder must hold a trained value head (reward model). A critic may train a new one.
+        random_init: Draw the weights from the engine's seed, and ignore those of the folder.
+        router_aux_loss_coef: Factor of the loss that balances a model's experts.
+        lora: The adapters that are trained in place of the weights. None trains all weights.
     """
 
     path: str
-    head: Literal["lm", "value"]
-    key: str = field(compare=False)  # two callers may name the same model differently
+    head: Literal["lm", "value"] = "lm"
+    key: str = field(default="actor.path", compare=False)
     optimizer: OptimizerConfig | None = None
     gradient_checkpointing: bool = True
     offload: bool = False
     needs_head: bool = False
     random_init: bool = False
-    router_aux_loss_coef: float = 0.0  # of the loss that balances a model's experts
+    router_aux_loss_coef: float = 0.0
     lora: LoraSpec | None = None
 
     @property
@@ -82,94 +88,75 @@ class WorkerAddress:
 
 @dataclass(kw_only=True)
 class EngineSpec:
-    """One engine: which model, on which devices, trained how.
+    """One engine: its models, the devices they are on, and the settings of the section `engine`.
 
-    devices: "cpu" or "cuda:<i>" for each worker process, of which there are as many as entries.
-    tp_size: of them share one copy of the model. cp_size: copies that train each row together.
-    n_nodes: machines that share them evenly, in the order of the ranks. hosts: their addresses, by rank, once they are
-    known; () is the driver's own machine. shared: settings with the folders that all machines must see.
-    random_init: the actor starts from weights drawn from `seed`, and so does a role of the same folder. dummy_load:
-    every model does, and no weight file is read. optimizer: None builds an engine that cannot train.
-    lora: the actor's adapters, which are trained instead of its weights; None trains all of it.
-    planned: the roles that ensure_roles will be asked for, so that models which cannot fit together are refused before
-    the first is read. zero_stage: what data-parallel ranks divide of a trained role, rather than each holding it whole.
-    1: masters and moments. 2: gradients, too. sequence_parallel: in training and scoring, the tensor-parallel ranks
-    share the tokens between the products of a layer; None lets `splits_tokens` decide.
+    Attributes:
+        actor: The model of the engine itself. Without an optimizer the engine cannot train it. A role of the same
+            folder starts from the actor's weights, random ones included.
+        devices: "cpu" or "cuda:<i>" of each worker process, in the order of the ranks.
+        engine: The section `engine` of the configuration. Its world_size is not read: there is one rank for each of
+            `devices`.
+        dtype: Type of the weights of all models, as the name of a torch dtype.
+        seed: Seed of random weights and of rollouts that are given none.
+        routing_replay: The decoder returns the experts of each token.
+        mb_spec: Micro-batches of scoring, and of training if UpdateSpec does not set them.
+        tokenizer_path: Tokenizer for stop strings, copied into checkpoints. "" is the actor's own.
+        eos_token_ids: Tokens that end a completion, in addition to those that the actor's files name.
+        context_len: Context of the actor in tokens, as its config.json states. Only the driver reads it.
+        planned: The roles that ensure_roles will be asked for. Models that cannot fit together are refused before the
+            first one is loaded.
+        n_nodes: Machines that share the ranks evenly, in the order of the ranks.
+        hosts: Addresses of the machines by rank, once they are known. () is the machine of the driver.
+        shared: Settings with folders that all machines must see, as (key, path).
+        setup_timeout: Seconds to wait for missing machines.
     """
 
-    model_path: str
+    actor: RoleSpec
     devices: list[str]
-    tp_size: int = 1
-    cp_size: int = 1
-    zero_stage: Literal[0, 1, 2] = 1
-    sequence_parallel: bool | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
     dtype: str = "float32"
-    random_init: bool = False
-    dummy_load: bool = False
     seed: int = 1
-    attn_backend: Literal["auto", "flash", "native"] = "auto"
-    routing_replay: bool = False  # the decoder tells which experts each token went through
-    router_aux_loss_coef: float = 0.0
-    exact: bool = False  # each token by itself: rows of staleness 0 must have the model's very log-probabilities
-    deterministic: bool = False  # the same bits whenever the same is done again
-    gradient_checkpointing: bool = True
-    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    routing_replay: bool = False
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
-    tokenizer_path: str = ""  # for stop strings, and carried along when a checkpoint is saved; "" is the model's own
-    eos_token_ids: tuple[int, ...] = ()  # end a completion, beside those that the model's own files name
-    context_len: int = 0  # tokens; what the model's config.json says, for the driver's use
-    lora: LoraSpec | None = None
+    tokenizer_path: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    context_len: int = 0
     planned: dict[str, RoleSpec] = field(default_factory=dict)
-    stall_timeout_s: float | None = 600.0  # longest time without progress; None waits for ever
     n_nodes: int = 1
     hosts: tuple[str, ...] = ()
     shared: tuple[tuple[str, str], ...] = ()
-    setup_timeout: float = 0.0  # seconds to wait for machines that are missing
+    setup_timeout: float = 0.0
 
-    @property
-    def actor(self) -> RoleSpec:
-        """The model of the engine itself, as a role."""
-        return RoleSpec(
-            path=self.model_path,
-            head="lm",
-            key="actor.path",
-            optimizer=self.optimizer,
-            gradient_checkpointing=self.gradient_checkpointing,
-            router_aux_loss_coef=self.router_aux_loss_coef,
-            random_init=self.random_init,
-            lora=self.lora,
-        )
+    def frozen(self) -> EngineSpec:
+        """Return the spec of the same engine that cannot train its actor."""
+        return replace(self, actor=replace(self.actor, optimizer=None))
 
     @property
     def addresses(self) -> list[WorkerAddress]:
-        """Of the worker processes, by rank."""
+        """Return the addresses of the worker processes by rank."""
         hosts = self.hosts or [LOOPBACK] * self.world_size
         return [WorkerAddress(device, host) for device, host in zip(self.devices, hosts, strict=True)]
 
     def n_beside(self, rank: int) -> int:
-        """How many ranks share the machine of a rank, itself included."""
+        """Return the number of ranks on the machine of `rank`, itself included."""
         hosts = [address.host for address in self.addresses]
         return hosts.count(hosts[rank])
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return len(self.devices)
 
     @property
-    def dp_size(self) -> int:
-        """Copies of the model."""
-        return self.world_size // self.tp_size
+    def layout(self) -> Layout:
+        """Return how the ranks hold the models."""
+        return self.engine.layout(self.world_size)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether sequence parallel is on. Where bits count it is not: sums of shares have an order of their own."""
-        wanted = not self.exact if self.sequence_parallel is None else self.sequence_parallel
-        return wanted and self.tp_size > 1
-
-    @property
-    def data_size(self) -> int:
-        """Groups of copies that train rows of their own."""
-        return self.dp_size // self.cp_size
+        """Return whether sequence parallel is on. Exact mode turns it off, as it changes the order of sums."""
+        wanted = self.engine.sequence_parallel
+        return (not self.engine.exact if wanted is None else wanted) and self.layout.is_sharded
 
 
 @dataclass(frozen=True)

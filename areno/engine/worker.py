@@ -50,7 +50,7 @@ class Worker:
             use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
-        self.attn_backend = choose_backend(spec.attn_backend, context.device, self.dtype, spec.exact)
+        self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
         self._block_size = SPANS_KV_BLOCK if self.attn_backend == "spans" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
@@ -108,7 +108,7 @@ class Worker:
         return self.decoder.limits
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
-        max_running = max(1, -(-spec.max_running // self.spec.dp_size))
+        max_running = max(1, -(-spec.max_running // self.spec.layout.dp_size))
         options = [*memory.smaller_cache(spec.decoder), memory.FEWER_AT_ONCE]
         with out_of_memory_hint("making the KV cache", lambda: options):
             return Decoder(
@@ -121,7 +121,7 @@ class Worker:
                 eos_token_ids=self._eos_token_ids,
                 use_graphs=self.context.device.type == "cuda" and not spec.decoder.eager_decode,
                 attn_backend=self.attn_backend,
-                exact=self.spec.exact,
+                exact=self.spec.engine.exact,
                 detokenize=lambda tokens: self._tokenizer.decode(tokens),
                 compile_grammar=lambda text: self._grammars.compile(text),
                 stream_every_s=_STREAM_EVERY_S,
@@ -134,7 +134,7 @@ class Worker:
         """
         tp, keeps_routes = self.context.tp, self.spec.routing_replay
         layout = KVLayout.of(self.actor.config, self._block_size, spec.max_len, by_window=not keeps_routes)
-        token_bytes = kv_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        token_bytes = kv_bytes(self.actor.config, self.dtype.itemsize, self.spec.layout)
         if keeps_routes and (shape := self._route_shape) is not None:
             token_bytes += shape.bytes_per_token
         block_bytes = self._block_size * token_bytes
@@ -143,7 +143,7 @@ class Worker:
         blocks = layout.memory_of(max_running * per_sequence + of_chunk) + 1
         if spec.decoder.max_kv_tokens is not None:
             return min(blocks, -(-spec.decoder.max_kv_tokens // self._block_size) + 1)
-        states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, tp.size)
+        states = (max_running + 1) * state_bytes(self.actor.config, self.dtype.itemsize, self.spec.layout)
         affordable = (int(self._free_bytes() * spec.decoder.mem_fraction) - states) // block_bytes
         fewest = torch.tensor([affordable], device=self.context.device)
         affordable = int(tp.all_reduce(fewest, torch.distributed.ReduceOp.MIN).item())  # peers must schedule alike
@@ -161,7 +161,7 @@ class Worker:
                 room, spec.max_len, Key("gconfig.max_new_tokens"), Key("train_dataset.max_length"),
                 Key("rollout.mem_fraction"),
             )  # fmt: skip
-        if affordable < blocks and self.spec.deterministic and not self.spec.exact:
+        if affordable < blocks and self.spec.engine.deterministic and not self.spec.engine.exact:
             least = layout.memory_of(layout.blocks_for(spec.max_len))
             n_tokens = max(int(0.9 * affordable), least) * self._block_size
             raise EngineError(
@@ -183,7 +183,7 @@ class Worker:
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        folder = self.spec.tokenizer_path or self.spec.model_path
+        folder = self.spec.tokenizer_path or self.spec.actor.path
         try:
             return AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
@@ -291,7 +291,7 @@ class Worker:
         background: only copy the weights to host memory; see `saved`.
         """
         lora = self.roles[role].spec.lora
-        paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.model_path)
+        paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
         with self.roles[role].on_device() as backend:
             how: dict[str, Any] = {
                 "source": [path for path in paths if path],

@@ -69,15 +69,18 @@ class Delta:
         """Numbers of a token that a layer's first product gives."""
         return sum(self.projections)
 
-    def parameters(self, hidden_size: int, tp_size: int = 1) -> int:
-        """Elements of one layer on one rank, without its MLP and the norms around it."""
-        matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
-        return (matrices + 2 * self.n_value_heads) // tp_size + self.value_dim
+    def divided_parameters(self, hidden_size: int) -> int:
+        """Return the elements of one layer that ranks divide, which are all but the norm of `value_dim` elements.
 
-    def state_bytes(self, itemsize: int, tp_size: int = 1) -> int:
-        """What all layers remember of one row: matrices in float32, and inputs of the convolution."""
+        The MLP of the layer and the norms around it are not counted.
+        """
+        matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
+        return matrices + 2 * self.n_value_heads
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of all layers' states of one row: matrices in float32, and inputs of the convolution."""
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
-        return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels) // tp_size
+        return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
 
     @property
     def flops(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from areno.config.run import ALONE, Layout
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.models.families import stored_modules, stored_names
@@ -25,11 +26,11 @@ class _Linear(NamedTuple):
     divides_inputs: bool = False
     least: int = 0
 
-    def on_rank(self, tp_size: int) -> tuple[int, list[int]]:
+    def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
         """Return the inputs of one rank, and its outputs of each projection."""
         if self.divides_inputs:
-            return self.n_in // tp_size, list(self.outputs)
-        return self.n_in, [max(size // tp_size, self.least) for size in self.outputs]
+            return layout.share(self.n_in), list(self.outputs)
+        return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
@@ -68,21 +69,21 @@ def kept_within(config: TransformerConfig) -> dict[str, str]:
     return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
-def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
+def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
     """Elements of all adapters on one rank."""
     total = 0
     for linear, groups in _adapted(config, adapters):
-        n_in, outputs = linear.on_rank(tp_size)
+        n_in, outputs = linear.on_rank(layout)
         n_out = sum(outputs[index] for group in groups for index in group)
         total += linear.n_layers * adapters.rank * (len(groups) * n_in + n_out)
     return total
 
 
-def copied_parameters(config: TransformerConfig, adapters: AdapterSpec, tp_size: int = 1) -> int:
+def copied_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
     """Elements of the copies of A below the layers' weights on one rank, with the rows that fill up a multiple."""
     total = 0
     for linear, groups in _adapted(config, adapters):
-        n_in, outputs = linear.on_rank(tp_size)
+        n_in, outputs = linear.on_rank(layout)
         end = sum(outputs) + len(groups) * adapters.rank
         total += linear.n_layers * (end + -end % ROW_MULTIPLE - sum(outputs)) * n_in
     return total

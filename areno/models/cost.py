@@ -2,8 +2,8 @@
 
 What a model takes in memory, computed from its config alone. This module imports no torch.
 
-itemsize: bytes of a weight, an activation, or a cached key or value. tp_size: ranks that share one copy of the model;
-memory is that of one of them. Bytes count tensors, not what an allocator adds.
+itemsize: bytes of a weight, an activation, or a cached key or value. layout: the ranks that divide the model; memory is
+that of one of them. Bytes count tensors, not what an allocator adds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from areno.config.models import OptimizerType
+from areno.config.run import ALONE, Layout
 from areno.layers.config import AdapterSpec, Delta, Experts
 from areno.models.adapter_shapes import adapter_parameters, copied_parameters
 from areno.models.config import TransformerConfig
@@ -50,7 +51,7 @@ class Cost:
             body_params=active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
             kv_bytes=kv_bytes(config, itemsize),
-            attn_flops=4 * len(config.attention_layers) * q_size(config, 1),
+            attn_flops=4 * len(config.attention_layers) * q_size(config),
             state_bytes=state_bytes(config, itemsize),
             rule_flops=0.0 if config.delta is None else config.delta.flops,
             itemsize=itemsize,
@@ -106,87 +107,93 @@ _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels
 _CODES = 256  # 8-bit moments that share a scale: BLOCK of areno/kernels/adam
 
 
-def parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Elements of all parameters."""
-    size, table = config.hidden_size, -(-config.vocab_size // tp_size) * config.hidden_size
+    size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
     head = size if config.head == "value" else 0 if config.tie_word_embeddings else table
-    return body_parameters(config, tp_size) + table + head
+    return body_parameters(config, layout) + table + head
 
 
-def body_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Elements of the layers and the final norm."""
-    experts = 0 if config.experts is None else config.experts.n_experts // tp_size
-    return _body(config, tp_size, experts)
+    experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
+    return _body(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
     """Those that a token is multiplied with: all but the experts that it does not go through."""
-    return _body(config, 1, 0 if config.experts is None else config.experts.top_k)
+    return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
-def layer_parameters(config: TransformerConfig, tp_size: int = 1) -> int:
+def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Elements of the largest layer."""
-    size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, tp_size)
+    size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
     if config.delta is not None:
-        of_attention = _attention(config, tp_size)
-        layer += max(0, config.delta.parameters(size, tp_size) - of_attention)
+        of_attention = _attention(config, layout)
+        layer += max(0, _delta(config, layout) - of_attention)
     if experts is None:
         return layer
-    sparse = layer - _plain_mlp(config, tp_size) + experts.parameters(size, experts.n_experts // tp_size)
+    sparse = layer - _plain_mlp(config, layout) + experts.parameters(size, layout.share(experts.n_experts))
     return max(layer, sparse) if experts.dense_layers else sparse
 
 
-def _body(config: TransformerConfig, tp_size: int, n_experts: int) -> int:
+def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
     """With so many experts in a layer that has some."""
-    body = config.num_layers * _plain_layer(config, tp_size) + config.hidden_size
+    body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
     if config.experts is not None:
-        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, tp_size)
+        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
         body += len(config.experts.layers(config.num_layers)) * of_layer
     if config.delta is not None:
-        of_layer = config.delta.parameters(config.hidden_size, tp_size) - _attention(config, tp_size)
+        of_layer = _delta(config, layout) - _attention(config, layout)
         body += len(config.delta.layers) * of_layer
     return body
 
 
-def _plain_layer(config: TransformerConfig, tp_size: int) -> int:
+def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
     norms = config.hidden_size * (4 if config.norms == "both" else 2)
-    return _attention(config, tp_size) + norms + _plain_mlp(config, tp_size)
+    return _attention(config, layout) + norms + _plain_mlp(config, layout)
 
 
-def _attention(config: TransformerConfig, tp_size: int) -> int:
+def _attention(config: TransformerConfig, layout: Layout) -> int:
     """What another kind of layer has not."""
-    qkv, heads = _qkv_size(config, tp_size), q_size(config, tp_size)
+    qkv, heads = _qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
-        found += heads + kv_heads(config, tp_size) * config.head_dim
+        found += heads + kv_heads(config, layout) * config.head_dim
     return found + 2 * config.head_dim * config.qk_norm
 
 
-def _plain_mlp(config: TransformerConfig, tp_size: int) -> int:
-    size, inner = config.hidden_size, config.intermediate_size // tp_size
+def _delta(config: TransformerConfig, layout: Layout) -> int:
+    """Return the elements of the gated delta rule of one layer."""
+    assert config.delta is not None
+    return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
+
+
+def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
+    size, inner = config.hidden_size, layout.share(config.intermediate_size)
     return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 
 
-def kv_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
+def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
     """Cached keys and values of one token in all layers that have them."""
-    return 2 * len(config.attention_layers) * kv_heads(config, tp_size) * config.head_dim * itemsize
+    return 2 * len(config.attention_layers) * kv_heads(config, layout) * config.head_dim * itemsize
 
 
-def state_bytes(config: TransformerConfig, itemsize: int, tp_size: int = 1) -> int:
+def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
     """What the layers with a recurrent state remember of one sequence, however long it is."""
-    return 0 if config.delta is None else config.delta.state_bytes(itemsize, tp_size)
+    return 0 if config.delta is None else layout.share(config.delta.state_bytes(itemsize))
 
 
-def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, tp_size: int = 1) -> int:
+def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, layout: Layout = ALONE) -> int:
     """What layers need of the keys and values of one row: those with a window, of its last tokens alone."""
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
-    return n_kept * kv_bytes(config, itemsize, tp_size) // len(layers)
+    return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
 
 
-def kv_heads(config: TransformerConfig, tp_size: int = 1) -> int:
+def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Key-value heads of one rank. Where there are fewer than ranks, several ranks hold the same one."""
-    return -(-config.num_kv_heads // tp_size)
+    return layout.share_up(config.num_kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,32 +215,31 @@ def model_bytes(
     itemsize: int,
     optimizer: OptimizerType | None = None,
     *,
-    tp_size: int = 1,
-    dp_size: int = 1,
+    layout: Layout = ALONE,
     zero_stage: int = 0,
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
 ) -> ModelBytes:
-    """Of a model that dp_size * tp_size devices train with this optimizer; None is a frozen one.
+    """Of a model that the devices of `layout` train with this optimizer; None is a frozen one.
 
-    zero_stage: see EngineSpec. adapters: all that is trained; None trains every parameter. copies_a: the weights have
+    zero_stage: see EngineConfig. adapters: all that is trained; None trains every parameter. copies_a: the weights have
     copies of the adapters' A below them (Adapter.make_room). Without the padding that makes parameters start at
     multiples of some elements.
     """
-    n_weights = n = parameters(config, tp_size)
-    layer, of_layers = layer_parameters(config, tp_size), body_parameters(config, tp_size) - config.hidden_size
+    n_weights = n = parameters(config, layout)
+    layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
     if adapters is not None:
-        n = of_layers = adapter_parameters(config, adapters, tp_size)
+        n = of_layers = adapter_parameters(config, adapters, layout)
         n_weights, layer = n_weights + n, n // config.num_layers
-        n_weights += copied_parameters(config, adapters, tp_size) if copies_a else 0
+        n_weights += copied_parameters(config, adapters, layout) if copies_a else 0
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
-    divided = dp_size if zero_stage else 1
+    divided = layout.dp_size if zero_stage else 1
     moment = {"adam": 4, "adam_8bit": 1 + 4 / _CODES, "sgd": 0}[optimizer]
     n_grads = n
-    if zero_stage == 2 and dp_size > 1:
+    if zero_stage == 2 and layout.dp_size > 1:
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
-        n_grads = n - of_layers + of_layers // dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
+        n_grads = n - of_layers + of_layers // layout.dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
     return ModelBytes(
         weights=n_weights * itemsize,
@@ -259,7 +265,7 @@ class ActivationBytes:
 
 
 def activation_bytes(
-    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, split: bool = False
+    config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
 ) -> ActivationBytes:
     """Of one fused layer and one token. With experts, a rank makes room for all of a token's copies.
 
@@ -267,27 +273,27 @@ def activation_bytes(
 
     split: the ranks divide the tokens of the residual stream.
     """
-    experts, inner, size = config.experts, 2 * config.intermediate_size // tp_size, config.hidden_size
-    shares = tp_size if split else 1
+    experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
+    residual = layout if split else ALONE
     ids = copies = scores = 0
     if experts is not None:
         ids, copies, scores = experts.top_k * experts.id_bytes, 3 * experts.top_k * size, experts.n_experts
         of_experts = 2 * experts.inner_size * experts.top_k
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     behind = 0 if config.norms == "before" else itemsize  # what norms behind attention and MLP are given
-    first, mixed, rule = _qkv_size(config, tp_size), q_size(config, tp_size), 0
+    first, mixed, rule = _qkv_size(config, layout), q_size(config, layout), 0
     if config.delta is not None:
-        first = max(first, config.delta.projected // tp_size)
-        mixed = max(mixed, config.delta.inner_size // tp_size)
-        rule = _rule_bytes(config.delta, itemsize) // tp_size
+        first = max(first, layout.share(config.delta.projected))
+        mixed = max(mixed, layout.share(config.delta.inner_size))
+        rule = layout.share(_rule_bytes(config.delta, itemsize))
     products = first + inner
     return ActivationBytes(
-        always=2 * size * (4 + behind) // shares + mixed * itemsize + ids,
+        always=residual.share(2 * size * (4 + behind)) + mixed * itemsize + ids,
         kept=products * itemsize,
         # Products and their gradients, and both halves of the layer at once; experts' copies of inputs and of their
         # gradients. A third of what has the size of the residual stream goes into products or comes out of them, and
         # is there for all tokens.
-        at_work=(3 * products + (4 + 8 // shares) * size + copies) * itemsize + 24 * scores + rule,
+        at_work=(3 * products + (4 + residual.share(8)) * size + copies) * itemsize + 24 * scores + rule,
     )
 
 
@@ -305,24 +311,25 @@ def _rule_bytes(delta: Delta, itemsize: int) -> int:
 
 
 def token_bytes(
-    config: TransformerConfig, itemsize: int, tp_size: int = 1, *, recompute: bool = True, split: bool = False
+    config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
 ) -> int:
     """Of one token in training, apart from logits; without `recompute`, all layers keep what can be kept."""
-    layer = activation_bytes(config, itemsize, tp_size, split=split)
+    layer = activation_bytes(config, itemsize, layout, split=split)
     kept = 0 if recompute else layer.kept
     return config.num_layers * (layer.always + kept) + layer.at_work
 
 
-def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, tp_size: int = 1) -> int:
+def logits_bytes(config: TransformerConfig, n_positions: int, itemsize: int, layout: Layout = ALONE) -> int:
     """Float32 logits of so many positions, with their gradients."""
-    return n_positions * -(-config.vocab_size // tp_size) * (4 + itemsize)
+    return n_positions * layout.share_up(config.vocab_size) * (4 + itemsize)
 
 
-def q_size(config: TransformerConfig, tp_size: int) -> int:
-    return config.num_heads // tp_size * config.head_dim
+def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
+    """Return the elements of one token's queries on one rank."""
+    return layout.share(config.num_heads) * config.head_dim
 
 
-def _qkv_size(config: TransformerConfig, tp_size: int) -> int:
+def _qkv_size(config: TransformerConfig, layout: Layout) -> int:
     """Of what the first product gives, gates of the queries included."""
-    of_queries = config.num_heads // tp_size * (1 + config.attention_gate)
-    return (of_queries + 2 * kv_heads(config, tp_size)) * config.head_dim
+    of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
+    return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from areno.config.run import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
@@ -109,13 +110,21 @@ def has_value_head(folder: Path) -> bool:
     return _find_family(_text_of(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
-def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model", cp_size: int = 1) -> list[Problem]:
-    """What `tp_size` ranks cannot divide among them; `whose` stands for the model in the message.
+def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
+    """Return the sizes of a model that the ranks of a layout cannot divide.
 
-    Of fewer key-value heads than ranks, equally many ranks hold each.
-    cp_size: ranks of a context, which divide the heads of each of these.
+    If there are fewer key-value heads than ranks of a copy, equally many ranks hold each head. The ranks of a context
+    divide the heads of each rank.
+
+    Args:
+        config: Shape of the model.
+        layout: Ranks that share the model and the rows.
+        whose: Name of the model in the message.
+
+    Returns:
+        One problem of engine.tp_size or engine.cp_size, or none.
     """
-    sizes = config.divided
+    tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
     if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # whose norm is over different keys of a rank
         wrong = [each for each in wrong if each[1] != "num_key_value_heads"]
@@ -129,7 +138,7 @@ def tp_problems(config: TransformerConfig, tp_size: int, whose: str = "the model
             "is {}, but {} has layers with a recurrent state, whose ranks of a context cannot share a row; set it to 1"
         )
         return [Problem("engine.cp_size", text, cp_size, whose)]
-    each = (config.num_heads // tp_size, kv_heads(config, tp_size))
+    each = (config.num_heads // tp_size, kv_heads(config, layout))
     heads = [(n, *names) for n, names in zip(each, sizes[:2], strict=True) if n % cp_size]
     shown = " and ".join(f"{n} {what}" for n, what, _, _ in heads)
     fields = ", ".join(f"{name}={size}" for _, _, name, size in heads)
@@ -151,7 +160,7 @@ def build_model(
     placed: see WeightSpec.
     """
     tp = tp or ParallelGroup()
-    if problems := tp_problems(config, tp.size):
+    if problems := layout_problems(config, Layout.one_copy(tp.size)):
         raise ConfigError(problems)
     return Transformer(config, WeightSpec(dtype, device, tp, placed))
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from areno.config.experiments import ExperimentConfig
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec, ModelConfig, OptimizerConfig, PolicyConfig
-from areno.config.run import DecoderConfig, EngineConfig, RolloutConfig, layout_problems
+from areno.config.run import DecoderConfig, EngineConfig, Layout, RolloutConfig
 from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
@@ -113,8 +113,8 @@ class TrainerSettings(Section):
 
     @check
     def copies_fill_the_world(self) -> Iterator[Problem]:
-        tp_size, cp_size = self.custom_config.tp_size, self.custom_config.runtime.cp_size
-        for problem in layout_problems(self.world_size, tp_size, cp_size):
+        layout = Layout(self.world_size, self.custom_config.tp_size, self.custom_config.runtime.cp_size)
+        for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
@@ -148,29 +148,14 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
     Raises ConfigError for what does not fit model or machine, CheckpointError for a folder that is no model.
     """
     config, runtime = given.custom_config, given.custom_config.runtime
-    actor = ModelConfig(
+    actor = ModelConfig.of(
+        runtime,
         path=config.model_path or given.model_path,
-        dtype=runtime.dtype,
-        gradient_checkpointing=runtime.gradient_checkpointing,
-        router_aux_loss_coef=runtime.router_aux_loss_coef,
-        mb_spec=MicroBatchSpec(max_tokens_per_mb=runtime.max_tokens_per_mb),
+        mb_spec=MicroBatchSpec.of(runtime),
         optimizer=config.optimizer,
-        **{name: vars(runtime)[name] for name in settings(LoraConfig)},
     )
-    engine = EngineConfig(
-        device=runtime.device,
-        world_size=given.world_size,
-        tp_size=config.tp_size,
-        zero_stage=runtime.zero_stage,
-        sequence_parallel=runtime.sequence_parallel,
-        workers=runtime.workers,
-        attn_backend=runtime.attn_backend,
-        exact=runtime.exact,
-        deterministic=runtime.deterministic,
-        cp_size=runtime.cp_size,
-        dummy_load=config.dummy_load,
-        stall_timeout_s=runtime.stall_timeout_s,
-    )
+    more = {"world_size": given.world_size, "tp_size": config.tp_size, "dummy_load": config.dummy_load}
+    engine = EngineConfig.of(runtime, **more)
     tokenizer_path = runtime.tokenizer_path or given.model_path
     return replace(
         open_actor(
@@ -182,10 +167,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
             seed=runtime.seed,
             routing_replay=runtime.routing_replay,
         ),
-        decoder=runtime.decoder(),
-        max_running=config.max_running_prompts,
-        drop_rollout_state=runtime.drop_rollout_state,
-        enable_thinking=runtime.enable_thinking,
+        rollout=RolloutConfig.of(runtime, max_concurrent_rollouts=config.max_running_prompts),
         progress_interval_s=config.decode_progress_interval_s,
     )
 

@@ -99,9 +99,8 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
         _take_cpu(ray_cluster.described(found))
     if n_each is None and kind == "cuda":
         n_least = sorted((node.gpus for node in found), reverse=True)[n_nodes - 1]
-        if n_least % engine.tp_size:
-            text = "is {}, but nodes have {} GPUs each; tensor parallel stays inside a node"
-            raise ConfigError(Problem("engine.tp_size", text, engine.tp_size, n_least))
+        if problems := [problem.under("engine") for problem in engine.node_problems(n_least)]:
+            raise ConfigError(problems)
     return ["cpu" if kind == "cpu" else f"cuda:{rank % n_least}" for rank in range(n_nodes * n_least)]
 
 

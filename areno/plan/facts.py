@@ -24,18 +24,18 @@ def facts(
 ) -> dict[str, str]:
     """The models, the training rows and the devices, in words. roles: the models beside the actor."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
-    others = [f"{name} ({'the same' if of.path == spec.model_path else of.path})" for name, of in roles.items()]
-    lora = f" (LoRA of rank {spec.lora.adapters.rank})" if spec.lora is not None else ""
+    others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
+    lora = f" (LoRA of rank {spec.actor.lora.adapters.rank})" if spec.actor.lora is not None else ""
     step = f"{loader.config.batch_size} a step"
     if isinstance(config, PolicyExperimentConfig):
         step += f", {config.gconfig.n_samples} samples of each"
     layout = ", ".join(spec.devices) if n_devices < 3 else f"{n_devices} devices"
     if spec.n_nodes > 1:
         layout += f" on {spec.n_nodes} nodes"
-    if spec.tp_size > 1:
-        layout += f": {n_devices // spec.tp_size} copies over {spec.tp_size} devices each"
-    if spec.cp_size > 1:
-        layout += f", {spec.cp_size} copies to a row"
+    if spec.layout.is_sharded:
+        layout += f": {spec.layout.dp_size} copies over {len(spec.layout.copy_of(0))} devices each"
+    if spec.layout.cp_size > 1:
+        layout += f", {spec.layout.cp_size} copies to a row"
     return {
         "model": " + ".join([config.actor.path + lora, *others]),
         "rows": f"{len(loader.rows):,} of {loader.name}, {step}",
@@ -47,14 +47,14 @@ def tell_model(engine: Engine) -> None:
     """Log what an engine has come up with."""
     from areno.kernels.attention import BACKENDS  # imports torch
 
-    info, lora = engine.info, engine.spec.lora
+    info, lora = engine.info, engine.spec.actor.lora
     active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
-    sums = f", sums of {engine.spec.tp_size} ranks by {info.tp_sums}" if info.tp_sums else ""
+    sums = f", sums of {len(engine.spec.layout.copy_of(0))} ranks by {info.tp_sums}" if info.tp_sums else ""
     logger.info(
         "model: %.1fM parameters%s, %s on %s, attention by %s%s", info.n_params / 1e6, active, info.dtype,
         ", ".join(map(str, engine.spec.addresses)), BACKENDS[info.attn_backend], sums,
     )  # fmt: skip
-    if engine.spec.attn_backend == "flash" and info.attn_backend != "flash":
+    if engine.spec.engine.attn_backend == "flash" and info.attn_backend != "flash":
         logger.warning(
             "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
         )

@@ -5,12 +5,11 @@ What a script asks of Trainer.ensure_roles, as the engine wants it: which head, 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +21,8 @@ from areno.config.experiments import (
     PreferenceExperimentConfig,
 )
 from areno.config.models import ModelConfig
-from areno.config.rollout import GenerationConfig, SamplingConfig
-from areno.config.run import DecoderConfig, EngineConfig, layout_problems
+from areno.config.rollout import GenerationConfig
+from areno.config.run import EngineConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import CheckpointError, ConfigError, Key, Problem, all_of, printable
@@ -33,33 +32,29 @@ from areno.models.folder import resolve
 from areno.plan.devices import devices_of
 from areno.plan.lora import KEY as LORA_KEY
 from areno.plan.lora import lora_of
-from areno.schema.fields import settings
 from areno.types import ModelRole, SamplingParams
-
-# Settings of the section engine that an EngineSpec has under the same names.
-_SAME = (
-    "tp_size", "cp_size", "zero_stage", "sequence_parallel", "attn_backend", "exact", "deterministic", "dummy_load",
-    "stall_timeout_s",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPlan:
     """What a Trainer starts, and how it samples.
 
-    max_running: samples decoded at once, over all ranks. max_len: longest prompt plus completion in tokens that the KV
-    cache is made for. None makes either as large as the rollouts turn out to need. progress_interval_s: seconds between
-    log lines of a rollout. The rest are settings of the same names.
+    Attributes:
+        spec: The engine.
+        tokenizer: The tokenizer of the actor.
+        workers: Kind of worker processes: a value of engine.workers, or "ray".
+        rollout: The section `rollout`. If its max_concurrent_rollouts is null, a rollout decodes as many samples at
+            once as it turns out to need.
+        max_len: Longest prompt plus completion that the KV cache holds, in tokens. None is as long as the rollouts turn
+            out to need.
+        progress_interval_s: Seconds between log lines of a rollout.
     """
 
     spec: EngineSpec
     tokenizer: Any
     workers: str = "auto"
-    decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    max_running: int | None = None
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_len: int | None = None
-    drop_rollout_state: bool = False
-    enable_thinking: bool | None = None
     progress_interval_s: float = 10.0
 
 
@@ -79,14 +74,12 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         plan = on_ray(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
-    rollout = config.rollout
+    n_samples = config.train_dataset.batch_size * config.gconfig.n_samples
+    at_once = config.rollout.max_concurrent_rollouts or n_samples
     return replace(
         plan,
-        decoder=rollout.decoder(),
-        max_running=rollout.max_concurrent_rollouts or config.train_dataset.batch_size * config.gconfig.n_samples,
+        rollout=replace(config.rollout, max_concurrent_rollouts=at_once),
         max_len=longest_sequence(config, plan.spec.context_len),
-        drop_rollout_state=rollout.drop_rollout_state,
-        enable_thinking=rollout.enable_thinking,
     )
 
 
@@ -121,7 +114,7 @@ def open_actor(
     Raises ConfigError naming every key that does not fit the model or the machine, CheckpointError for a folder that
     is no model.
     """
-    from areno.models.registry import tp_problems  # imports torch, which building a Trainer does not need
+    from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
@@ -133,30 +126,34 @@ def open_actor(
         tokenizer = load_tokenizer(tokenizer_folder)
     if control_tokens:
         allow_control_tokens(tokenizer)
-    problems = [each.under("engine") for each in layout_problems(len(devices), engine.tp_size, engine.cp_size)]
-    problems += [*tp_problems(model, engine.tp_size, cp_size=engine.cp_size), *more_problems(model)]
+    layout = engine.layout(len(devices))
+    problems = [each.under("engine") for each in layout.problems()]
+    problems += [*layout_problems(model, layout), *more_problems(model)]
     problems += [*expert_problems(model, actor, engine, routing_replay, devices[0]), *state_problems(model, engine)]
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
     lora, dtype, _ = all_of(lambda: lora_of(actor, model), lambda: _dtype_of(actor, devices), lambda: _raise(problems))
     eos = {*model.eos_token_ids} | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set())
-    spec = EngineSpec(
-        model_path=path,
-        devices=devices,
-        dtype=dtype,
-        random_init=actor.init_from_scratch,
-        seed=seed,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        routing_replay=routing_replay,
-        router_aux_loss_coef=actor.router_aux_loss_coef,
+    role = RoleSpec(
+        path=path,
         optimizer=actor.optimizer,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        random_init=actor.init_from_scratch,
+        router_aux_loss_coef=actor.router_aux_loss_coef,
         lora=lora,
+    )
+    spec = EngineSpec(
+        actor=role,
+        devices=devices,
+        engine=engine,
+        dtype=dtype,
+        seed=seed,
+        routing_replay=routing_replay,
         mb_spec=actor.mb_spec,
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         context_len=model.max_position_embeddings,
-        **{name: vars(engine)[name] for name in _SAME},
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=engine.workers)
 
@@ -289,20 +286,18 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     if config.actor.gradient_accumulation_steps is not None:
         del updates["actor"]
     for name, n_updates in updates.items():
-        if (each := rows // n_updates) < spec.data_size:
+        if (each := rows // n_updates) < spec.layout.data_size:
             what = "pairs" if isinstance(config, PreferenceExperimentConfig) else "rows"
             text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
             text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
             keys = [Key(f"{name}.ppo_n_minibatches")] * (n_updates > 1) + [Key("engine.world_size")]
-            args = (config.train_dataset.batch_size, name, each, what, spec.data_size, *keys)
+            args = (config.train_dataset.batch_size, name, each, what, spec.layout.data_size, *keys)
             raise ConfigError(Problem("train_dataset.batch_size", text, *args))
 
 
 def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
     """The decoder's view of a gconfig section."""
-    values = asdict(gconfig)
-    shared = {name: values[name] for name in settings(SamplingConfig)}
-    return SamplingParams(max_context_len=gconfig.max_tokens, **shared)
+    return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
@@ -347,7 +342,7 @@ def experiment_roles(config: ExperimentConfig) -> dict[str, RoleSpec]:
     return dict(zip(roles, all_of(*roles.values()), strict=True))
 
 
-def script_roles(roles: Any, engine: EngineSpec) -> dict[str, RoleSpec]:
+def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     """The models that `roles` describe, a mapping of names to ModelRole; a RoleSpec in it stays what it is.
 
     A trainable role has the optimizer settings of the policy with its own learning rate. Raises one ConfigError with
@@ -359,7 +354,7 @@ def script_roles(roles: Any, engine: EngineSpec) -> dict[str, RoleSpec]:
     problems = [problem for name, role in roles.items() for problem in _problems(name, role)]
     if problems:
         raise ConfigError(problems)
-    return {name: role if isinstance(role, RoleSpec) else _spec(role, engine) for name, role in roles.items()}
+    return {name: role if isinstance(role, RoleSpec) else _spec(role, actor) for name, role in roles.items()}
 
 
 def _problems(name: Any, role: Any) -> Iterator[Problem]:
@@ -391,21 +386,21 @@ def _problems(name: Any, role: Any) -> Iterator[Problem]:
         yield Problem(f"{key}.trainable", f"is True, but a role named {name!r} is only scored; set it to False")
 
 
-def _spec(role: ModelRole, engine: EngineSpec) -> RoleSpec:
+def _spec(role: ModelRole, actor: RoleSpec) -> RoleSpec:
     key = f"roles[{role.name!r}].path"
     folder = whole_model(str(role.path), key)
     valued = role.name in ("critic", "reward") or (role.name != "ref" and (role.trainable or _has_value_head(folder)))
     optimizer = None
     if role.trainable:
-        assert engine.optimizer is not None  # every engine that a script starts has one
-        lr = engine.optimizer.lr if role.optimizer_lr is None else role.optimizer_lr
-        optimizer = dataclasses.replace(engine.optimizer, lr=lr)
+        optimizer = actor.optimizer
+        assert optimizer is not None  # every engine that a script starts has one
+        optimizer = replace(optimizer, lr=optimizer.lr if role.optimizer_lr is None else role.optimizer_lr)
     return RoleSpec(
         path=folder,
         head="value" if valued else "lm",
         key=key,
         optimizer=optimizer,
-        gradient_checkpointing=engine.gradient_checkpointing,
+        gradient_checkpointing=actor.gradient_checkpointing,
         needs_head=role.name == "reward",
     )
 

@@ -27,8 +27,10 @@ def with_schedules(
     def fitted(optimizer: OptimizerConfig, name: str) -> OptimizerConfig:
         return replace(optimizer, lr_decay_steps=optimizer.lr_decay_steps or max(1, updates[name]))
 
-    if plan.spec.optimizer is not None:
-        plan = replace(plan, spec=replace(plan.spec, optimizer=fitted(plan.spec.optimizer, "actor")))
+    spec = plan.spec
+    if spec.actor.optimizer is not None:
+        actor = replace(spec.actor, optimizer=fitted(spec.actor.optimizer, "actor"))
+        plan = replace(plan, spec=replace(spec, actor=actor))
     trained = {name: role for name, role in roles.items() if role.optimizer is not None}
     return plan, roles | {
         name: replace(role, optimizer=fitted(role.optimizer, name)) for name, role in trained.items() if role.optimizer

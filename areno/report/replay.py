@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def _logprobs(
     """Of each token under the checkpoint and, where the run has one, under the reference."""
     from areno.engine.engine import Engine
 
-    with Engine(replace(plan.spec, optimizer=None), plan.workers) as engine:
+    with Engine(plan.spec.frozen(), plan.workers) as engine:
         ref = None
         if config.ref is not None:
             engine.ensure_roles({"ref": experiment_roles(config)["ref"]})

@@ -140,7 +140,7 @@ class Setup(Generic[Config]):
             else:
                 plan, roles = _without_training(plan, roles)
             self.tokenizer = plan.tokenizer
-            self.roles = {name: replace(role, path=role.path or plan.spec.model_path) for name, role in roles.items()}
+            self.roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
             self.valid_loaders = {
                 valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
                 for valid in valid_sets(config, valid_dataset)
@@ -245,10 +245,10 @@ class Setup(Generic[Config]):
         """Fingerprints of the models and the data, which a run that goes on must have, too."""
         if not self._trains:
             return {}
-        models = {"actor.path": plan.spec.model_path, "tokenizer_path": plan.spec.tokenizer_path}
+        models = {"actor.path": plan.spec.actor.path, "tokenizer_path": plan.spec.tokenizer_path}
         models |= {role.key: role.path for role in self.roles.values() if role.optimizer is None}
-        if plan.spec.lora is not None and plan.spec.lora.init_from:
-            models["actor.init_lora_from"] = plan.spec.lora.init_from
+        if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
+            models["actor.init_lora_from"] = plan.spec.actor.lora.init_from
         found = {key: folder_fingerprint(path) for key, path in models.items()}
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
@@ -275,7 +275,7 @@ def _check_config(config: ExperimentConfig, trainer_name: str, needed: type[Expe
 
 def _without_training(plan: TrainerPlan, roles: dict[str, RoleSpec]) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
     """The plan and the roles of an evaluation."""
-    spec = replace(plan.spec, optimizer=None)
+    spec = plan.spec.frozen()
     return replace(plan, spec=spec), {name: role for name, role in roles.items() if name == "reward"}
 
 

@@ -328,6 +328,22 @@ class Section:
         if problems:
             raise ConfigError(problems)
 
+    @classmethod
+    def of(cls: type[T], record: Any, **more: Any) -> T:
+        """Make the section from a record that has some of its settings under the same names.
+
+        Args:
+            record: A dataclass or a namespace, such as parsed arguments. It may have other fields.
+            more: Settings that the record does not have, or has with another meaning.
+
+        Returns:
+            The section, with defaults for all other settings.
+
+        Raises:
+            ConfigError: A value is wrong.
+        """
+        return cls(**{**{name: value for name, value in vars(record).items() if name in settings(cls)}, **more})
+
     def is_default(self, name: str) -> bool:
         """Whether the setting `name` has the default of its field."""
         return _value(self, name) == settings(type(self))[name].default()

@@ -175,7 +175,7 @@ def sample_and_score(
         with clock.phase("rollout"):
             log_stage(f"{title}_start")
             reward = history["reward_mean"][-1] if "reward_mean" in history else None
-            progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.dp_size, reward)
+            progress = RolloutProgress(title, len(items), gconfig.n_samples, trainer.engine.spec.layout.dp_size, reward)
 
             def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
                 progress(outputs, stats)

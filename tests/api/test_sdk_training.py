@@ -134,7 +134,7 @@ def test_what_a_role_name_stands_for(trainer: Trainer, tmp_path: Path) -> None:
         ModelRole("judge", str(judge), False),
         ModelRole("value", MODEL, True),
     ]
-    specs = script_roles({role.name: role for role in roles}, trainer.engine.spec)
+    specs = script_roles({role.name: role for role in roles}, trainer.engine.spec.actor)
     assert {name: (spec.head, spec.needs_head) for name, spec in specs.items()} == {
         "ref": ("lm", False),
         "critic": ("value", False),

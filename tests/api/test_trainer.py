@@ -10,6 +10,7 @@ import pytest
 from areno.api.session import RolloutSession
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec
+from areno.config.run import RolloutConfig
 from areno.errors import EngineError
 from areno.loss_fns.sft import sft_loss_fn
 from areno.plan.plan import TrainerPlan
@@ -26,9 +27,8 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer]
         spec=spec(model_folder(tmp_path)),
         tokenizer=None,
         workers=request.param,
-        max_running=ROLLOUT.max_running,
+        rollout=RolloutConfig(max_concurrent_rollouts=ROLLOUT.max_running, drop_rollout_state=True),
         max_len=ROLLOUT.max_len,
-        drop_rollout_state=True,
     )
     with Trainer.from_plan(plan) as made:
         made.init()

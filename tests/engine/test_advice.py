@@ -16,6 +16,7 @@ from areno.engine.memory import out_of_memory_hint
 from areno.engine.spec import EngineSpec, LoraSpec, RoleSpec
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
+from tests.helpers.tiny_engine import engine_spec
 
 ADAM, IN_CODES = OptimizerConfig(), OptimizerConfig(type="adam_8bit")
 LORA = LoraSpec(adapters=AdapterSpec(8, 16.0, ("q_proj",)))
@@ -30,7 +31,7 @@ def told(options: Iterable[memory.Option]) -> str:
 
 
 def spec(n_devices: int = 1, **settings: Any) -> EngineSpec:
-    return EngineSpec(model_path="/m", devices=["cuda:0"] * n_devices, dtype="bfloat16", **settings)
+    return engine_spec("/m", ["cuda:0"] * n_devices, dtype="bfloat16", **settings)
 
 
 OVER_MORE = "divide the model over more devices with engine.world_size and engine.tp_size"
@@ -59,7 +60,7 @@ def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_half_as_many_bytes(dtype: str, has_bf16: bool) -> None:
-    engine = EngineSpec(model_path="/m", devices=["cuda:0"], dtype=dtype)
+    engine = engine_spec("/m", ["cuda:0"], dtype=dtype)
     text = told(memory.in_loading(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
     assert ("set actor.dtype=bfloat16" in text) == (dtype == "float32" and has_bf16)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from areno.models.registry import load_config, tp_problems
+from areno.config.run import Layout
+from areno.models.registry import layout_problems, load_config
 from tests.helpers.layouts import compare, folder_with, other_losses, policy_steps
 
 
@@ -39,8 +40,8 @@ def test_a_critic_pairs_and_plain_rows(folder: Path, tmp_path: Path) -> None:
 
 def test_heads_that_a_context_does_not_divide(folder: Path) -> None:
     config = load_config(folder)
-    assert tp_problems(config, 2, cp_size=2) == []
-    (problem,) = tp_problems(config, 2, cp_size=4)
+    assert layout_problems(config, Layout(4, 2, 2)) == []
+    (problem,) = layout_problems(config, Layout(8, 2, 4))
     assert problem.key == "engine.cp_size"
     assert problem.message == (
         "is 4, which does not divide the 2 key-value heads of the model on each device (config.json: "

@@ -319,7 +319,7 @@ def test_what_memory_lets_be_kept_changes_no_bit(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": n_layers}))
     dtype = "float32" if device == "cpu" else "bfloat16"
-    settings = replace(spec(tmp_path), model_path=path, devices=[device], dtype=dtype, gradient_checkpointing=True)
+    settings = spec(path, [device], dtype=dtype, gradient_checkpointing=True)
     rows = [
         TrainSequence(
             prompt_mask=[True] * 5 + [False] * n, tokens=[7 * n + i for i in range(5 + n)],

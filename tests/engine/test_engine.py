@@ -222,7 +222,7 @@ def test_the_weights_version_counts_applied_updates(folder: Path) -> None:
         engine.train(rows, broken)
         assert {v for samples in rollout(engine).values() for output in samples for v in output.versions} == {3}
         engine.ensure_roles(
-            {"critic": RoleSpec(path=str(folder), head="lm", key="x.path", optimizer=engine.spec.optimizer)}
+            {"critic": RoleSpec(path=str(folder), head="lm", key="x.path", optimizer=engine.spec.actor.optimizer)}
         )
         engine.train(rows, sft_loss_fn, role="critic")
         assert engine.weights_version == 3

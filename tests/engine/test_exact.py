@@ -19,7 +19,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.exact import make_exact
-from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
+from areno.engine.spec import RolloutSpec, UpdateSpec
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention
 from areno.kernels.paged import PagedBatch, decode_attention
@@ -29,7 +29,16 @@ from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import TrainSequence
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.tiny_engine import finish, logprobs_of, model_folder, request, spec, tokens_of, train_rows
+from tests.helpers.tiny_engine import (
+    engine_spec,
+    finish,
+    logprobs_of,
+    model_folder,
+    request,
+    spec,
+    tokens_of,
+    train_rows,
+)
 
 # Prompts shorter and longer than a span, one of them a span exactly.
 LENGTHS = [3, 40, 64, 115, SPAN - 1, SPAN, SPAN + 5, SPAN + 200]
@@ -382,8 +391,8 @@ def test_rows_of_products_are_filled_up(folder: Path, engine: Engine) -> None:
 def test_bits_on_cuda(rows: int, prompt: int, tmp_path: Path) -> None:
     """In bf16, with CUDA graphs: the library divides products of few rows, and attention has parts and teams."""
     path, _ = shape_folder("qwen3-0.6b", tmp_path)
-    settings = EngineSpec(model_path=path, devices=["cuda:0"], dtype="bfloat16", random_init=True, exact=True)
+    settings = engine_spec(path, ["cuda:0"], dtype="bfloat16", random_init=True, exact=True)
     requests = [request(i, n_samples=4, length=prompt, max_new_tokens=70, temperature=1.0) for i in range(rows // 4)]
-    with Engine(replace(settings, optimizer=None), "inline") as engine:
+    with Engine(settings.frozen(), "inline") as engine:
         outputs = sampled(engine, requests, RolloutSpec(max_running=rows, max_len=prompt + 70))
         assert apart(engine, train_rows(outputs, requests), 1.0) == 0.0

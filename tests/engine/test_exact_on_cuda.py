@@ -18,10 +18,10 @@ import pytest
 from areno.bench.shapes import model_folder
 from areno.config.run import DecoderConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RolloutSpec
+from areno.engine.spec import RolloutSpec
 from areno.kernels.spans import SPAN
 from areno.types import GenerationRequest
-from tests.helpers.tiny_engine import Outputs, logprobs_of, request, tokens_of, train_rows
+from tests.helpers.tiny_engine import Outputs, engine_spec, logprobs_of, request, tokens_of, train_rows
 
 PLAIN = {"temperature": 1.0}
 FILTERED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
@@ -79,9 +79,7 @@ def engine(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     # Weights that are spread enough for completions to differ.
     changes = {"num_hidden_layers": case.n_layers, "initializer_range": 0.1}
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    settings = EngineSpec(
-        model_path=path, devices=[case.device], dtype=case.dtype, random_init=True, exact=True, optimizer=None
-    )
+    settings = engine_spec(path, [case.device], dtype=case.dtype, random_init=True, exact=True, optimizer=None)
     with Engine(settings, "inline") as engine:
         yield engine
 

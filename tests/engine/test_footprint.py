@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from areno.config.run import Layout
 from areno.engine.engine import Engine
 from areno.engine.footprint import GIB, RESERVE, Footprint, Model, check_fits, footprint_of, ways_to_fit
 from areno.engine.spec import EngineSpec, RoleSpec
@@ -37,8 +38,9 @@ CRITIC = Model("critic", replace(QWEN3_8B, head="value"), "adam", "critic")
 REWARD = replace(CRITIC, name="reward", key="reward", optimizer=None)
 
 
-def of(*models: Model, world_size: int = 1, **layout: Any) -> Footprint:
-    return Footprint(models=models or (ACTOR,), itemsize=2, world_size=world_size, **layout)
+def of(*models: Model, world_size: int = 1, tp_size: int = 1, cp_size: int = 1, **more: Any) -> Footprint:
+    layout = Layout(world_size, tp_size, cp_size)
+    return Footprint(models=models or (ACTOR,), itemsize=2, layout=layout, **more)
 
 
 def test_bytes_worked_by_hand() -> None:
@@ -68,7 +70,7 @@ def test_adapters_worked_by_hand() -> None:
     assert of(actor, copies_a=True).resident == of(actor).resident + copies
     assert of(copies_a=True).resident == of().resident
     on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
-    assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, 2) + 18 * on_two
+    assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, Layout.one_copy(2)) + 18 * on_two
     large = replace(actor, config=QWEN3_32B)
     assert of(large).fits(80 * GIB)
     assert not of(replace(large, adapters=None)).fits(139 * GIB)
@@ -88,7 +90,7 @@ def test_activations_are_divided_by_tokens() -> None:
     shared = of(world_size=2, cp_size=2, budget=4096)
     assert shared.training_bytes(ACTOR, 8192) == of().training_bytes(ACTOR, 4096) < alone
     assert shared.batch_tokens == 8192  # the budget is that of one device
-    assert shared.layout() == "tp_size=1, 2 copies, zero_stage=0, 2 of them to a row"
+    assert shared.layout_in_words() == "tp_size=1, 2 copies, zero_stage=0, 2 of them to a row"
 
 
 def test_copies_of_a_are_where_triton_runs(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
         for way, found in ways_to_fit(of(ACTOR, REF, CRITIC, world_size=4, zero_stage=0), device):
             assert found.fits(device)
             assert ("engine.zero_stage" in way) == (found.zero_stage > 0)
-            assert found.tp_size == way.get("engine.tp_size", 1)
+            assert found.layout.tp_size == way.get("engine.tp_size", 1)
             assert all(
                 way.get(f"{model.key}.optimizer.type") != "adam_8bit" or model.optimizer != "adam"
                 for model in found.models
@@ -167,8 +169,10 @@ def applied(footprint: Footprint, text: str) -> Footprint:
     for key, value in re.findall(r"([\w.]+)=(\w+)", text):
         section, _, name = key.partition(".")
         if section == "engine":
-            assert str(vars(footprint)[name]) != value, f"{key} is {value} already"
-            footprint = replace(footprint, **{name: int(value)})
+            record = footprint if name == "zero_stage" else footprint.layout
+            assert str(vars(record)[name]) != value, f"{key} is {value} already"
+            changed = replace(record, **{name: int(value)})
+            footprint = changed if record is footprint else replace(footprint, layout=changed)
         for index, model in enumerate(models):
             if model.key != section:
                 continue

@@ -57,7 +57,7 @@ def test_scoring_and_sampling_are_those_of_one_rank(folder: Path, two: Engine) -
             assert row == pytest.approx(expected, abs=1e-4)
         assert scored(two, "actor", ROWS[:1]) == [pytest.approx(scored(one, "actor", ROWS[:1])[0], abs=1e-4)]
         expected, outputs = rollout(one), rollout(two)
-        assert two.info.tp_sums == ("gloo" if two.spec.tp_size == 2 else "")
+        assert two.info.tp_sums == ("gloo" if two.spec.layout.is_sharded else "")
         info = dataclasses.replace(two.info, memory_gib=0.0, tp_sums="")
         assert info == dataclasses.replace(one.info, memory_gib=0.0)
     assert tokens_of(outputs) == tokens_of(expected)
@@ -122,7 +122,7 @@ def test_requests_are_spread_over_the_model_copies(two: Engine) -> None:
         item.params.ignore_eos = True
     two.generate(requests, lambda _, stats: seen.__setitem__(slice(None), stats))
     two.end_rollout()
-    assert [stats.generated_tokens for stats in seen] == [144 // two.spec.dp_size] * two.spec.dp_size
+    assert [stats.generated_tokens for stats in seen] == [144 // two.spec.layout.dp_size] * two.spec.layout.dp_size
 
 
 def test_an_error_of_all_ranks_leaves_the_engine_whole(two: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_more_copies_than_rows(two: Engine) -> None:
     expected = two.train([row, TrainSequence([True, True], [7, 8])], sft_loss_fn)
     assert expected["skipped_steps"] == 0
     assert two.train([row], sft_loss_fn)["response_len"] == expected["response_len"] == 2
-    if two.spec.dp_size > 1:
+    if two.spec.layout.dp_size > 1:
         with pytest.raises(
             DataError, match="has 2 rows, in units of 2, for 2 copies of the model; each needs one: raise"
         ):

@@ -124,7 +124,7 @@ def test_no_phase_takes_twice_a_share(tmp_path: Path, layout: dict[str, Any], dt
         engine.release_role("ref")
         assert all(worker.now <= SLACK for worker in workers)
 
-        trained = RoleSpec(path=large, head="lm", key="critic.path", optimizer=engine.spec.optimizer)
+        trained = RoleSpec(path=large, head="lm", key="critic.path", optimizer=engine.spec.actor.optimizer)
         with at_most(workers, held + SLACK, "loading what is trained", reading):
             engine.ensure_roles({"critic": trained})
         with at_most(workers, 0.9 * to_write, "saving"):  # one file after another

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from areno.engine.spec import EngineSpec
 from areno.models.registry import load_config
 from tests.helpers.layouts import compare as compare_engines
 from tests.helpers.layouts import folder_with, other_losses, policy_steps
-from tests.helpers.tp_ranks import Layout, compare, on_ranks
+from tests.helpers.tiny_engine import engine_spec
+from tests.helpers.tp_ranks import Groups, compare, on_ranks
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,7 +27,7 @@ FORMS = [{}, {"recompute": True}, {"head": "value"}, {"kind": "adam_8bit"}]
 
 
 def compare_forms(folder: Path, tp: int, cp: int, forms: list[dict[str, Any]], stages: tuple[int, ...] = (1,)) -> None:
-    layout = Layout.of(tp, cp)
+    layout = Groups.of(tp, cp)
     for alone in forms:
         for zero_stage in stages:
             compare(folder, layout, alone, zero_stage=zero_stage, sequence_parallel=True)
@@ -62,7 +62,7 @@ def test_an_engine_with_a_critic_pairs_and_plain_rows(tmp_path: Path) -> None:
 
 def test_who_shares_tokens() -> None:
     def of(tp_size: int = 2, **settings: Any) -> bool:
-        return EngineSpec(model_path="", devices=["cpu"] * 2, tp_size=tp_size, **settings).splits_tokens
+        return engine_spec(devices=["cpu"] * 2, tp_size=tp_size, **settings).splits_tokens
 
     assert of()
     assert of(sequence_parallel=True)

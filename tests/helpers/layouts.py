@@ -90,7 +90,7 @@ def policy_steps(engine: Engine, rows: list[TrainSequence]) -> list[Any]:
 
 def other_losses(engine: Engine, rows: list[TrainSequence], folder: Path) -> list[Any]:
     engine.ensure_roles(
-        {"critic": RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=engine.spec.optimizer)}
+        {"critic": RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=engine.spec.actor.optimizer)}
     )
     values = engine.values("critic", ROWS)
     for row in rows:

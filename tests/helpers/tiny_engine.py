@@ -13,13 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
+from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
-from areno.engine.spec import EngineSpec, RolloutSpec, UpdateSpec
+from areno.engine.spec import EngineSpec, RoleSpec, RolloutSpec, UpdateSpec
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.models.registry import build_model, load_config
 from areno.models.weights import save_weights
+from areno.schema.fields import settings
 from areno.types import GenerationOutput, GenerationRequest, SamplingParams, TrainSequence
 from tests.helpers.waiting import until
 
@@ -75,12 +77,25 @@ def wait_saved(engine: Engine) -> None:
     until(engine.saved)
 
 
-def spec(folder: Path, devices: int = 1, **settings: Any) -> EngineSpec:
-    """With a learning rate that shows after one step."""
+def engine_spec(path: str | Path = "", devices: Sequence[str] = ("cpu",), **options: Any) -> EngineSpec:
+    """Return the spec of an engine. `options` are fields of the actor's RoleSpec, of EngineConfig and of EngineSpec."""
+    actor, engine, own = {"optimizer": OptimizerConfig()}, {}, {}
+    for name, value in options.items():
+        part = actor if name in RoleSpec.__dataclass_fields__ else engine if name in settings(EngineConfig) else own
+        part[name] = value
+    role = RoleSpec(path=str(path), **actor)
+    return EngineSpec(actor=role, devices=list(devices), engine=EngineConfig(**engine), **own)
+
+
+def spec(folder: Path | str, devices: int | Sequence[str] = 1, **options: Any) -> EngineSpec:
+    """Return an `engine_spec` with random weights and a learning rate that shows after one step.
+
+    devices: So many workers on the CPU, or the devices.
+    """
     optimizer = OptimizerConfig(lr=1e-2, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     # Recomputation imports torch's compiler, which takes seconds; tests of the train backend cover it.
-    options = {"random_init": True, "optimizer": optimizer, "gradient_checkpointing": False, **settings}
-    return EngineSpec(model_path=str(folder), devices=["cpu"] * devices, **options)
+    options = {"random_init": True, "optimizer": optimizer, "gradient_checkpointing": False, **options}
+    return engine_spec(folder, ["cpu"] * devices if isinstance(devices, int) else devices, **options)
 
 
 def request(request_id: int, n_samples: int = 1, length: int = 5, **params: Any) -> GenerationRequest:

@@ -33,7 +33,7 @@ SEVERAL = MicroBatchSpec(max_tokens_per_mb=37)  # less than the longest row has
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Groups:
     """The groups of one of data * cp * tp ranks, in the order of areno/engine/processes/process_groups.py."""
 
     tp: ParallelGroup = ALONE
@@ -42,10 +42,10 @@ class Layout:
     data: ParallelGroup = ALONE
 
     @staticmethod
-    def of(tp: int, cp: int = 1) -> Layout:
+    def of(tp: int, cp: int = 1) -> Groups:
         """A collective call."""
         ranks = torch.arange(dist.get_world_size()).view(-1, cp, tp)
-        return Layout(
+        return Groups(
             tp=_group(ranks.flatten(0, 1)),
             cp=_group(ranks.transpose(1, 2).flatten(0, 1)),
             dp=_group(ranks.flatten(0, 1).T),
@@ -76,7 +76,7 @@ def _rank_main(rank: int, n: int, check: Callable[..., None], folder: Path, args
     dist.destroy_process_group()
 
 
-def backend(folder: Path, layout: Layout, **how: Any) -> TrainBackend:
+def backend(folder: Path, layout: Groups, **how: Any) -> TrainBackend:
     """Of a model with weights, norms and biases from a seed."""
     made = {"head": "lm", "kind": "adam", "zero_stage": 0, "recompute": False} | how
     head, kind = made.pop("head"), made.pop("kind")
@@ -124,12 +124,12 @@ def scores(trained: TrainBackend) -> list[np.ndarray]:
     return trained.logprobs(tokens, 0.7, SEVERAL)
 
 
-def compare(folder: Path, layout: Layout, alone: dict[str, Any], **how: Any) -> None:
+def compare(folder: Path, layout: Groups, alone: dict[str, Any], **how: Any) -> None:
     """One step is that of one rank to 1e-5, and so is what follows from it, as far as rounding allows.
 
     alone: what the backend of one rank is given of `how`.
     """
-    one, several = backend(folder, Layout(), **alone), backend(folder, layout, **alone, **how)
+    one, several = backend(folder, Groups(), **alone), backend(folder, layout, **alone, **how)
     for mine, wanted in zip(scores(several), scores(one), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=1e-5)
     assert_like([train(several, 7)], [train(one, 7)], 1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areno.api import get_algorithm
-from areno.engine.spec import EngineSpec
+from areno.engine.spec import EngineSpec, RoleSpec
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.plan import check_copies
@@ -119,7 +119,7 @@ def test_more_devices_than_there_are(capsys, monkeypatch):
 def test_fewer_rows_than_copies_of_the_model(recipe, task, overrides, message):
     words = overrides.split()
     config = load(get_algorithm(recipe).config, task, [*words, "gconfig.n_samples=4"] if recipe == "ppo" else words)
-    spec = EngineSpec(model_path="", devices=["cpu"] * 2, tp_size=config.engine.tp_size, cp_size=config.engine.cp_size)
+    spec = EngineSpec(actor=RoleSpec(path=""), devices=["cpu"] * 2, engine=config.engine)
     if message is None:
         check_copies(config, spec)
         return

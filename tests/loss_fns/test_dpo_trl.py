@@ -17,11 +17,12 @@ import torch
 from areno.api.trainer import Trainer
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.data.encode import pair_item
-from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
+from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.files.paths import find_file
 from areno.loss_fns import dpo_loss_fn
 from areno.plan.plan import TrainerPlan
 from areno.types import TrainSequence
+from tests.helpers.tiny_engine import engine_spec
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def tokenizer(folders):
 def ours(folders):
     """Our Trainer; its steps are too small to change the policy."""
     optimizer = OptimizerConfig(lr=1e-30, weight_decay=0.0)
-    spec = EngineSpec(model_path=str(folders[0]), devices=["cpu"], optimizer=optimizer, gradient_checkpointing=False)
+    spec = engine_spec(folders[0], optimizer=optimizer, gradient_checkpointing=False)
     with Trainer.from_plan(TrainerPlan(spec=spec, tokenizer=None)) as trainer:
         trainer.init()
         trainer.ensure_roles({"ref": RoleSpec(path=str(folders[1]), head="lm", key="ref.path")})

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from areno.config.models import OptimizerConfig
+from areno.config.run import Layout
 from areno.engine.decoder.block_manager import KVLayout
 from areno.engine.decoder.caches import KVCache, StateCache
 from areno.engine.train.flat import FlatParameters
@@ -65,10 +66,10 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 )
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
-    model = build(config, tp_size)
-    assert cost.parameters(config, tp_size) == sum(parameter.numel() for parameter in model.parameters())
+    model, layout = build(config, tp_size), Layout.one_copy(tp_size)
+    assert cost.parameters(config, layout) == sum(parameter.numel() for parameter in model.parameters())
     body = [*model.layers.parameters(), *model.final_norm.parameters()]
-    assert cost.body_parameters(config, tp_size) == sum(parameter.numel() for parameter in body)
+    assert cost.body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -77,18 +78,18 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
-    assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, tp_size)
+    assert n_bytes == 5 * 8 * cost.kv_bytes(CONFIG, 2, Layout.one_copy(tp_size))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
     config = replace(CONFIG, **RECURRENT)
-    model = build(config, tp_size, torch.bfloat16)
+    model, layout = build(config, tp_size, torch.bfloat16), Layout.one_copy(tp_size)
     states = StateCache(model, n_slots=5)
     n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
-    assert n_bytes == 5 * cost.state_bytes(config, 2, tp_size)
+    assert n_bytes == 5 * cost.state_bytes(config, 2, layout)
     assert KVCache(model, 4, KVLayout.of(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
-    assert cost.kv_bytes(config, 2, tp_size) * 3 == cost.kv_bytes(replace(config, delta=None), 2, tp_size)
+    assert cost.kv_bytes(config, 2, layout) * 3 == cost.kv_bytes(replace(config, delta=None), 2, layout)
     assert cost.state_bytes(CONFIG, 2) == 0
 
 
@@ -117,7 +118,7 @@ def test_bytes_of_a_divided_optimizer(
     stage = model.stage if zero_stage else None
     flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
-    found = cost.model_bytes(config, 2, kind, dp_size=3, zero_stage=zero_stage)
+    found = cost.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage)
     assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
     assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)
     assert found.masters == pytest.approx(flat.masters.nbytes, rel=0.01)
@@ -151,7 +152,7 @@ def test_activation_bytes_are_what_a_layer_saves() -> None:
 
 def test_logits_and_flops_worked_by_hand() -> None:
     assert cost.logits_bytes(CONFIG, 10, 2) == 10 * 51 * (4 + 2)
-    assert cost.logits_bytes(CONFIG, 10, 2, tp_size=2) == 10 * 26 * (4 + 2)
+    assert cost.logits_bytes(CONFIG, 10, 2, Layout.one_copy(2)) == 10 * 26 * (4 + 2)
     token = cost.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
     products = 2.0 * (token.body_params + 51 * 24) * 5
     assert cost.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
@@ -221,12 +222,12 @@ def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[
     monkeypatch.setattr("areno.layers.adapter.use_triton", lambda _: True)
     config = replace(CONFIG, **{**BARE, **changes})
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config))[::2])
-    model = build(config, tp_size)
+    model, layout = build(config, tp_size), Layout.one_copy(tp_size)
     add_adapters(model, adapters)
     before = _held(model)
-    assert before == cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters).weights
+    assert before == cost.model_bytes(config, 4, layout=layout, adapters=adapters).weights
     make_room(model)
-    after = cost.model_bytes(config, 4, tp_size=tp_size, adapters=adapters, copies_a=True).weights
+    after = cost.model_bytes(config, 4, layout=layout, adapters=adapters, copies_a=True).weights
     assert before < _held(model) == after
 
 

@@ -107,7 +107,7 @@ def test_the_reference_is_the_base(trained: Engine, folder: Path) -> None:
 
 
 def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: Path) -> None:
-    critic = RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=trained.spec.optimizer)
+    critic = RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=trained.spec.actor.optimizer)
     trained.ensure_roles({"critic": critic})
     theirs = dict(trained._workers.worker.roles["critic"].backend.model.named_parameters())  # type: ignore[attr-defined]
     assert not any("adapter" in name for name in theirs)
@@ -118,7 +118,7 @@ def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: P
 
 def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folder: Path) -> None:
     backend = trained._workers.worker.roles["actor"].backend  # type: ignore[attr-defined]
-    adapters, config = trained.spec.lora.adapters, load_config(folder)  # type: ignore[union-attr]
+    adapters, config = trained.spec.actor.lora.adapters, load_config(folder)  # type: ignore[union-attr]
     n = adapter_parameters(config, adapters)
     shapes = linear_shapes(config)
     assert n == sum(2 * adapters.rank * sum(shapes[name]) for name in adapters.targets)  # of two layers

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.config.models import OptimizerConfig
+from areno.config.run import Layout
 from areno.engine.engine import Engine
 from areno.engine.spec import RoleSpec
 from areno.engine.train.flat import FlatParameters
@@ -119,7 +120,7 @@ def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, model: str) -> Non
         divided = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 2))
         add_adapters(divided, adapters)
         held = sum(parameter.numel() for parameter in divided.parameters() if parameter.requires_grad)
-        assert held == adapter_parameters(config, adapters, 2)
+        assert held == adapter_parameters(config, adapters, Layout.one_copy(2))
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ import torch
 import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from areno.config.run import Layout
 from areno.engine.train.packing import PackedTokens, TokenShare
 from areno.engine.train.routes import StepRouting
 from areno.errors import CheckpointError, ConfigError
 from areno.layers.parallel import ParallelGroup
-from areno.models.registry import build_model, load_config, tp_problems
+from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import checkpoint_table, save_weights
 from tests.helpers.moe_models import CASES, SHAPE, random_reference
@@ -108,7 +109,7 @@ def test_ranks_that_do_not_divide_the_experts_name_the_key(tmp_path: Path) -> No
     config = load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.tp_size: is 2, .*7 \(experts\).*num_local_experts=7"):
         build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=2))
-    assert "intermediate" not in str(tp_problems(config, 2)[0])  # no layer has a plain MLP
+    assert "intermediate" not in str(layout_problems(config, Layout.one_copy(2))[0])  # no layer has a plain MLP
 
 
 @pytest.mark.parametrize(

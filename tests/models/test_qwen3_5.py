@@ -16,12 +16,12 @@ from areno.bench.arguments import Work
 from areno.bench.device import Rates, decode_s, prefill_s
 from areno.bench.shapes import model_folder
 from areno.config.models import OptimizerConfig
-from areno.config.run import EngineConfig
+from areno.config.run import EngineConfig, Layout
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.models.cost import Cost
-from areno.models.registry import load_config, tp_problems
+from areno.models.registry import layout_problems, load_config
 from areno.plan.plan import state_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.delta_loop import random_tokens, random_weights
@@ -171,9 +171,9 @@ def test_what_is_missing_is_told_by_its_field(folder: Path, changes: dict[str, A
 
 def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
     config = load_config(folder)
-    [problem] = tp_problems(config, 1, cp_size=2)
+    [problem] = layout_problems(config, Layout(2, 1, 2))
     assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
-    [problem] = tp_problems(config, 4)
+    [problem] = layout_problems(config, Layout.one_copy(4))
     assert "2 (linear key heads)" in str(problem)
     assert not [*state_problems(config, EngineConfig())]
     [problem] = state_problems(config, EngineConfig(exact=True))

@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from areno.config.run import Layout
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.adapters import add_adapters
 from areno.models.cost import kv_bytes, parameters
-from areno.models.registry import build_model, load_config, tp_problems
+from areno.models.registry import build_model, layout_problems, load_config
 from tests.helpers.layouts import compare as compare_engines
 from tests.helpers.layouts import folder_with, policy_steps
-from tests.helpers.tp_ranks import Layout, compare, on_ranks
+from tests.helpers.tp_ranks import Groups, compare, on_ranks
 
 BIASED = {"num_key_value_heads": 2, "attention_bias": True}
 
 
 def compare_forms(folder: Path, forms: list[dict[str, Any]]) -> None:
-    layout = Layout.of(tp=4)
+    layout = Groups.of(tp=4)
     for alone in forms:
         compare(folder, layout, alone)
 
@@ -35,7 +36,7 @@ def test_four_ranks_train_two_heads_as_one_rank_does(tmp_path: Path) -> None:
 
 
 def compare_copies(folder: Path) -> None:
-    layout = Layout.of(tp=2)
+    layout = Groups.of(tp=2)
     compare(folder, layout, {"head": "value"}, zero_stage=1)
     compare(folder, layout, {"kind": "adam_8bit"}, zero_stage=2)
 
@@ -55,25 +56,26 @@ def test_four_ranks_sample_train_and_save_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])  # whose files keep q, k and v as one
 def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, family: Any, n_kv_heads: int) -> None:
     config = replace(load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads)), family=family)
-    assert tp_problems(config, 4) == []
+    layout = Layout.one_copy(4)
+    assert layout_problems(config, layout) == []
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
     for rank in range(4):
         model = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 4))
-        assert sum(parameter.numel() for parameter in model.parameters()) == parameters(config, 4)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters(config, layout)
         head = rank * n_kv_heads // 4
         for part in model.layout("layers.0.attention.qkv.weight")[1:]:
             assert (part.start, part.size) == (head * config.head_dim, config.head_dim)
         add_adapters(model, adapters)
         held = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert held == adapter_parameters(config, adapters, 4)
-    assert kv_bytes(config, 4, 4) == kv_bytes(config, 4) // n_kv_heads
+        assert held == adapter_parameters(config, adapters, layout)
+    assert kv_bytes(config, 4, layout) == kv_bytes(config, 4) // n_kv_heads
 
 
 def test_ranks_that_do_not_share_heads_evenly_are_refused(tmp_path: Path) -> None:
     config = load_config(folder_with(tmp_path, num_attention_heads=6, num_key_value_heads=2))
-    assert tp_problems(config, 6) == []
-    (problem,) = tp_problems(config, 3)
+    assert layout_problems(config, Layout.one_copy(6)) == []
+    (problem,) = layout_problems(config, Layout.one_copy(3))
     assert problem.key == "engine.tp_size"
     assert "2 (key-value heads)" in problem.message
-    (problem,) = tp_problems(config, 2, cp_size=2)
+    (problem,) = layout_problems(config, Layout(4, 2, 2))
     assert "3 attention heads and 1 key-value heads" in problem.message

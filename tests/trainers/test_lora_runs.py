@@ -211,7 +211,7 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
         experiment_roles(load(get_algorithm("dpo").config, "quickstart_dpo", [f"ref.path={folder}"]))
     engine = plan_of_experiment(load(get_algorithm("gspo").config, "quickstart", ["engine.device=cpu"])).spec
     with pytest.raises(ConfigError, match=r"roles\['judge'\]\.path: .* holds adapters"):
-        script_roles({"judge": ModelRole("judge", str(folder), False)}, engine)
+        script_roles({"judge": ModelRole("judge", str(folder), False)}, engine.actor)
     with pytest.raises(CheckpointError, match=r"actor\.init_lora_from: .* has no adapter_config\.json"):
         trainer_of(init_lora_from=MODEL)
     expected = r"/no/where does not exist; expected a local adapter folder or a hub id .*\(actor\.init_lora_from\)"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.config.run import Layout
 from areno.engine.decoder.block_manager import KVLayout
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
@@ -37,7 +38,7 @@ class KVCache:
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
         config, weight = model.config, model.output.weight
-        n_heads, size = kv_heads(config, model.tp.size), layout.block_size
+        n_heads, size = kv_heads(config, Layout.one_copy(model.tp.size)), layout.block_size
         shape = (layout.layers_per_block, 2, n_blocks + 1, size, n_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
@@ -71,12 +72,14 @@ class StateCache:
     """
 
     def __init__(self, model: Transformer, n_slots: int):
-        delta, weight, tp_size = model.config.delta, model.embed.weight, model.tp.size
+        delta, weight, tp = model.config.delta, model.embed.weight, model.tp
         assert delta is not None, "a model without recurrent states"
         n, on = len(delta.layers), weight.device
-        heads = (delta.n_value_heads // tp_size, delta.key_dim, delta.value_dim)
+        heads = (tp.shard(delta.n_value_heads, "value heads"), delta.key_dim, delta.value_dim)
         # Zeros, because padding rows read theirs, and a nan would be kept for ever.
-        inputs = torch.zeros(n, n_slots, delta.n_channels // tp_size, delta.width - 1, dtype=weight.dtype, device=on)
+        inputs = torch.zeros(
+            n, n_slots, tp.shard(delta.n_channels, "channels"), delta.width - 1, dtype=weight.dtype, device=on
+        )
         matrices = torch.zeros(n, n_slots, *heads, dtype=torch.float32, device=on)
         self.layers = [DeltaStates(inputs[layer], matrices[layer]) for layer in range(n)]
         self._all = (inputs, matrices)

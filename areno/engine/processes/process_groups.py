@@ -1,8 +1,7 @@
 """The parallel groups of one worker: tensor-parallel, data-parallel and context-parallel ranks.
 
-Rank r holds tensor-parallel shard r % tp_size of model copy r // tp_size. Each cp_size consecutive copies are a
-context-parallel group. A Relay passes the commands of the driver from the leader of a tensor-parallel group to its
-other ranks before each decoding step.
+`Layout` says which shard of which copy each rank holds. A Relay passes the commands of the driver from the leader of a
+tensor-parallel group to its other ranks before each decoding step.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     if spec.world_size == 1:
         alone = ParallelGroup()
         return ParallelContext(rank, device, alone, alone, alone, alone)
-    size, socket_fd = spec.world_size, None if listener is None else listener.detach()
+    layout, size, socket_fd = spec.layout, spec.world_size, None if listener is None else listener.detach()
     store = dist.TCPStore(
         spec.addresses[0].host,
         port,
@@ -143,24 +142,23 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)
-    ranks = torch.arange(size).view(spec.data_size, spec.cp_size, spec.tp_size)
+    ranks = torch.arange(size).view(layout.data_size, layout.cp_size, -1)
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).T.tolist())
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
-    dp_rank, tp_rank = divmod(rank, spec.tp_size)
+    (dp_rank, tp_rank), together, exact = layout.place_of(rank), layout.copy_of(rank), spec.engine.exact
     peers = None
-    first = rank - tp_rank
-    hosts = {address.host for address in spec.addresses[first : first + spec.tp_size]}
-    if spec.tp_size > 1 and device.type == "cuda" and len(hosts) == 1 and (spec.tp_size == 2 or not spec.exact):
+    hosts = {spec.addresses[each].host for each in together}
+    if layout.is_sharded and device.type == "cuda" and len(hosts) == 1 and (len(together) == 2 or not exact):
         peers = open_peer_memory(tp_group, device)
-    tp = ParallelGroup(tp_rank, spec.tp_size, tp_group, in_order=spec.exact, peers=peers)
-    dp = ParallelGroup(dp_rank, spec.dp_size, dp_group)
+    tp = ParallelGroup(tp_rank, len(together), tp_group, in_order=exact, peers=peers)
+    dp = ParallelGroup(dp_rank, layout.dp_size, dp_group)
     cp, data = ParallelGroup(), dp
-    if spec.cp_size > 1:
-        data_rank, cp_rank = divmod(dp_rank, spec.cp_size)
+    if layout.cp_size > 1:
+        data_rank, cp_rank = divmod(dp_rank, layout.cp_size)
         cp_group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).flatten(0, 1).tolist())
         data_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).T.tolist())
-        cp = ParallelGroup(cp_rank, spec.cp_size, cp_group)
-        data = ParallelGroup(data_rank, spec.data_size, data_group)
-    relay = Relay(store, str(dp_rank), tp_rank, spec.tp_size) if spec.tp_size > 1 else None
+        cp = ParallelGroup(cp_rank, layout.cp_size, cp_group)
+        data = ParallelGroup(data_rank, layout.data_size, data_group)
+    relay = Relay(store, str(dp_rank), tp_rank, len(together)) if layout.is_sharded else None
     return ParallelContext(rank, device, tp, dp, cp, data, relay, states, spec.n_beside(rank))

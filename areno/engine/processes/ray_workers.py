@@ -113,15 +113,15 @@ class RayProcesses:
         spread = ray_cluster.has_room(found, kind, n_nodes, n_each)
         if not spread:
             n_shares = ray_cluster.shares_left(found, kind, n_nodes, n_each) if again else 0
-            while n_shares * n_each % (spec.tp_size * spec.cp_size):
+            while list(spec.engine.layout(n_shares * n_each).problems()):
                 n_shares -= 1
             if not n_shares:
                 raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
-                n_copies, there_is = n_shares * n_each // spec.tp_size, ray_cluster.described(found)
+                n_copies, there_is = spec.engine.layout(n_shares * n_each).dp_size, ray_cluster.described(found)
                 text = "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
                 text += "and no more came within %g s (%s)"
-                logger.warning(text, n_copies, spec.dp_size, there_is, spec.setup_timeout, ray_cluster.TIMEOUT)
+                logger.warning(text, n_copies, spec.layout.dp_size, there_is, spec.setup_timeout, ray_cluster.TIMEOUT)
             self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
         self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
@@ -370,8 +370,9 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
     """Return the folders that every node reads itself, by setting."""
-    adapters = {"actor.init_lora_from": spec.lora.init_from} if spec.lora is not None and spec.lora.init_from else {}
-    return {"actor.path": spec.model_path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
+    lora = spec.actor.lora
+    adapters = {"actor.init_lora_from": lora.init_from} if lora is not None and lora.init_from else {}
+    return {"actor.path": spec.actor.path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], signs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from areno import heartbeat
-from areno.engine.memory import out_of_memory_hint
+from areno.engine.memory import MORE_DEVICES, out_of_memory_hint
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
 from areno.engine.processes.stacks import StackServer
@@ -28,7 +28,7 @@ _LESS_MEMORY = (
     ("lower {}", Key("rollout.mem_fraction")),
     ("lower {}", Key("rollout.max_prefill_tokens")),
     ("lower {}", Key("actor.mb_spec.max_tokens_per_mb")),
-    ("divide the model over more devices ({})", Key("engine.tp_size")),
+    MORE_DEVICES,
 )
 
 
@@ -46,7 +46,7 @@ def worker_main(
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker
 
-        if spec.deterministic:
+        if spec.engine.deterministic:
             begin_deterministic(spec.devices[rank], spec.world_size)
         gc.freeze()  # to look through all that was imported would hold a step for a tenth of a second
         context = join_groups(spec, rank, port, listener)

@@ -45,9 +45,10 @@ class SpawnedGroup:
         self._error: ArenoError | None = None  # of a command that nobody waits for, or of decoding
         self.processes: Processes | None = start(spec)
         self.spec = self.processes.spec
-        self._stats = [RolloutStats() for _ in range(self.spec.dp_size)]
-        self.pulses = Pulses(self.processes.counters, self.spec.world_size, self.spec.tp_size)
-        self.watchdog = Watchdog(spec.stall_timeout_s, self)
+        self._layout = self.spec.layout
+        self._stats = [RolloutStats() for _ in self._layout.leaders]
+        self.pulses = Pulses(self.processes.counters, self._layout)
+        self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
             self._collect()
             self.pulses.together = False
@@ -61,13 +62,9 @@ class SpawnedGroup:
             raise EngineError("the engine is closed")
         return self.processes
 
-    @property
-    def _leaders(self) -> range:
-        return range(0, self.spec.world_size, self.spec.tp_size)
-
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker. Return the result of each data-parallel rank, in order."""
-        return self.call_each(method, [args] * self.spec.dp_size)
+        return self.call_each(method, [args] * self._layout.dp_size)
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of every worker with other arguments for each data-parallel rank."""
@@ -76,7 +73,7 @@ class SpawnedGroup:
         self._replies = {}
         self.pulses.together = True
         try:
-            for rank, arguments in zip(self._leaders, packed, strict=True):
+            for rank, arguments in zip(self._layout.leaders, packed, strict=True):
                 self._send(rank, Command(method, arguments, self._last_id))
             return self._collect()
         finally:
@@ -84,7 +81,7 @@ class SpawnedGroup:
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         """Send a command without waiting for its end. Any thread may call this."""
-        self._send(self._leaders[dp_rank], Command(method, pack(method, args), None))
+        self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return finished and partial samples as they arrive, or an empty list after `timeout` seconds."""
@@ -143,7 +140,7 @@ class SpawnedGroup:
                     self.close()
                     break
         self._raise_error()
-        return [self._replies[rank].value for rank in self._leaders]
+        return [self._replies[rank].value for rank in self._layout.leaders]
 
     def _receive(self, timeout: float | None) -> None:
         """Handle the messages that arrive within `timeout` seconds. Raise if a worker is gone."""
@@ -162,7 +159,7 @@ class SpawnedGroup:
             message.error = self._of_its_node(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
-            self._stats[rank // self.spec.tp_size] = message.stats
+            self._stats[self._layout.place_of(rank)[0]] = message.stats
         elif message.id is None:
             self._error = self._error or message.error
         elif message.id == self._last_id:  # the rest answers an earlier command that failed on another rank

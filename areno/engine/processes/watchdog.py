@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from areno import heartbeat
+from areno.config.run import Layout
 from areno.engine.processes import stacks
 from areno.errors import EngineError, Key, WorkerLost
 
@@ -44,29 +45,28 @@ class Pulses:
 
     Args:
         counters: FIELDS numbers for each rank, in shared memory.
-        world_size: Number of ranks.
-        tp_size: Number of tensor-parallel ranks.
+        layout: How the ranks hold copies of the model.
 
     Attributes:
         together: Whether the driver waits for an answer of every rank, so that ranks may wait for each other.
     """
 
-    def __init__(self, counters: Any, world_size: int, tp_size: int):
+    def __init__(self, counters: Any, layout: Layout):
         self.counters = counters
-        self.world_size, self._tp_size = world_size, tp_size
-        self._sent = [1] * world_size  # to the leader of each rank; the start is a command, too
-        self._commands = ["start"] * world_size  # the last one
+        self.world_size, self._layout = layout.world_size, layout
+        self._sent = [1] * layout.world_size  # to the leader of each rank; the start is a command, too
+        self._commands = ["start"] * layout.world_size  # the last one
         self.together = True
 
     def sent(self, leader: int, command: str) -> None:
         """Count a command to the leader of a tensor-parallel group, which passes it on to the other ranks."""
-        for rank in range(leader, leader + self._tp_size):
+        for rank in self._layout.copy_of(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
 
     def is_due(self, rank: int) -> bool:
         """Return whether a rank has work."""
-        leader = rank - rank % self._tp_size  # it alone knows: others wait for it between two steps
+        leader = self._layout.copy_of(rank).start  # it alone knows: others wait for it between two steps
         return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _is_asked(self, rank: int) -> bool:

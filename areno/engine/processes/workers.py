@@ -34,7 +34,7 @@ class InlineGroup:
         self._end: Callable[[], None] | None = None  # of what was set in this process
         # Another thread may send while this one decodes, so what is cast waits for the next poll or call.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
-        self.watchdog = Watchdog(spec.stall_timeout_s, self)
+        self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
             with heartbeat.working("start"):
                 self._start(spec)
@@ -48,7 +48,7 @@ class InlineGroup:
         from areno.engine.processes.process_groups import join_groups
         from areno.engine.worker import Worker  # imports torch
 
-        if spec.deterministic:
+        if spec.engine.deterministic:
             begin_deterministic(spec.devices[0], spec.world_size)
             self._end = end_deterministic
         self._worker = Worker(spec, join_groups(spec, 0))

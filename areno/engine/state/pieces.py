@@ -27,6 +27,7 @@ from areno.models.weights import checkpoint_table
 
 PIECE_ELEMENTS = 2**24  # most elements of a piece: what data-parallel ranks share out, and what is read at once
 MASTER, COUNTERS = "master", "counters"
+SHARDS = "tp_size"  # entry of a state: how many ranks share each copy
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def about(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
         entries; they hold moments, which began with the first update.
     """
     _, optimizer = trained(backend)
-    found = {"optimizer": optimizer.config.type, "tp_size": backend.model.tp.size}
+    found = {"optimizer": optimizer.config.type, SHARDS: backend.model.tp.size}
     return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
 

@@ -31,6 +31,7 @@ from areno.engine.spec import LoraSpec
 from areno.engine.state.pieces import (
     COUNTERS,
     MASTER,
+    SHARDS,
     Piece,
     about,
     buffers_of,
@@ -230,7 +231,7 @@ def load_role(
     """
     _, optimizer = trained(backend)
     facts = reader.about[role]
-    stored_tp, with_moments = facts["tp_size"], with_moments and facts.get("moments", True)
+    stored_tp, with_moments = facts[SHARDS], with_moments and facts.get("moments", True)
     buffers, pieces = buffers_of(role, backend), pieces_of(role, backend, with_moments)
     if with_moments and optimizer.in_8_bits and stored_tp != backend.model.tp.size:
         pieces = [piece for piece in pieces if piece.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from areno.config.run import Layout
 from areno.kernels.logprobs import FUSED_CHUNK
 from areno.models.cost import activation_bytes, logits_bytes, token_bytes
 from areno.models.transformer import Transformer
@@ -95,9 +96,9 @@ class _Need:
 
     @staticmethod
     def of(model: Transformer, split: bool = False) -> _Need:
-        itemsize, tp_size = model.embed.weight.element_size(), model.tp.size
-        kept = activation_bytes(model.config, itemsize, tp_size).kept
+        itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
+        kept = activation_bytes(model.config, itemsize, layout).kept
         logits = 0
         if model.score is None:
-            logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, tp_size) + HEAD_BYTES
-        return _Need(token_bytes(model.config, itemsize, tp_size, split=split), kept, logits)
+            logits = logits_bytes(model.config, FUSED_CHUNK, itemsize, layout) + HEAD_BYTES
+        return _Need(token_bytes(model.config, itemsize, layout, split=split), kept, logits)

@@ -23,13 +23,14 @@ from areno.engine.processes import ray_workers
 from areno.engine.processes.ray_cluster import Node, described, has_room, no_room, shares_left
 from areno.engine.processes.ray_host import NodeReport, interface_of, leave_sign, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
-from areno.engine.spec import EngineSpec, RoleSpec
+from areno.engine.spec import RoleSpec
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
 from areno.launch.compose import load
 from areno.plan import devices
 from areno.run.setup import Setup
 from tests.helpers.pages import blocks, run_here
 from tests.helpers.ray_cluster import ENVIRONMENT, needs_ray
+from tests.helpers.tiny_engine import engine_spec
 
 BIG, SMALL, HEAD = Node("a", "10.0.0.1", 8, 64), Node("b", "10.0.0.2", 4, 32), Node("c", "10.0.0.3", 0, 16)
 
@@ -94,7 +95,9 @@ def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"n_gpus_per_node: is 9, and the run takes 1 node with 9 GPUs, but"):
         on_nodes(monkeypatch, nodes, 1, n_gpus_per_node=9)
     six = [Node(name, name, 6, 8) for name in "ab"]
-    with pytest.raises(ConfigError, match=r"engine\.tp_size: is 4, but nodes have 6 GPUs each; tensor parallel stays"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.tp_size: is 4, but a node has 6 devices of the run; tensor parallel"
+    ):
         on_nodes(monkeypatch, six, 2, tp_size=4)  # of 12 devices, 4 would be on both
 
 
@@ -225,8 +228,8 @@ def test_versions_that_differ_are_named() -> None:
 
 def test_gpus_that_torch_does_not_see_are_told() -> None:
     reports = [NodeReport("a", "10.0.0.1", versions(), [], n_cuda=2), NodeReport("b", "10.0.0.2", versions(), [])]
-    ray_workers.check_devices(EngineSpec(model_path="", devices=["cpu"] * 4, n_nodes=2), reports)
-    on_gpus = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, n_nodes=2)
+    ray_workers.check_devices(engine_spec(devices=["cpu"] * 4, n_nodes=2), reports)
+    on_gpus = engine_spec(devices=["cuda:0", "cuda:1"] * 2, n_nodes=2)
     with pytest.raises(
         EngineError, match=r"^torch sees 0 CUDA devices on node 10\.0\.0\.2, where Ray gives the run 2; look"
     ):
@@ -234,7 +237,7 @@ def test_gpus_that_torch_does_not_see_are_told() -> None:
 
 
 def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
-    spec = EngineSpec(model_path="/models/m", devices=["cpu"] * 2, n_nodes=2)
+    spec = engine_spec("/models/m", devices=["cpu"] * 2, n_nodes=2)
     sign = leave_sign(str(tmp_path / "outputs"))
     check_folders(spec, [report()], {"cluster.fileroot": sign})
     with pytest.raises(CheckpointError, match=r"^actor\.path: node 10\.0\.0\.2 has no /models/m; each node reads"):
@@ -249,7 +252,7 @@ def test_folders_that_a_node_does_not_see(tmp_path: Path) -> None:
 
 
 def test_ranks_know_their_machines() -> None:
-    spec = EngineSpec(model_path="", devices=["cuda:0", "cuda:1"] * 2, tp_size=2, n_nodes=2)
+    spec = engine_spec(devices=["cuda:0", "cuda:1"] * 2, tp_size=2, n_nodes=2)
     assert [str(address) for address in spec.addresses][-1] == "cuda:1"
     assert spec.n_beside(0) == 4, "until the nodes are known, all run here"
     spec.hosts = ("a", "a", "b", "b")

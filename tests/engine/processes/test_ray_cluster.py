@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,7 @@ def all_lines() -> str:
 
 
 def on_two(folder: Path, **settings: Any) -> EngineSpec:
-    return replace(spec(folder, devices=2), n_nodes=2, **settings)
+    return spec(folder, devices=2, n_nodes=2, **settings)
 
 
 def test_a_run_on_two_nodes_is_that_on_two_devices(
@@ -188,7 +187,7 @@ def test_what_is_left_of_a_cluster_goes_on(nodes: TwoNodes, tmp_path: Path, capl
         with pytest.raises(WorkerLost, match="was lost"):
             engine.wait()
         engine.restart()
-        assert (engine.spec.dp_size, engine.spec.n_nodes) == (1, 1)
+        assert (engine.spec.layout.dp_size, engine.spec.n_nodes) == (1, 1)
         assert "going on with 1 of 2 copies of the model, on what is left: the Ray cluster has 1 node" in caplog.text
         assert logprobs_of(rollout(engine)) == pytest.approx(logprobs_of(outputs))
 

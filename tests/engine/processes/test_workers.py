@@ -23,14 +23,14 @@ from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.serving import _fill
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
-from areno.engine.spec import EngineSpec, RoleSpec, UpdateSpec
+from areno.engine.spec import RoleSpec, UpdateSpec
 from areno.engine.train.micro_batches import share_steps
 from areno.engine.train.rows import read_rows
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.types import GenerationOutput, TrainSequence
-from tests.helpers.tiny_engine import MIXED, ROLLOUT, VOCAB, model_folder, request, spec
+from tests.helpers.tiny_engine import MIXED, ROLLOUT, VOCAB, engine_spec, model_folder, request, spec
 
 WHOLE = MicroBatchSpec(mini_bs=16)
 ROWS = [TrainSequence([True, False, False], [3, 4, 5])]
@@ -217,7 +217,7 @@ def test_a_worker_that_cannot_start_says_why(folder: Path, form: type[WorkerGrou
 
 
 def test_which_form() -> None:
-    two = EngineSpec(model_path="", devices=["cpu", "cpu"])
+    two = engine_spec(devices=["cpu", "cpu"])
     with pytest.raises(EngineError, match=r"engine\.workers=inline holds one device, not cpu, cpu; use spawn"):
         start_workers(two, "inline")
 
