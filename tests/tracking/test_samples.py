@@ -159,5 +159,6 @@ def test_equal_answers_have_equal_rewards(tmp_path, monkeypatch):
 
 
 def test_settings_that_say_two_things():
-    with pytest.raises(ConfigError, match=r"rollout\.dump_n_samples: is 4, but rollout\.dump_to_file is true, so all samples are kept"):
+    told = r"rollout\.dump_n_samples: is 4, but rollout\.dump_to_file is true, so all samples are kept"
+    with pytest.raises(ConfigError, match=told):
         load(GSPOConfig, "quickstart", ["rollout.dump_to_file=true", "rollout.dump_n_samples=4"])
